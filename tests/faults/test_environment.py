@@ -65,38 +65,27 @@ class Environment:
         (found,) = self.path.glob("lib/python*/site-packages")
         return found
 
-    def run(self, code: str, variables: Mapping[str, str], *options: str) -> Outcome:
-        """The process sees nothing but these variables."""
+    def run(self, code: str, variables: Mapping[str, str], *options: str) -> tuple[str, str]:
+        """Return the one line on stderr, or none, and stdout; the process sees these variables alone."""
         command = [self.path / "bin" / "python", *options, "-c", code]
         done = subprocess.run(command, env=dict(variables), cwd=self.path, capture_output=True, timeout=60)
-        return Outcome(done.returncode, os.fsdecode(done.stdout), os.fsdecode(done.stderr))
+        first, *others = os.fsdecode(done.stderr).split("\n")
+        assert done.returncode == 0 and others in ([], [""]), done
+        return first, os.fsdecode(done.stdout)
 
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def complaint(self) -> str:
-        """The one line on stderr, or none; any more, or a process that fails, is an error of the test."""
-        lines = self.stderr.split("\n")[:-1] if self.stderr else []
-        assert self.code == 0 and len(lines) <= 1, self
-        return lines[0] if lines else ""
+    def complaint(self, code: str, variables: Mapping[str, str], *options: str) -> str:
+        return self.run(code, variables, *options)[0]
 
 
 @contextmanager
-def set_aside(*paths: Path) -> Iterator[None]:
-    """For the block these are gone; what the block puts in their places is gone after it."""
-    for path in paths:
-        path.rename(path.with_name(f"{path.name}.aside"))
+def set_aside(path: Path) -> Iterator[None]:
+    """For the block this is gone; what the block puts in its place is gone after it."""
+    aside = path.rename(path.with_name(f"{path.name}.aside"))
     try:
         yield
     finally:
-        for path in paths:
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-            path.with_name(f"{path.name}.aside").rename(path)
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        aside.rename(path)
 
 
 VARIABLES = sorted(settings_module.variables())
@@ -147,7 +136,7 @@ def test_an_unrelated_process_never_hears_of_us(
     environment: Environment, variables: Variables, options: list[str]
 ) -> None:
     """Strict or not, and to the last line: nothing is said before a framework is imported."""
-    assert environment.run(UNRELATED, variables, *options).complaint == ""
+    assert environment.complaint(UNRELATED, variables, *options) == ""
 
 
 @pytest.fixture(scope="module")
@@ -220,9 +209,9 @@ def loaded(environment: Environment) -> list[Path]:
     print_files = (
         f"import sys; print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('{PACKAGE}')))"
     )
-    outcome = environment.run(f"{IMPORTS_MEGATRON}; {print_files}", ON)
-    assert "2 applied" in outcome.complaint
-    return sorted(map(Path, outcome.stdout.split()))
+    complaint, stdout = environment.run(f"{IMPORTS_MEGATRON}; {print_files}", ON)
+    assert "2 applied" in complaint
+    return sorted(map(Path, stdout.split()))
 
 
 @contextmanager
@@ -237,7 +226,7 @@ def damaged(file: Path, damage: str) -> Iterator[None]:
 def test_every_file_gone_in_turn(environment: Environment, loaded: list[Path]) -> None:
     for file in loaded:
         with damaged(file, "gone"):
-            complaint = environment.run(IMPORTS_MEGATRON, ON).complaint
+            complaint = environment.complaint(IMPORTS_MEGATRON, ON)
         if file.name == "__init__.py" or file.parent.name == "patches":
             continue  # what is left is a namespace, or the patches there are
         assert complaint.startswith(NOT_ACTIVATED) and file.stem in complaint
@@ -246,8 +235,8 @@ def test_every_file_gone_in_turn(environment: Environment, loaded: list[Path]) -
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_startup_module_damaged_or_left_behind_alone(environment: Environment, damage: str) -> None:
     with damaged(environment.site_packages / STARTUP, damage):
-        complaints = {environment.run(code, ON).complaint for code in (UNRELATED, FIRES, IMPORTS_MEGATRON)}
-        assert environment.run(IMPORTS_MEGATRON, {}).complaint == ""
+        complaints = {environment.complaint(code, ON) for code in (UNRELATED, FIRES, IMPORTS_MEGATRON)}
+        assert environment.complaint(IMPORTS_MEGATRON, {}) == ""
     if damage == "most of its lines":  # all but what it would complain with
         return
     [complaint] = complaints
@@ -256,8 +245,8 @@ def test_startup_module_damaged_or_left_behind_alone(environment: Environment, d
 
 def test_startup_file_and_module_left_behind(environment: Environment) -> None:
     with set_aside(environment.site_packages / PACKAGE):
-        assert environment.run(UNRELATED, ON).complaint == ""
-        complaint = environment.run(IMPORTS_MEGATRON, ON).complaint
+        assert environment.complaint(UNRELATED, ON) == ""
+        complaint = environment.complaint(IMPORTS_MEGATRON, ON)
     assert complaint.startswith(f"{NOT_ACTIVATED}ModuleNotFoundError: No module named '{PACKAGE}'")
 
 
@@ -276,7 +265,7 @@ def test_wrapt_is_not_what_it_should_be(environment: Environment, kind: str) -> 
         if text is not None:
             folder.mkdir()
             (folder / "__init__.py").write_text(text)
-        assert environment.run(UNRELATED, ON).complaint == ""
-        complaint = environment.run(IMPORTS_MEGATRON, ON).complaint
+        assert environment.complaint(UNRELATED, ON) == ""
+        complaint = environment.complaint(IMPORTS_MEGATRON, ON)
     assert complaint.startswith(NOT_ACTIVATED)
     assert "wrapt" in complaint or kind in ("raises", "no classes")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -24,9 +26,8 @@ from tests.unit.losses.logits.sizes import Sizes
 pytestmark = pytest.mark.runs("lean-head", ranks=[1, 2])
 
 
-@dataclass(frozen=True)
-class Layout:
-    """``sizes`` and ``flags`` are options of :func:`matrix.tiny`.
+class Layout(NamedTuple):
+    """``flags`` are options of :func:`matrix.tiny`.
 
     ``fused``: the weight's gradient goes into ``main_grad``, as with ``gradient_accumulation_fusion``. The
     layer's own way needs a CUDA kernel for that, so in the run without the patch it goes into ``grad``.
@@ -34,40 +35,34 @@ class Layout:
     """
 
     ranks: int = 2
-    sizes: dict[str, Any] = field(default_factory=dict)
-    flags: dict[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, Any] = MappingProxyType({})
     fused: bool = False
     allgather_cp: bool = False
 
 
-DEALLOCATED = {"deallocate_pipeline_outputs": True}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SEQUENCE_PARALLEL = {"tp": 2, "sequence_parallel": True}
 LAYOUTS = {
     "1 rank": Layout(1),
-    "1 rank, tied": Layout(1, flags={"tied": True}),
-    "1 rank, frozen": Layout(1, flags={"frozen_head": True}),
-    "1 rank, bf16": Layout(1, flags={"bf16": True}),
+    "1 rank, tied": Layout(1, {"tied": True}),
+    "1 rank, frozen": Layout(1, {"frozen_head": True}),
+    "1 rank, bf16": Layout(1, {"bf16": True}),
     "1 rank, fused": Layout(1, fused=True),
-    "1 rank, tied, fused, bf16": Layout(1, flags={"tied": True, "bf16": True}, fused=True),
+    "1 rank, tied, fused, bf16": Layout(1, {"tied": True, "bf16": True}, fused=True),
     "DP 2": Layout(),
-    "TP 2": Layout(sizes={"tp": 2}),
-    "TP 2, frozen": Layout(sizes={"tp": 2}, flags={"frozen_head": True}),
-    "TP 2, sequence parallel": Layout(sizes={"tp": 2, "sequence_parallel": True}),
-    "TP 2, sequence parallel, tied, bf16": Layout(
-        sizes={"tp": 2, "sequence_parallel": True}, flags={"tied": True, "bf16": True}
-    ),
-    "PP 2": Layout(sizes={"pp": 2}),
-    "PP 2, deallocated outputs": Layout(
-        sizes={"pp": 2}, flags={"config": {"deallocate_pipeline_outputs": True}}
-    ),
+    "TP 2": Layout(2, {"tp": 2}),
+    "TP 2, frozen": Layout(2, {"tp": 2, "frozen_head": True}),
+    "TP 2, sequence parallel": Layout(2, SEQUENCE_PARALLEL),
+    "TP 2, sequence parallel, tied, bf16": Layout(2, {**SEQUENCE_PARALLEL, "tied": True, "bf16": True}),
+    "PP 2": Layout(2, {"pp": 2}),
+    "PP 2, deallocated outputs": Layout(2, {"pp": 2, "config": {"deallocate_pipeline_outputs": True}}),
     "PP 2, tied": Layout(
-        sizes={"pp": 2},
-        flags={"tied": True, "use_distributed_optimizer": False, "overlap_param_gather": False},
+        2, {"pp": 2, "tied": True, "use_distributed_optimizer": False, "overlap_param_gather": False}
     ),
-    "PP 2, VPP 2": Layout(sizes={"pp": 2, "vpp": 2}),
-    "CP 2": Layout(sizes={"cp": 2}),
-    "CP 2, all-gather": Layout(sizes={"cp": 2}, allgather_cp=True),
-    "1 rank, recomputed": Layout(1, flags={"config": RECOMPUTED}),
+    "PP 2, VPP 2": Layout(2, {"pp": 2, "vpp": 2}),
+    "CP 2": Layout(2, {"cp": 2}),
+    "CP 2, all-gather": Layout(2, {"cp": 2}, allgather_cp=True),
+    "1 rank, recomputed": Layout(1, {"config": RECOMPUTED}),
 }
 FAST = {"1 rank", "TP 2, sequence parallel"}
 CASES = {
@@ -76,8 +71,7 @@ CASES = {
 }
 
 
-@dataclass
-class Outcome:
+class Outcome(NamedTuple):
     """Of one rank: losses of two steps, and the gradients of the first."""
 
     losses: list[float]
@@ -98,7 +92,7 @@ def _train(layout: Layout, case: Case, lean: bool, tile_bytes: int = 256) -> Out
         flags = {**layout.flags}
         config = {"calculate_per_token_loss": case.calculate_per_token_loss, **flags.pop("config", {})}
         lengths = {"vocab_size": tiny_gpt.VOCABULARY, "seq_length": tiny_gpt.SEQUENCE}
-        model, optimizer = matrix.tiny(**layout.sizes, **lengths, config=config, **flags).build()
+        model, optimizer = matrix.tiny(**lengths, config=config, **flags).build()
         no_sync = [chunk.no_sync for chunk in model]
         get_model_config(model[0]).no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         if layout.fused and lean:
@@ -173,6 +167,6 @@ def test_no_tensor_of_rows_and_vocabulary(name: str) -> None:
             with Sizes() as sizes:
                 _train(layout, CASES["entropy bonus"], lean, TILE_BYTES)
             elements.append(sizes.largest)
-        logits = tiny_gpt.BATCH * tiny_gpt.SEQUENCE * tiny_gpt.VOCABULARY // layout.sizes.get("tp", 1)
+        logits = tiny_gpt.BATCH * tiny_gpt.SEQUENCE * tiny_gpt.VOCABULARY // layout.flags.get("tp", 1)
     assert any(everywhere(elements[0] >= logits))  # on the last stage of a pipeline
     assert elements[1] < logits / 2
