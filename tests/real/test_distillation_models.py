@@ -20,30 +20,18 @@ from megatron_rl_patches.losses import (
     SequenceLayout,
     make_distillation_loss_func,
 )
-from megatron_rl_patches.testing import TinyModel, tiny_model
+from megatron_rl_patches.testing import tiny_model
 from tests.ranks import on_ranks
 
 SAMPLES, LENGTH, RESPONSE, VOCABULARY = 2, 16, 10, 32
 LENGTHS, RESPONSES = [LENGTH] * SAMPLES, [RESPONSE] * SAMPLES
 
 
-def random_weights(chunk: torch.nn.Module, seed: int) -> None:
+def fill(chunk: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in chunk.named_parameters():
-            if "layernorm" not in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-
-
-def teacher_of(tiny: TinyModel) -> list[Any]:
-    model: list[Any] = build_inference_model(tiny.provider, tiny.transformer_config(), dtype="fp32")
-    for parameter in model[0].parameters():
-        parameter.data.zero_()
-    for name, parameter in model[0].named_parameters():
-        if "layernorm" in name and name.endswith("weight"):
-            parameter.data.fill_(1.0)
-    random_weights(model[0], 7)
-    return model
+    for name, parameter in chunk.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator) * 0.2
+        parameter.data.copy_(values + ("norm" in name and "weight" in name))
 
 
 def gradients_of(student: Any, tokens: torch.Tensor, loss_of: Any) -> tuple[float, dict[str, torch.Tensor]]:
@@ -62,8 +50,10 @@ def test_divergence_and_gradients(teacher_kind: str, student_kind: str, way: str
     models = {"moe": tiny_model("moe", ep=2), "dense": tiny_model("dense")}
     models["moe"].initialize()  # the groups of both
     [student] = models[student_kind].chunks()
-    random_weights(student, 3)
-    teacher = teacher_of(models[teacher_kind])
+    fill(student, 3)
+    tiny = models[teacher_kind]
+    teacher: Any = build_inference_model(tiny.provider, tiny.transformer_config(), dtype="fp32")
+    fill(teacher[0], 7)
     rank = torch.distributed.get_rank()
     tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(rank))
     microbatches = [{"tokens": tokens, "lengths": LENGTHS, "response_lengths": RESPONSES}]

@@ -12,15 +12,8 @@ import torch.distributed as dist
 # Where among its arguments a collective has what this rank sends; of the others nobody asks.
 _SENT = {"all_reduce": 0, "all_gather": 1, "all_gather_into_tensor": 1}
 _OTHERS = (
-    "all_gather_object",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
+    *("all_gather_object", "all_to_all", "all_to_all_single", "barrier", "broadcast", "gather", "reduce"),
+    *("reduce_scatter", "reduce_scatter_tensor"),
 )
 
 

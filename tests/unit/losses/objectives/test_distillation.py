@@ -197,34 +197,31 @@ def student_at_ids(logits: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     return tuple(list(values.split(RESPONSES)) for values in topk)
 
 
-@pytest.mark.parametrize("divergence", OF_BUCKETS)
-def test_losses_of_a_top_k_are_those_of_the_divergence(divergence: Any) -> None:
-    logits = random(sum(TOTALS), V, seed=1)
-    options = DistillationOptions(divergence, beta=0.3)
-    batch = DistillationBatch([teacher("top-k", "math")], MASKS, OLD.split(RESPONSES))
-    of_closure = make_distillation_loss_func(LAYOUT, batch, options, temperature=TEMPERATURE)(logits[None])
-    of_log_probs = distillation_loss(*student_at_ids(logits), batch, options)
-    old = [OLD] if divergence.startswith("importance") else []
-    at_ids = map(torch.cat, student_at_ids(logits))
-    expected = OF_BUCKETS[divergence](*at_ids, TopKDistribution.cat(batch.teachers[0]), *old)
-    for loss, count, metrics in (of_closure, of_log_probs):
-        assert torch.allclose(loss, expected[MASK].sum())
-        assert count == MASK.sum()
-        assert all(torch.allclose(metrics[name], of_log_probs[2][name]) for name in metrics)
+IN_FULL = ("reverse_kl", "importance_weighted_reverse_kl", "jensen_shannon", "forward_kl")
 
 
 @pytest.mark.parametrize(
-    "divergence", ["reverse_kl", "importance_weighted_reverse_kl", "jensen_shannon", "forward_kl"]
+    ("kind", "divergence"),
+    [*(("top-k", name) for name in OF_BUCKETS), *(("full", name) for name in IN_FULL)],
 )
-def test_losses_of_full_distributions_are_those_of_the_divergence(divergence: Any) -> None:
-    logits, old = random(sum(TOTALS), V, seed=1), teacher("full", "code")
+def test_losses_are_those_of_the_divergence(kind: str, divergence: Any) -> None:
+    logits, old = random(sum(TOTALS), V, seed=1), teacher(kind, "code")
     options = DistillationOptions(divergence, beta=0.3)
-    batch = DistillationBatch([teacher("full", "math")], MASKS, old)
-    loss, _, _ = make_distillation_loss_func(LAYOUT, batch, options, temperature=TEMPERATURE)(logits[None])
-    of_teacher, of_old = (FullDistribution.cat(one).logits()[0] for one in (teacher("full", "math"), old))
-    names = {"divergence": divergence, "beta": 0.3, "old": of_old, "temperature": TEMPERATURE}
-    expected = full_vocabulary_divergence(logits, of_teacher, rows=ROWS, **names)
-    assert torch.allclose(loss, expected[MASK].sum(), rtol=1e-10)
+    batch = DistillationBatch([teacher(kind, "math")], MASKS, old)
+    results = [make_distillation_loss_func(LAYOUT, batch, options, temperature=TEMPERATURE)(logits[None])]
+    if kind == "top-k":
+        results.append(distillation_loss(*student_at_ids(logits), batch, options))
+        whole = [TopKDistribution.cat(batch.teachers[0]), TopKDistribution.cat(old)]
+        distributions = whole if divergence.startswith("importance") else whole[:1]
+        expected = OF_BUCKETS[divergence](*map(torch.cat, student_at_ids(logits)), *distributions)
+    else:
+        of_teacher, of_old = (FullDistribution.cat(one).logits()[0] for one in (batch.teachers[0], old))
+        names = {"divergence": divergence, "beta": 0.3, "old": of_old, "temperature": TEMPERATURE}
+        expected = full_vocabulary_divergence(logits, of_teacher, rows=ROWS, **names)
+    for loss, count, metrics in results:
+        assert torch.allclose(loss, expected[MASK].sum(), rtol=1e-10)
+        assert count == MASK.sum()
+        assert all(torch.allclose(metrics[name], results[-1][2][name]) for name in metrics)
 
 
 def test_microbatches_of_one_token_and_of_three() -> None:

@@ -52,7 +52,7 @@ def test_zigzag_parts(case: Case) -> None:
         if not case.zigzag:
             pairs = zip(responses, case.prompts, strict=True)
             expected = [_zigzag_part(response, prompt, rank, case.cp_size) for response, prompt in pairs]
-        assert all(map(torch.equal, parts, expected))
+        assert len(parts) == len(expected) and all(map(torch.equal, parts, expected))
         assert all(part.requires_grad for part in parts)
 
 
