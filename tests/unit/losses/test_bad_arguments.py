@@ -293,7 +293,7 @@ def test_equal_rewards_have_no_advantage_without_eps() -> None:
 
 
 ZEROS, TARGETS = torch.zeros(N, V), torch.zeros(N, dtype=torch.int64)
-LOG_PROBS_OF, AT = losses.vocab_parallel_log_probs_and_entropy, losses.vocab_parallel_log_probs_at
+LOG_PROBS_OF, AT = losses.vocab_parallel_log_probs, losses.vocab_parallel_log_probs_at
 #: What several arguments say together, and what a message says of the value that was found.
 TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (LOG_PROBS_OF, {"logits": ZEROS[None]}, r"\[T, vocab / tp\], not \[1, 4, 7\]: flatten"),
@@ -337,19 +337,20 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         "weight is torch.float16 .* expected torch.float32",
     ),
     (losses.deferred_logits, {"sequence_parallel": True}, "without tp_group"),
+    (losses.TopKDistribution, {"tail_log_prob": torch.zeros(2)}, r"tail_log_prob \[2\]"),
+    (losses.TopKDistribution, {"log_probs": torch.zeros(N, 1)}, r"\[4, 1\]"),
+    (losses.TopKDistribution, {"tail_log_prob": TAIL.double()}, "float64"),
+    (losses.TopKDistribution, {"log_probs": LOG_PROBS.clone().requires_grad_()}, "require grad"),
 ]
 
 
 @pytest.mark.parametrize(("function", "changes", "message"), TOGETHER)
 def test_refused(function: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
-    of_logits: dict[str, Any] = {"logits": ZEROS}
-    if function == losses.deferred_logits:
-        of_logits = {"hidden": random(N, 3), "weight": random(V, 3)}
-    elif function in (AT, LOG_PROBS_OF):
-        of_logits |= {"indices": IDS} if function == AT else {"targets": TARGETS}
-    for one in [function, losses.vocab_parallel_log_probs][: 1 + (function == LOG_PROBS_OF)]:
+    [arguments] = [arguments for one, arguments in CALLS if one == function]
+    functions = [function, losses.vocab_parallel_log_probs_and_entropy]
+    for one in functions[: 1 + (function == LOG_PROBS_OF)]:
         with pytest.raises(InvalidInputError, match=message):
-            one(**{**of_logits, **changes})
+            one(**{**arguments, **changes})
 
 
 def test_accepted() -> None:
