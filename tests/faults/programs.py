@@ -107,6 +107,8 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "stored": _changed(lambda x: x.detach().tolist()),
     "no operation": lambda x: x,
 }
+#: These have another number of rows, which no rank may have alone.
+RESHAPING = ("function of some rows", "numbers", "mask")
 
 
 class _Printed:
