@@ -1,8 +1,8 @@
 """Random programs on logits have the values and gradients of dense formulas in float64, on 1, 2 and 4 ranks.
 
 ``programs.py`` draws a program from a seed. It runs on ordinary logits of all ranks at once, whose losses are
-formulas, and with this package, each rank on its own part. What one rank alone sees is refused on all, no rank
-waits for another, and all ranks have the same bits and send alike. A failure prints the program.
+formulas, and with this package, each rank on its own part. What one rank alone sees is refused on all.
+No rank waits for another, and all of them have the same bits and send alike. A failure prints the program.
 """
 
 from __future__ import annotations

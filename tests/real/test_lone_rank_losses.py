@@ -31,6 +31,7 @@ from megatron_rl_patches.losses import (
 )
 from megatron_rl_patches.losses.logits import compiling
 from megatron_rl_patches.losses.output_layer import loss_of_labels
+from tests.faults.programs import OPERATIONS
 from tests.ranks import everywhere, on_ranks
 
 T, H, V = 12, 6, 40
@@ -39,12 +40,11 @@ Use = Callable[[Tensor], Any]
 
 #: What one rank alone does with the logits ``[1, T, V / tp]``.
 LOOKS: dict[str, Use] = {
-    "nothing": lambda x: None,
-    "reads": lambda x: x.detach().abs().max(),
-    "reads some columns": lambda x: x[..., :3].sum(),
-    "stores": lambda x: x.detach().tolist(),
-    "writes what stands there": lambda x: x.nan_to_num_(),
     "waits for the gradient": lambda x: x.register_hook(lambda gradient: gradient),
+    **{
+        name: OPERATIONS[name]
+        for name in ("no operation", "read", "columns read", "stored", "nan_to_num in place")
+    },
 }
 
 
@@ -88,7 +88,7 @@ def _recomputed(logits: Tensor, group: Any, look: Use) -> Tensor:
 
 LOSSES = {"loss of labels": _loss_of_labels, "slime's loss": _slimes_loss, "recomputed": _recomputed}
 #: A hook must be registered before the loss, and a write before what backward reads again.
-LEFT_OUT = {("recomputed", "writes what stands there"), ("recomputed", "waits for the gradient")}
+LEFT_OUT = {("recomputed", "nan_to_num in place"), ("recomputed", "waits for the gradient")}
 LEFT_OUT |= {("slime's loss", "waits for the gradient")}
 
 
@@ -122,8 +122,8 @@ def test_one_rank_has_looked(size: int) -> None:
     for (name, loss), (what, look) in product(LOSSES.items(), LOOKS.items()):
         if (name, what) in LEFT_OUT:
             continue
-        value, of_hidden, of_weight = _gradients(loss, LOOKS["nothing"], _deferred, alone)
-        look = look if rank == 1 else LOOKS["nothing"]
+        value, of_hidden, of_weight = _gradients(loss, LOOKS["no operation"], _deferred, alone)
+        look = look if rank == 1 else LOOKS["no operation"]
         mine = _gradients(loss, look, _deferred, group)
         torch.testing.assert_close(mine, [value, of_hidden, of_weight.chunk(size)[rank]])
         if name == "slime's loss":  # of logits that exist, whose model sums the gradient of hidden states

@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.utils import get_model_config
+from torch.nn.functional import pad
 
 from megatron_rl_patches.losses import (
     PolicyBatch,
@@ -99,8 +100,8 @@ def microbatch(number: int, packed: bool) -> Microbatch:
     responses = [int(torch.randint(0, n, (), generator=generator)) for n in lengths]
     responses[0] = 0 if number == 1 else responses[0]
     tokens = [torch.randint(tiny_gpt.VOCABULARY, (n,), generator=generator) for n in lengths]
-    padded = [torch.cat([sample, torch.zeros(whole - len(sample)).long()]) for sample in tokens]
-    position_ids = torch.arange(whole).repeat(tiny_gpt.BATCH)
+    rows_bs = torch.stack([pad(sample, (0, whole - len(sample))) for sample in tokens])
+    position_ids_bs = torch.arange(whole).expand(tiny_gpt.BATCH, -1)
 
     def like_responses(offset: float, scale: float) -> list[torch.Tensor]:
         return [offset + scale * torch.randn(n, generator=generator) for n in responses]
@@ -110,13 +111,11 @@ def microbatch(number: int, packed: bool) -> Microbatch:
         masks[1][:] = False
     old = like_responses(-3.5, 0.3)
     batch = PolicyBatch(like_responses(0.0, 1.0), masks, old, *(like_responses(-3.5, 0.3) for _ in "ab"))
-    shape = (1, -1) if packed else (tiny_gpt.BATCH, -1)
     if packed:  # one row, the padding at its end
-        padded = [torch.cat([*tokens, torch.zeros(tiny_gpt.SEQUENCE - sum(lengths)).long()])]
-        position_ids = torch.cat(
-            [*map(torch.arange, lengths), torch.zeros(tiny_gpt.SEQUENCE - sum(lengths)).long()]
-        )
-    return Microbatch(tokens, torch.cat(padded).view(shape), position_ids.view(shape), responses, batch)
+        padding = (0, tiny_gpt.SEQUENCE - sum(lengths))
+        rows_bs = pad(torch.cat(tokens), padding)[None]
+        position_ids_bs = pad(torch.cat([*map(torch.arange, lengths)]), padding)[None]
+    return Microbatch(tokens, rows_bs, position_ids_bs, responses, batch)
 
 
 def loss_func_of(data: Microbatch, case: Case, normalizer: float | None) -> Any:
