@@ -39,13 +39,9 @@ TOKENS = torch.randint(V, (T,), generator=torch.Generator().manual_seed(1))
 Use = Callable[[Tensor], Any]
 
 #: What one rank alone does with the logits ``[1, T, V / tp]``.
-LOOKS: dict[str, Use] = {
-    "waits for the gradient": lambda x: x.register_hook(lambda gradient: gradient),
-    **{
-        name: OPERATIONS[name]
-        for name in ("no operation", "read", "columns read", "stored", "nan_to_num in place")
-    },
-}
+LOOKS: dict[str, Use] = {"waits for the gradient": lambda x: x.register_hook(lambda gradient: gradient)}
+for _name in ("no operation", "read", "columns read", "stored", "nan_to_num in place"):
+    LOOKS[_name] = OPERATIONS[_name]
 
 
 def _loss_of_labels(logits: Tensor, group: Any, look: Use) -> Tensor:

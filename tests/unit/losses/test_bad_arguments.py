@@ -6,7 +6,6 @@ Either an error names it, or the result is right: :data:`RIGHT` lists what may b
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -140,59 +139,43 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (LAYOUT.local_parts, {"responses": VALUES}),
     (LAYOUT.gather_responses, {"values": VALUES}),
 ]
-#: What may be passed: not a number and dtypes are used as they are, and defaults may be said.
+#: What may be passed as an argument of a name, or of one function: not a number and dtypes are used as they
+#: are, and defaults may be said.
 RIGHT = {
     "float16 nan": (
-        "vocab_parallel_log_probs(logits); vocab_parallel_log_probs_and_entropy(logits); "
-        "vocab_parallel_log_probs_at(logits); full_vocabulary_divergence(student, teacher, old); "
-        "policy_loss_func(logits); distillation_loss_func(logits); "
-        "opd_advantages(log_probs, teacher_log_probs); reverse_kl(log_probs, tail_log_prob); "
-        "jensen_shannon(log_probs, tail_log_prob); "
-        "importance_weighted_reverse_kl(log_probs, tail_log_prob)"
+        "logits student old log_probs teacher_log_probs tail_log_prob full_vocabulary_divergence(teacher)"
     ),
     "None": (
-        "vocab_parallel_log_probs(block_bytes); vocab_parallel_log_probs_and_entropy(block_bytes); "
-        "vocab_parallel_log_probs_at(block_bytes); vocab_parallel_topk(block_bytes); "
-        "deferred_logits(tile_bytes); full_vocabulary_divergence(num_ids, teacher_weights); "
-        "policy_loss_func(normalizer); distillation_loss_func(normalizer); mix_teachers(weights); "
-        "TopKDistribution(temperature); DistillationBatch(old); "
-        "DistillationOptions(teacher_weights, num_ids); SequenceLayout.build(num_rows, padded_lengths)"
+        "block_bytes tile_bytes num_ids teacher_weights normalizer weights padded_lengths num_rows "
+        "TopKDistribution(temperature) DistillationBatch(old)"
     ),
-    "-1 0": "vocab_parallel_log_probs(ignore_index); PolicyOptions(entropy_coef)",
-    "None bool": "vocab_parallel_log_probs_and_entropy(keep_mask)",
+    "-1 0": "ignore_index entropy_coef",
+    "None bool": "keep_mask",
+    "deeper shorter empty meta nan": "hidden",
+    "nan": "weight TopKDistribution(log_probs) TopKDistribution(tail_log_prob)",
+    "None nan": "bias",
+    "0": "keep_bytes eps clip_low kl_coef cp_rank",
+    "None [int64] [float16] [nan]": "entropies old_log_probs ref_log_probs rollout_log_probs",
+    "[float16] [nan]": "tail_log_probs distillation_loss(log_probs)",
+    "deeper scalar shorter empty meta float16 nan": "log_ratio",
+    "bool int64 float16 nan": "rewards",
+    "bool float32 negative large": "groups",
+    "shorter [shorter] [empty] [bool] [int64] [float16] [nan]": "loss_masks",
+    "None empty shorter": "reports",
+    "[scalar] [int64] [float16] [nan]": "advantages",
+    "inf 0": "clip_high",
+    "None inf": "dual_clip tis_clip",
+    "bool complex meta int64 float16 nan": "values",
+    "[bool] [complex] [int64] [float16] [nan]": "responses SequenceLayout.gather_responses(values)",
     "shorter empty float16 nan": "vocab_parallel_topk(logits)",
-    "deeper shorter empty meta nan": "deferred_logits(hidden)",
-    "nan": "deferred_logits(weight); TopKDistribution(log_probs, tail_log_prob)",
-    "None nan": "deferred_logits(bias)",
-    "0": (
-        "deferred_logits(keep_bytes); group_advantages(eps); PolicyOptions(clip_low, kl_coef); "
-        "SequenceLayout.build(cp_rank)"
-    ),
-    "[nan]": "policy_loss(log_probs)",
-    "None [int64] [float16] [nan]": (
-        "policy_loss(entropies); PolicyBatch(old_log_probs, ref_log_probs, rollout_log_probs)"
-    ),
-    "[float16] [nan]": "distillation_loss(log_probs, tail_log_probs)",
-    "deeper scalar shorter empty meta float16 nan": "estimate_kl(log_ratio)",
-    "bool int64 float16 nan": "group_advantages(rewards)",
-    "bool float32 negative large": "group_advantages(groups)",
-    "shorter [shorter] [empty] [bool] [int64] [float16] [nan]": (
-        "token_weights(loss_masks); mean_count(loss_masks)"
-    ),
-    "None empty shorter": "average_metrics(reports)",
+    "bool complex int64 float16 nan": "SequenceLayout.rows_of(logits)",
     "negative large": "TopKDistribution(indices)",
     "[shorter] [empty] [meta] [float16] [nan]": "FullDistribution(hidden)",
     "meta nan": "OutputHead(weight)",
     "None meta nan": "OutputHead(bias)",
-    "[scalar] [int64] [float16] [nan]": "PolicyBatch(advantages)",
-    "[bool] [int64] [float16] [nan]": "PolicyBatch(loss_masks); DistillationBatch(loss_masks)",
-    "inf 0": "PolicyOptions(clip_high)",
-    "None inf": "PolicyOptions(dual_clip, tis_clip)",
-    "bool complex int64 float16 nan": "SequenceLayout.rows_of(logits)",
-    "bool complex meta int64 float16 nan": "SequenceLayout.split_responses(values)",
-    "[bool] [complex] [int64] [float16] [nan]": (
-        "SequenceLayout.local_parts(responses); SequenceLayout.gather_responses(values)"
-    ),
+    "": "importance_weighted_reverse_kl(old) FullDistribution(weights)",
+    "[nan]": "policy_loss(log_probs)",
+    "[bool] [int64] [float16] [nan]": "PolicyBatch(loss_masks) DistillationBatch(loss_masks)",
 }
 
 
@@ -250,11 +233,11 @@ def test_bad_arguments_are_refused_by_name_or_have_a_right_value() -> None:
             found.setdefault(f"{place} raises", []).append(f"{what}: {type(error).__name__}: {error}"[:90])
         else:
             found.setdefault(place, []).append(what)
-    right = {}
-    for whats, places in RIGHT.items():
-        for function, names_of_function in re.findall(r"([\w.]+)\((.*?)\)", places):
-            right |= {f"{function}({name})": whats for name in names_of_function.split(", ")}
-    assert {place: " ".join(whats) for place, whats in found.items()} == right
+    right = {place: whats for whats, places in RIGHT.items() for place in places.split()}
+    for place in {place: None for place, *_ in cases()}:
+        name = place[place.index("(") + 1 : -1]
+        assert " ".join(found.pop(place, [])) == right.get(place, right.get(name, "")), place
+    assert not found
 
 
 def test_numbers_may_be_of_numpy_or_tensors() -> None:
