@@ -66,6 +66,14 @@ def _past_the_graph(x: Tensor) -> Tensor:
         return x.view(x.shape)[:]
 
 
+#: Of logits without a graph: torch keeps the other tensor for the gradient.
+OVERWRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "numbers": _overwritten(lambda: torch.tensor([1, 0, 1]), lambda x, rows: x[rows]),
+    "mask": _overwritten(lambda: torch.arange(B) == 1, lambda x, mask: x[mask]),
+    "index_select": _overwritten(lambda: torch.tensor([1, 1]), lambda x, rows: x.index_select(0, rows)),
+    "divisor": _overwritten(lambda: torch.tensor(2.0), lambda x, divisor: x / divisor),
+    "divisor in place": _overwritten(lambda: torch.tensor(2.0), lambda x, divisor: x.div_(divisor)),
+}
 #: What makes deferred logits ordinary, takes rows of them, or gives them another scale. Nobody draws these.
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "masked_fill": lambda x: x.masked_fill(_last(x), -torch.inf),
@@ -78,11 +86,6 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "detached rows beside others": lambda x: torch.cat([x[:1].detach(), x[1:]]),
     "past the graph": lambda x: _past_the_graph(x),
     "past the graph beside others": lambda x: torch.cat([_past_the_graph(x)[1:], x[:1]]),
-    "numbers": _overwritten(lambda: torch.tensor([1, 0, 1]), lambda x, rows: x[rows]),
-    "mask": _overwritten(lambda: torch.arange(B) == 1, lambda x, mask: x[mask]),
-    "index_select": _overwritten(lambda: torch.tensor([1, 1]), lambda x, rows: x.index_select(0, rows)),
-    "divisor": _overwritten(lambda: torch.tensor(2.0), lambda x, divisor: x / divisor),
-    "divisor in place": _overwritten(lambda: torch.tensor(2.0), lambda x, divisor: x.div_(divisor)),
     "where": lambda x: torch.where(_last(x), x.new_tensor(-30.0), x),
     "multiplied": lambda x: x * 1.5,
     "added": lambda x: x + 0.0,
@@ -106,6 +109,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "columns read": _changed(lambda x: x[..., :3].sum()),
     "stored": _changed(lambda x: x.detach().tolist()),
     "no operation": lambda x: x,
+    **OVERWRITTEN,
 }
 #: These have another number of rows, which no rank may have alone.
 RESHAPING = ("function of some rows", "numbers", "mask")

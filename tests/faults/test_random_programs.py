@@ -29,6 +29,7 @@ from tests.device_thread import device_thread
 from tests.faults.program_losses import OF_MICROBATCH, Data, Place, dense, ours
 from tests.faults.programs import (
     OPERATIONS,
+    OVERWRITTEN,
     RESHAPING,
     RESPONSES,
     TOTALS,
@@ -330,7 +331,7 @@ def check_operations(ranks: int, names: Iterable[str], times: int) -> None:
         for _ in range(times):
             single, divisions, made, odd = next(turns)
             steps = [Step("divided twice", -1, 0)] * divisions + [Step(name, -1, 0, alone=odd)]
-            of_made = {"made": made, "single": single}
+            of_made = {"made": made, "single": single, "gradients": (name not in OVERWRITTEN,) * 3}
             program = Program(odd, tp=ranks, steps=tuple(steps), losses=ALL_LOSSES, **of_made)
             check(program, place, may_be_refused=False)
 
