@@ -268,15 +268,10 @@ def test_masks_may_be_padded() -> None:
     )
 
 
-def test_equal_rewards_have_no_advantage_without_eps() -> None:
-    advantages = losses.group_advantages(
-        torch.tensor([2.0, 2.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]), eps=0.0
-    )
-    assert advantages[:2].tolist() == [0, 0] and advantages[2] == -advantages[3]
-
-
 ZEROS, TARGETS = torch.zeros(N, V), torch.zeros(N, dtype=torch.int64)
 LOG_PROBS_OF, AT = losses.vocab_parallel_log_probs, losses.vocab_parallel_log_probs_at
+DIVERGENCE = losses.full_vocabulary_divergence
+TOPK_OF_ONE = losses.TopKDistribution(IDS[:, :1], LOG_PROBS[:, :1], TAIL)
 #: What several arguments say together, and what a message says of the value that was found.
 TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (LOG_PROBS_OF, {"logits": ZEROS[None]}, r"\[T, vocab / tp\], not \[1, 4, 7\]: flatten"),
@@ -320,6 +315,17 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         "weight is torch.float16 .* expected torch.float32",
     ),
     (losses.deferred_logits, {"sequence_parallel": True}, "without tp_group"),
+    (DIVERGENCE, {"divergence": "kl"}, "divergence must be one of .*'reverse_kl'.*, not 'kl'"),
+    (DIVERGENCE, {"teacher": []}, "no teachers"),
+    (DIVERGENCE, {"old": None}, "old is needed, and missing"),
+    (DIVERGENCE, {"teacher_weights": [1, 2]}, "for 1 teacher"),
+    (DIVERGENCE, {"num_ids": 3.5}, "num_ids is 3.5, expected from 1 to 7"),
+    (DIVERGENCE, {"rows": slice(0, 2)}, r"teacher 0 is \[4, 7\] on cpu, expected 2 rows of 7 logits"),
+    (losses.reverse_kl, {"teacher": TOPK_OF_ONE}, r"\[4, 2\].*\[4, 1\]"),
+    (losses.PolicyOptions, {"clip_low": 1.1}, "clip_low"),
+    (losses.PolicyOptions, {"dual_clip": 1.0}, "dual_clip must be greater than 1"),
+    (losses.PolicyOptions, {"objective": "cispo"}, "leave it None"),
+    (losses.PolicyOptions, {"constant_length": None}, "constant_length"),
     (losses.TopKDistribution, {"tail_log_prob": torch.zeros(2)}, r"tail_log_prob \[2\]"),
     (losses.TopKDistribution, {"log_probs": torch.zeros(N, 1)}, r"\[4, 1\]"),
     (losses.TopKDistribution, {"tail_log_prob": TAIL.double()}, "float64"),

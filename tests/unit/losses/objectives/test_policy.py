@@ -343,20 +343,6 @@ def test_counts() -> None:
         token_weights([], "token")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"clip_low": 1.1}, "clip_low"),
-        ({"dual_clip": 1.0}, "dual_clip must be greater than 1"),
-        ({"dual_clip": 2.0, "objective": "cispo"}, "leave it None"),
-        ({"normalization": "constant"}, "constant_length"),
-    ],
-)
-def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        PolicyOptions(**options)
-
-
 def test_batches_that_do_not_fit_together() -> None:
     log_probs, entropies, batch = make()
     short = [value[:-1] if len(value) else value for value in log_probs]
@@ -393,6 +379,9 @@ def test_group_advantages() -> None:
     plain = group_advantages(rewards, groups, divide_by_std=False)
     assert plain.tolist() == [-2, -1, 2, 1, 0, 0]
     assert torch.equal(group_advantages(rewards.long(), groups, divide_by_std=False), plain)
+    # Equal rewards have no advantage without eps, either.
+    without = group_advantages(torch.tensor([2.0, 2.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]), eps=0.0)
+    assert without[:2].tolist() == [0, 0] and without[2] == -without[3]
     assert group_advantages(torch.zeros(0), torch.zeros(0)).shape == (0,)
     for of_rewards, of_groups in (((4,), (3,)), ((2, 2), (2, 2)), ((), ())):
         with pytest.raises(InvalidInputError, match="must both be"):
