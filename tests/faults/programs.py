@@ -25,12 +25,8 @@ _RARELY = ("write", "write alias", "divide in place", "look", "hook", "function"
 _ALONE = ("columns", "divide", "clone", "write", "write alias", "divide in place", "look", "hook", "function")
 _MASKS = (-torch.inf, -1e5, torch.finfo(torch.float32).min)
 DIVERGENCES = (
-    "reverse_kl",
-    "forward_kl",
-    "forward_kl",
-    "jensen_shannon",
-    "skewed_forward_kl",
-    "skewed_reverse_kl",
+    *("reverse_kl", "forward_kl", "forward_kl", "jensen_shannon"),
+    *("skewed_forward_kl", "skewed_reverse_kl"),
 )
 
 

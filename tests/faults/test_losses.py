@@ -63,10 +63,8 @@ class Strange:
         poisons = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, largest, -largest, 1.0])
         scales = torch.tensor(SCALES, dtype=torch.float64)[torch.randint(7, (ROWS, 1), generator=generator)]
         values = torch.randn(ROWS, width, dtype=torch.float64, generator=generator) * scales
-        rows, columns = (
-            torch.randperm(ROWS, generator=generator),
-            torch.randint(width, (8,), generator=generator),
-        )
+        rows = torch.randperm(ROWS, generator=generator)
+        columns = torch.randint(width, (8,), generator=generator)
         values[rows[:8], columns] = poisons.double()
         values[rows[8], :], values[rows[9], :] = -math.inf, poisons[int(columns[0]) % 3]
         values = values.clamp(-largest, largest).where(values.isfinite(), values).to(self.dtype)
@@ -92,9 +90,8 @@ class Strange:
 
 def backward(values: Sequence[Tensor], weights: Sequence[Tensor], logits: Tensor) -> Tensor:
     """Return the gradient of the logits."""
-    return torch.autograd.grad(values, logits, [w.to(v.dtype) for w, v in zip(weights, values, strict=True)])[
-        0
-    ]
+    gradients = [w.to(v.dtype) for w, v in zip(weights, values, strict=True)]
+    return torch.autograd.grad(values, logits, gradients)[0]
 
 
 def agree(found: Tensor, expected: Tensor, tolerance: float, scale: Tensor | float = 1.0) -> bool:

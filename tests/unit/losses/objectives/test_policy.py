@@ -32,6 +32,7 @@ from megatron_rl_patches.losses.objectives import finite
 LENGTHS = [3, 0, 5, 1, 4]
 MASKED = 3  # this response is masked wholly
 LIMIT = 7
+CONSTANT: dict[str, Any] = {"normalization": "constant", "constant_length": LIMIT}
 RECIPES = {
     "PPO": PolicyOptions(),
     "PPO, dual clip": PolicyOptions(dual_clip=1.2, clip_low=0.1),
@@ -41,20 +42,15 @@ RECIPES = {
     "PPO, TIS": PolicyOptions(tis_clip=1.1),
     "decoupled PPO": PolicyOptions(tis_clip=math.inf),
     "GRPO": PolicyOptions(normalization="sequence", kl_coef=0.04),
-    "Dr. GRPO": PolicyOptions(normalization="constant", constant_length=LIMIT),
+    "Dr. GRPO": PolicyOptions(**CONSTANT),
     "DAPO": PolicyOptions(clip_high=0.28),
     "GSPO": PolicyOptions(objective="gspo", clip_low=0.05, clip_high=0.08, normalization="sequence"),
     "CISPO": PolicyOptions(objective="cispo", clip_low=1.0, clip_high=0.3),
-    "all at once": PolicyOptions(
-        objective="gspo",
-        clip_low=0.1,
-        clip_high=0.1,
-        dual_clip=1.1,
+    "all at once": replace(
+        PolicyOptions("gspo", clip_low=0.1, clip_high=0.1, dual_clip=1.1, **CONSTANT),
         entropy_coef=0.2,
         kl_coef=0.5,
         tis_clip=1.2,
-        normalization="constant",
-        constant_length=LIMIT,
     ),
 }
 
