@@ -38,12 +38,17 @@ def dense_log_probs_and_entropy(
 def dense_divergence(
     name: str, log_p: Tensor, log_q: Tensor, log_old: Tensor | None = None, beta: float = 0.3
 ) -> Tensor:
-    """Return a divergence of the student's ``log_p``. Below -10,000 they count as a constant of -10,000."""
+    """Return a divergence of the student's ``log_p``; over all ids ``generalized_kl`` is ``reverse_kl``.
+
+    Log-probabilities below -10,000 count as a constant of -10,000.
+    """
     log_p, log_q = log_p.clamp(min=-1e4), log_q.clamp(min=-1e4)
     p, q = log_p.exp(), log_q.exp()
-    if name in ("reverse_kl", "importance_weighted_reverse_kl"):
-        mine = log_p if log_old is None or name == "reverse_kl" else log_old.clamp(min=-1e4)
-        return (p * (mine - log_q)).sum(1)
+    if name in ("reverse_kl", "generalized_kl"):
+        return (p * (log_p - log_q)).sum(1)
+    if name == "importance_weighted_reverse_kl":
+        assert log_old is not None
+        return (p * (log_old.clamp(min=-1e4) - log_q)).sum(1)
     if name == "forward_kl":
         return (q * (log_q - log_p)).sum(1)
     log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log(1 - beta))
