@@ -38,18 +38,18 @@ test-all:
 test-rest: test-slow test-releases test-oldest test-newest docs
 
 test-slow: venv
-	$(BIN)/python -m pytest -m slow $(PARALLEL) --dist=worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow and not nightly" $(PARALLEL) --dist=worksteal $(PYTEST_ARGS)
 
 # Re-entry, inference-only models and losses on other releases of megatron-core, unpacked from their wheels:
-# the oldest and the newest. Every model on every layout (tests marked promise) takes seven minutes for each release:
-# `make models` records them.
+# the oldest and the newest. Every model on every layout takes seven minutes for each release: `make models` records them
+# every night.
 RELEASES ?= 0.14.0 0.19.2
 RELEASE_TESTS := models release mock_api mtp forward_functions expert_parallel_scoring distillation_models reentry \
     training_warnings expert_norm finite_step router_replay inference_builder inference_checkpoint scoring scoring_policy \
     loss_func lean_head
 test-releases: venv
 	set -e; for release in $(RELEASES); do \
-	    $(BIN)/python -m pytest $(PARALLEL) --dist=worksteal --megatron-core $$release -m "not (slow and promise)" \
+	    $(BIN)/python -m pytest $(PARALLEL) --dist=worksteal --megatron-core $$release -m "not nightly" \
 	        $(RELEASE_TESTS:%=tests/real/test_%.py) $(PYTEST_ARGS); done
 
 models: venv

@@ -43,6 +43,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "EP 2": (2, {"ep": 2}),
     "TP 2, expert TP 1": (2, {"tp": 2, "ep": 2, "expert_tp": 1, "sequence_parallel": True}),
 }
+#: Cells that slow tests run, on every release: each model, and each layout. The others are ``nightly``.
+REPRESENTATIVE = {
+    "dense, TP 2",
+    "dense, PP 2, VPP 2",
+    "MoE, TP 2, expert TP 1",
+    "MoE, expert bias, EP 2",
+    "MLA, DP 2",
+    "MLA, MoE, CP 2",
+    "MTP, PP 2",
+    "hybrid, 1 rank",
+}
 _EXPERTS = {"EP 2", "TP 2, expert TP 1"}
 #: For the page, in Markdown.
 REASONS = """\
@@ -90,6 +101,7 @@ def cells(
         for layout, (ranks, sizes) in LAYOUTS.items():
             if layout not in leave_out and not reason(model, layout):
                 name = f"{model}, {layout}"
-                marks = () if name in always else pytest.mark.slow
+                marks = [] if name in always else [pytest.mark.slow]
+                marks += [pytest.mark.nightly] if marks and name not in REPRESENTATIVE else []
                 parameters.append(pytest.param(ranks, {**options, **sizes}, id=name, marks=marks))
     return pytest.mark.parametrize(("ranks", "model"), parameters)

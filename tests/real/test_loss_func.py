@@ -29,8 +29,7 @@ from megatron_rl_patches.losses import (
     mean_count,
 )
 from megatron_rl_patches.testing import TinyModel
-from tests.ranks import on_ranks
-from tests.real.test_scoring import by_speed
+from tests.ranks import by_speed, on_ranks
 from tests.references import tiny_gpt
 from tests.unit.losses.objectives.test_policy import LIMIT, transcribed
 
