@@ -80,6 +80,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "function of its own": lambda x: _ThreeTimes.apply(x),
     "function of some rows": lambda x: torch.cat([_ThreeTimes.apply(x[0])[None][:, :5], x[1:, :5]]) / 2,
     "detached rows beside others": lambda x: torch.cat([x[:1].detach(), x[1:]]),
+    "rows of another scale beside others": lambda x: torch.cat([x[:1] / 1.7, x[1:]]),
     "past the graph": lambda x: _past_the_graph(x),
     "past the graph beside others": lambda x: torch.cat([_past_the_graph(x)[1:], x[:1]]),
     "where": lambda x: torch.where(_last(x), x.new_tensor(-30.0), x),
