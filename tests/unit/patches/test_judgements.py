@@ -250,12 +250,7 @@ def reentrant_train() -> list[Case]:
             )
         ),
         (save, saved, body.format("if 1", "if 1"), FITS),
-        (
-            f"{MODEL}.save",
-            "iteration, model, optimizer, scheduler",
-            save.format("try", "finally"),
-            "not needed",
-        ),
+        (save, saved, body.format("try", "finally"), "not needed: it restores the hooks"),
         (timed, "iteration, model", "timers('interval-time').stop()\n    force_param_sync(model)", FITS),
         (
             timed,
