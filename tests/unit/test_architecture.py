@@ -63,15 +63,15 @@ IMPORTERS_OF_STARTUP = {"doctor", "engine", "hooks"}
 # that needs fewer lowers it, so that nothing grows back unseen.
 LINES = {
     ("__init__", "__main__", "errors"): 90,
-    ("common",): 340,
+    ("common",): 340,  # agreement of ranks, devices and messages, which four parts had
     ("hooks",): 100,
-    ("engine",): 2_175,
+    ("engine",): 2_175,  # sites that help others, blocks that overlap, code put on top of a wrapper
     ("patches",): 1_300,
     ("frameworks",): 2_160,
-    ("reentry",): 1_675,
-    ("inference",): 3_975,
+    ("reentry",): 1_675,  # warnings of settings, finite steps, the norm of experts, calls within calls
+    ("inference",): 3_975,  # what scoring, loading and the estimate refuse before any collective
     ("losses",): 7_595,
-    ("testing",): 2_200,
+    ("testing",): 2_200,  # tiny models, ranks, the CPU backend, mocks, check_normalization
     ("cli", "doctor"): 1_010,
     ("demo",): 425,
 }
