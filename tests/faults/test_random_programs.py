@@ -357,4 +357,6 @@ def test_more_on_one_rank() -> None:
 @on_ranks(lambda ranks: ranks, megatron=False, timeout=480)
 def test_more_on_several_ranks(ranks: int) -> None:
     check_all(ranks, range(*PROGRAMS[ranks]))
-    check_operations(ranks, (name for name in OPERATIONS if name not in RESHAPING), 8 // ranks)
+    # One rank alone without a graph has no backward, and the others would wait: with ordinary logits, too.
+    left_out = (*RESHAPING, "past the graph")
+    check_operations(ranks, (name for name in OPERATIONS if name not in left_out), 8 // ranks)
