@@ -101,35 +101,15 @@ def build_inference_model(
         own.mtp_num_layers = None
     if inspect.ismethod(model_provider) and model_provider.__self__ is config:
         model_provider = types.MethodType(model_provider.__func__, own)
-    chunks: list[Module] = []
     with preserved_rng():
-        try:
-            with _constructing(own, target, perform_initialization) as created:
-                for arguments in arguments_per_stage(own, pg_collection):
-                    chunk = call_provider(model_provider, arguments)
-                    require_inference_chunk(chunk)
-                    require_new_parameters(chunk, created, model_provider)
-                    give_own_config(chunk, own, config, dtype)
-                    _finish_as_get_model_does(chunk, arguments.get("vp_stage"))
-                    chunks.append(chunk)
-            for chunk in chunks if target.type != "meta" else ():
-                materialize(chunk, target)
-        except NeedsValuesError as error:
-            raise InferenceOnlyError(
-                f"the model provider {model_provider!r} {error}, and weights have no memory then: pass "
-                "perform_initialization=True, with which parameters are constructed on the device"
-            ) from error
+        chunks = _constructed(
+            model_provider, config, own, target, dtype, perform_initialization, pg_collection
+        )
         if pre_wrap is not None:
             chunks = list(pre_wrap(chunks) or chunks)
             for chunk in chunks:
                 require_inference_chunk(chunk)
-        if target.type != "meta":
-            chunks = [chunk.to(target) for chunk in chunks]
-        if dtype != "fp32":
-            chunks = [Float16Module(chunk.config, chunk) for chunk in chunks]
-        correct_amax_history_if_needed(chunks)
-        freeze(chunks, role="inference-only", setting="build_inference_model")
-        return chunks
+        return _finished(chunks, target, dtype)
 
 
 def _check(dtype: str, target: torch.device, pg_collection: Any) -> None:
@@ -186,6 +166,51 @@ def _virtual_stages(requested: int | None, config: Any, pg_collection: Any) -> i
             "so they have equally many chunks per rank"
         )
     return sizes.pop()
+
+
+def _constructed(
+    model_provider: Callable[..., Any],
+    config: Any,
+    own: Any,
+    target: torch.device,
+    dtype: str,
+    perform_initialization: bool,
+    pg_collection: Any,
+) -> list[Module]:
+    """Call the provider for each virtual stage; the chunks have memory on the target, unless that is meta.
+
+    Args:
+        own: the copy of the config on which the chunks are built.
+    """
+    chunks: list[Module] = []
+    try:
+        with _constructing(own, target, perform_initialization) as created:
+            for arguments in arguments_per_stage(own, pg_collection):
+                chunk = call_provider(model_provider, arguments)
+                require_inference_chunk(chunk)
+                require_new_parameters(chunk, created, model_provider)
+                give_own_config(chunk, own, config, dtype)
+                _finish_as_get_model_does(chunk, arguments.get("vp_stage"))
+                chunks.append(chunk)
+        for chunk in chunks if target.type != "meta" else ():
+            materialize(chunk, target)
+    except NeedsValuesError as error:
+        raise InferenceOnlyError(
+            f"the model provider {model_provider!r} {error}, and weights have no memory then: pass "
+            "perform_initialization=True, with which parameters are constructed on the device"
+        ) from error
+    return chunks
+
+
+def _finished(chunks: list[Module], target: torch.device, dtype: str) -> list[Module]:
+    """Move the chunks, wrap those of 16 bits as Megatron does, and freeze them."""
+    if target.type != "meta":
+        chunks = [chunk.to(target) for chunk in chunks]
+    if dtype != "fp32":
+        chunks = [Float16Module(chunk.config, chunk) for chunk in chunks]
+    correct_amax_history_if_needed(chunks)
+    freeze(chunks, role="inference-only", setting="build_inference_model")
+    return chunks
 
 
 @contextmanager
