@@ -100,8 +100,8 @@ def definition(file: Path, name: str, *needed: str) -> Any:
 
 def revisions(title: str, *packages: str) -> str:
     """Return a sentence with the commit of each package's checkout, or the release that is there."""
-    found = ", ".join(_revisions(packages))
-    return f"{title}: {found}." if found else ""
+    listed = ", ".join(_revisions(packages))
+    return f"{title}: {listed}." if listed else ""
 
 
 def _revisions(packages: Iterable[str]) -> Iterator[str]:

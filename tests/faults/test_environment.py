@@ -62,8 +62,8 @@ class Environment:
 
     @property
     def site_packages(self) -> Path:
-        (found,) = self.path.glob("lib/python*/site-packages")
-        return found
+        [folder] = self.path.glob("lib/python*/site-packages")
+        return folder
 
     def run(self, code: str, variables: Mapping[str, str], *options: str) -> tuple[str, str]:
         """Return the one line on stderr, or none, and stdout; the process sees these variables alone."""

@@ -65,8 +65,8 @@ class Environment:
 
     @property
     def site_packages(self) -> Path:
-        (found,) = self.path.glob("lib/python*/site-packages")
-        return found
+        [folder] = self.path.glob("lib/python*/site-packages")
+        return folder
 
     def pip(self, command: str, *arguments: str | Path) -> None:
         python = self.path / "bin" / "python"

@@ -18,7 +18,7 @@ from megatron_rl_patches.reentry import reentrant_train, router_replay
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
 from tests.references import tiny_gpt
-from tests.worlds.passes import gradients_of, run_schedule
+from tests.worlds.passes import gradients_of
 
 try:
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
@@ -97,7 +97,7 @@ def gradients(of: TinyModel, scores: bool) -> tuple[torch.Tensor, set[int]]:
     if scores:
         with replaying(model):
             data = tiny_gpt.data_iterators(of, seed=7)
-            run_schedule(model, data, 4 if of.vpp else 1, forward_only=True)
+            tiny_gpt.run_schedule(model, data, 4 if of.vpp else 1, forward_only=True)
     with replaying(model):
         flat = train(model, optimizer, of)
     return flat, {len(replay.replay_backward_list) for replay in router_replay.routers(model)}
@@ -163,7 +163,7 @@ def run_program(program: str, model: list[Any]) -> torch.Tensor:
             with failing, suppress(ZeroDivisionError):
                 forward()
         elif step == "score through the schedule":
-            run_schedule(model, None, 2, forward, forward_only=True)
+            tiny_gpt.run_schedule(model, None, 2, forward, forward_only=True)
         else:
             with torch.inference_mode() if "inference" in step else torch.no_grad():
                 forward()

@@ -16,7 +16,6 @@ from megatron_rl_patches.inference import forward_log_probs
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
 from tests.references import tiny_gpt
-from tests.worlds.passes import run_schedule
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[2])
 
@@ -121,7 +120,7 @@ class Run:
             self.microbatch(chunk, batches)
             finalize_model_grads(self.model)
             return
-        run_schedule(self.model, data, 2)
+        tiny_gpt.run_schedule(self.model, data, 2)
 
     def microbatch(self, chunk: Any, batches: Any) -> None:
         output, loss = tiny_gpt.forward_step(batches, chunk)

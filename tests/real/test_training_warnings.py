@@ -22,7 +22,7 @@ from megatron_rl_patches.reentry import reentrant_train, training_warnings
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
 from tests.references import tiny_gpt
-from tests.worlds.passes import gradients_of, run_schedule, weights_of
+from tests.worlds.passes import gradients_of, weights_of
 
 PATHS = ("tests.real.test_training_warnings:train",)
 TOKENS = (3, 11)  # of two microbatches
@@ -46,7 +46,7 @@ def train(
     for chunk in model:
         chunk.zero_grad_buffer()
     microbatches = zip(tiny_gpt.SyntheticData(), tokens, strict=False)
-    run_schedule(model, [microbatches], len(tokens), partial(_forward_step, loss=loss or _loss))
+    tiny_gpt.run_schedule(model, [microbatches], len(tokens), partial(_forward_step, loss=loss or _loss))
     if reduces == "loop":
         finalize_model_grads(model)
     gradients = gradients_of(model)

@@ -177,15 +177,33 @@ def backward(
     """Let Megatron's own schedule write gradients into the buffers; return what the losses report."""
     for chunk in model:
         chunk.zero_grad_buffer()
-    reports: list[dict[str, Any]] = get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=list(data_iterator),
-        model=list(model),
-        num_microbatches=num_microbatches,
-        seq_length=SEQUENCE,
-        micro_batch_size=micro_batch_size,
-        forward_only=False,
-    )
+    return run_schedule(model, data_iterator, num_microbatches, step, micro_batch_size=micro_batch_size)
+
+
+def run_schedule(
+    model: Sequence[Any],
+    data_iterator: Any,
+    num_microbatches: int,
+    step: Callable[..., Any] | None = None,
+    *,
+    micro_batch_size: int = BATCH,
+    forward_only: bool = False,
+) -> list[Any]:
+    """Run microbatches through Megatron's own schedule; return what the losses report.
+
+    Args:
+        step: what the schedule calls for each, by default :func:`forward_step`.
+    """
+    with torch.set_grad_enabled(not forward_only):
+        reports: list[Any] = get_forward_backward_func()(
+            forward_step_func=step or forward_step,
+            data_iterator=data_iterator,
+            model=list(model),
+            num_microbatches=num_microbatches,
+            seq_length=SEQUENCE,
+            micro_batch_size=micro_batch_size,
+            forward_only=forward_only,
+        )
     return reports
 
 
