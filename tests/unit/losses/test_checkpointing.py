@@ -68,7 +68,7 @@ def test_nothing_is_kept_for_backward() -> None:
         assert sum(saved) >= logits.nbytes
         saved.clear()
         checkpointed(nll)(logits, targets)
-    assert not saved
+    assert not sum(saved)  # torch 2.6 saves an empty tensor for each argument
 
 
 def overwriting_without_grad_mode(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
