@@ -26,7 +26,6 @@ CHECKOUTS = {
     "OpenClaw-RL": "OPENCLAW_DIR",
     "SkyRL": "SKYRL_DIR",
     "trl": "TRL_DIR",
-    "trl before 1.13": "TRL_BEFORE_DIR",
 }
 
 

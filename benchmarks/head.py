@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from megatron_rl_patches.losses import (
 )
 from tests.references.heads import BASE, DEFERRED, KEPT, Setup, share_of_logits
 
-from .candidates import CHECKOUTS, Candidate, calls, checkout, definition, revisions
+from .candidates import Candidate, calls, checkout, definition, revisions
 from .measure import DEVICE, TURNS, Call, Result, largest_error, on_ranks
 from .page import Benchmark, bars, join, left_out, number, table
 
@@ -42,11 +41,6 @@ SETUPS = (
 )
 # Memory alone, at the sizes of real runs.
 LARGE = (Setup(8192, 256, 65536), Setup(4096, 256, 151936, torch.bfloat16))
-# Memory and time, as rows and vocabulary grow.
-GROWING = (
-    *(Setup(rows, 256, 32768) for rows in (1024, 2048, 4096)),
-    *(Setup(1024, 256, vocabulary) for vocabulary in (65536, 131072)),
-)
 QUICK = (Setup(256, 64, 8192),)
 
 
@@ -164,18 +158,6 @@ def trl(module: Any, x: Inputs) -> Values:
     return outputs[: 1 + x.entropy]
 
 
-def _trl_function() -> Any:
-    variable = CHECKOUTS["trl before 1.13"]
-    if variable not in os.environ:
-        raise ModuleNotFoundError(f"{variable} not set")
-    return definition(Path(os.environ[variable], "trl", "trainer", "utils.py"), "_ChunkedLogProbFunction")
-
-
-def trl_before(function: Any, x: Inputs) -> Values:
-    """Always computes the entropy."""
-    return function.apply(x.hidden, x.weight, x.targets, TEMPERATURE, 8192)[: 1 + x.entropy]
-
-
 def liger(module: Any, x: Inputs) -> Values:
     """With the environment variable ``LIGER_KERNEL_IMPL=cutile``, that of cuTile."""
     function = module.LigerFusedLinearScaledCrossEntropyFunction
@@ -201,7 +183,6 @@ OTHERS = (
     Candidate("SkyRL, chunks of 1024", partial(skyrl, chunk_size=1024), SKYRL),
     Candidate("SkyRL, chunks of 128", partial(skyrl, chunk_size=128), SKYRL),
     Candidate("TRL", trl, checkout("trl", "trl.kernels.chunked_logprob")),
-    Candidate("TRL before 1.13", trl_before, _trl_function),
 )
 ON_GPUS = (
     *OURS,
@@ -242,17 +223,15 @@ def call(x: Inputs, head: Head, details: Callable[[], tuple[float, ...]] = tuple
 class Results:
     large: list[Result]
     setups: list[Result]
-    growing: list[Result]
 
 
 def measure(quick: bool) -> Results:
-    large, setups, growing = (QUICK, QUICK, QUICK) if quick else (LARGE, SETUPS, GROWING)
+    large, setups = (QUICK, QUICK) if quick else (LARGE, SETUPS)
     turns = 1 if quick else TURNS
     without_naive = [candidate for candidate in OURS + OTHERS if candidate.name != NAIVE]
     return Results(
         on_ranks(partial(_measure, {ALL_ROWS: without_naive}), large, turns=0),
         on_ranks(partial(_measure, CANDIDATES), setups, turns),
-        on_ranks(partial(_measure, {ALL_ROWS: [Candidate(DEFERRED, deferred)]}), growing, turns),
     )
 
 
@@ -330,10 +309,9 @@ def parts(results: Results) -> dict[str, str]:
             {"setup": str(result.setup), **{way: _both_errors(result, ALL_ROWS, way) for way in WAYS}}
             for result in setups
         ),
-        "growth": table(_growth(results.growing)),
         "others": join(
             table(row for result in everything for row in _beside(result)),
-            revisions("Others", "nemo-rl", "SkyRL", "trl", "trl before 1.13"),
+            revisions("Others", "nemo-rl", "SkyRL", "trl"),
             left_out(missing),
         ),
     }
@@ -350,17 +328,6 @@ def _time(result: Result, mode: str, way: str) -> str:
 def _both_errors(result: Result, mode: str, way: str) -> str:
     cost = result.cost(mode, way)
     return "{:.1e}, {:.1e}".format(*cost.details) if cost and cost.details else "–"
-
-
-def _growth(growing: Sequence[Result]) -> Iterator[dict[str, str]]:
-    costs = [result.costs[ALL_ROWS][DEFERRED] for result in growing]
-    for result, cost in zip(growing, costs, strict=True):
-        yield {
-            "setup": str(result.setup),
-            "float32 logits": f"{result.setup.logits_bytes >> 20} MiB",
-            "memory, MiB": f"{cost.peak_bytes / 2**20:.0f}",
-            "time": f"{cost.milliseconds / costs[0].milliseconds:.2f}",
-        }
 
 
 def _beside(result: Result) -> Iterator[dict[str, str]]:

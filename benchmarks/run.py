@@ -3,9 +3,9 @@
     python -m benchmarks.run [NAME ...] [--quick]
 
 Functions of other frameworks stand beside ours where their packages are installed, or where SLIME_DIR,
-VERL_DIR, NEMO_RL_DIR, OPENCLAW_DIR, SKYRL_DIR, TRL_DIR and TRL_BEFORE_DIR (an unpacked wheel of a release
-before 1.13) name checkouts; the page says what is left out, and why. Everything is measured on the CPU, and
-``make gpu`` measures a GPU. The exit code is 1 if some result is not what is claimed.
+VERL_DIR, NEMO_RL_DIR, OPENCLAW_DIR, SKYRL_DIR and TRL_DIR name checkouts or unpacked wheels. The page says
+what is left out, and why. Everything is measured on the CPU, and ``make gpu`` measures a GPU. The exit code
+is 1 if some result is not what is claimed.
 """
 
 from __future__ import annotations

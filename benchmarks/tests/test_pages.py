@@ -24,7 +24,7 @@ def test_a_page_stays_as_it_is_where_nothing_was_measured_anew(name: str) -> Non
 
 
 def test_a_head_that_cannot_be_loaded_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = ("NEMO_RL_DIR", "SKYRL_DIR", "TRL_DIR", "TRL_BEFORE_DIR")
+    variables = ("NEMO_RL_DIR", "SKYRL_DIR", "TRL_DIR")
     for variable in variables:
         monkeypatch.delenv(variable, raising=False)
 
