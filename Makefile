@@ -23,7 +23,7 @@ help:
 
 venv: $(INSTALLED)-$(EXTRAS)
 
-demo: $(INSTALLED)-plot
+demo: $(INSTALLED)-none
 	$(BIN)/megatron-rl-patches demo $(DEMO_ARGS)
 
 # What to run before every commit: a few minutes. After a failure: make test PYTEST_ARGS=--lf
@@ -199,9 +199,9 @@ screenshots: venv
 clean:
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(RECORDS) $(CHECKOUTS) $(GPU_VENV) $(GPU_WHEELS) build dist site mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-# One stamp per set of extras; all of them live in the same environment.
+# One stamp per set of extras, "none" for the package alone; all of them live in the same environment.
 $(INSTALLED)-%: pyproject.toml setup.cfg constraints/cpu.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt --editable ".[$*]"
+	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt --editable "$(patsubst .[none],.,.[$*])"
 	@touch $@
 
 $(BIN)/python:

@@ -101,7 +101,8 @@ def initialize_model_and_optimizer(call: Call) -> Any:
     framework_args, role = call["args"], call["role"]
     if role not in call.options.inference_roles:
         return call()
-    restored = {name: value for name, value in vars(framework_args).items() if name == _NO_OPTIMIZER}
+    options = vars(framework_args)
+    restored = {_NO_OPTIMIZER: options[_NO_OPTIMIZER]} if _NO_OPTIMIZER in options else {}
     with (
         replaced(framework_args, **restored),
         preserved_rng(),

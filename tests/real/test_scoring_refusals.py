@@ -119,7 +119,7 @@ def test_what_one_rank_passes_wrong(layout: str) -> None:
         (forward_log_probs, OPTIONS + VOCABULARY + models, {}),
         (forward_hidden_states, OPTIONS + models, {}),
         (forward_values, OPTIONS + models, {}),
-        (forward_topk, models + VOCABULARY + [({"allgather_cp": True}, "all-gather context")], {"k": 1}),
+        (forward_topk, models + VOCABULARY, {"k": 1}),
     ]
     before = state_of(model)
     for bad_rank in (0, 1):

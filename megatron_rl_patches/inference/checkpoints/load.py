@@ -103,9 +103,9 @@ def _read(chunks: Sequence[torch.nn.Module], folder: Path, exact: bool) -> tuple
     """Return the iteration, and the state dicts of the chunks."""
     from .torch_dist import TorchDistCheckpoint
 
-    names = gathered(folder.name, world())
-    if len(set(names)) > 1:  # while a run is saving, ranks may read different iterations from the tracker
-        each = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+    folders = gathered(folder.name, world())
+    if len(set(folders)) > 1:  # while a run is saving, ranks may read different iterations from the tracker
+        each = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(folders))
         raise CheckpointError(f"ranks see different checkpoints ({each}). {_AS_BEFORE}")
     with _on_all_ranks_or_none(f"cannot load {folder}"):
         checkpoint = TorchDistCheckpoint(folder)

@@ -159,8 +159,8 @@ def estimate_memory(
         raise InvalidInputError(f"teachers is {teachers}; it must be at least 0")
     if dtype not in ITEM_SIZES:
         raise InvalidInputError(f"dtype is {dtype!r}; it can be {', '.join(ITEM_SIZES)}")
-    config, counted = _parameters(model, described, dtype)
-    replicas = _replicas({**config, **described}, data_parallel_size)
+    sizes, counted = _parameters(model, described, dtype)
+    replicas = _replicas({**sizes, **described}, data_parallel_size)
     optimizer = optimizer or OptimizerSettings()
     stages = []
     for chunks in counted:
@@ -185,17 +185,14 @@ def estimate_memory(
 def _parameters(
     model: Any, described: Mapping[str, Any], dtype: str
 ) -> tuple[Mapping[str, Any], Sequence[Stage]]:
-    """Return the fields of the model's config, and the parameters of its stages."""
-    config: Mapping[str, Any] | None = model if isinstance(model, Mapping) else None
-    if config is None:
-        from megatron.core.transformer import TransformerConfig
-        from torch.nn import Module
+    """Return the sizes of the parallel groups, among other fields, and the parameters of the stages."""
+    if isinstance(model, Mapping):
+        return _described({}, {**model, **described}, dtype)
+    from megatron.core.transformer import TransformerConfig
+    from torch.nn import Module
 
-        config = fields_of(model) if isinstance(model, TransformerConfig) else None
-    if config is not None:
-        if missing := [name for name in REQUIRED if name not in {**config, **described}]:
-            raise InvalidInputError(f"missing: {', '.join(missing)}")
-        return config, count_parameters(config, described, dtype)
+    if isinstance(model, TransformerConfig):
+        return _described(fields_of(model), described, dtype)
     chunks = as_chunks(model)
     if not (chunks and all(isinstance(chunk, Module) for chunk in chunks)):
         raise InvalidInputError(
@@ -206,6 +203,15 @@ def _parameters(
     own = config_of(chunks[0])
     parameters = [parameters_of(chunk) for chunk in chunks]
     return {name: getattr(own, name, None) for name in _SIZES}, [Stage(parameters, parameters)]
+
+
+def _described(
+    accepted: Mapping[str, Any], fields: Mapping[str, Any], dtype: str
+) -> tuple[Mapping[str, Any], Sequence[Stage]]:
+    both = {**accepted, **fields}
+    if missing := [name for name in REQUIRED if name not in both]:
+        raise InvalidInputError(f"missing: {', '.join(missing)}")
+    return both, count_parameters(accepted, fields, dtype)
 
 
 def fields_of(config: Any) -> dict[str, Any]:

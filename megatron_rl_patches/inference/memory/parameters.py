@@ -39,6 +39,7 @@ _COMPUTATION = re.compile(
     "kitchen|memory_efficient|offload|overlap|padding|paged|persist|rank_capacity|recompute|sequence_parallel|"
     "symmetric|transformer_impl|variable|zero_centered"
 )
+_PATIENCE_SECONDS = 600
 #: Fields that a described model must have.
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
@@ -125,28 +126,25 @@ def count_parameters(config: Mapping[str, Any], fields: Mapping[str, Any], dtype
 
     Args:
         config: fields that a ``TransformerConfig`` has accepted.
-        fields: others of ``TransformerConfig`` and of :class:`GPTArguments`, which come first.
+        fields: others of ``TransformerConfig`` and of :class:`GPTArguments`. They come first.
         dtype: of the parameters.
     """
-    return _counted(json.dumps([config, fields, dtype]))
+    # What JSON cannot hold becomes text, which is then refused as a value of another type.
+    return _counted(json.dumps([config, fields, dtype], default=repr))
 
 
 @functools.cache
 def _counted(task: str) -> list[Stage]:
-    child = subprocess.run(
-        [sys.executable, "-m", __name__],
-        input=task,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "CUDA_VISIBLE_DEVICES": "",
-            # Counting needs no patches, and their messages would confuse.
-            "MEGATRON_RL_PATCHES": "0",
-        },
-    )
+    # Counting needs no patches, and their messages would confuse.
+    variables = {"CUDA_VISIBLE_DEVICES": "", "MEGATRON_RL_PATCHES": "0"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
+    command = [sys.executable, "-m", __name__]
+    try:
+        child = subprocess.run(
+            command, input=task, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        raise InvalidInputError(f"counting the parameters took longer than {_PATIENCE_SECONDS} s") from None
     if child.returncode:
         last_line = child.stderr.strip().rpartition("\n")[2]
         raise InvalidInputError(f"counting the parameters failed ({child.returncode}): {last_line}")
@@ -216,8 +214,8 @@ def _check(fields: Mapping[str, Any], config_class: type) -> None:
                 f"{name}: {config_class.__name__} of this megatron-core has no such field"
             )
         if not _is_a(value, types[name]):
-            expected = getattr(types[name], "__name__", types[name])
-            raise InvalidInputError(f"{name} is {value!r}; expected {str(expected).replace('typing.', '')}")
+            expected = types[name].__name__ if isinstance(types[name], type) else str(types[name])
+            raise InvalidInputError(f"{name} is {value!r}; expected {expected.replace('typing.', '')}")
         if type(value) is int and value < (name in REQUIRED):
             raise InvalidInputError(f"{name} is {value}; it must be at least {int(name in REQUIRED)}")
 

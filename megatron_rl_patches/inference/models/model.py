@@ -17,6 +17,7 @@ from megatron.core.transformer.module import Float16Module
 from torch.nn import Module, Parameter
 
 from ...common.scopes import replaced
+from ...common.text import one_line
 from ...errors import InferenceOnlyError, InvalidInputError
 from .frozen import freeze
 from .isolation import preserved_rng, replaced_in_this_thread, rng_tracker_is_seeded
@@ -89,9 +90,7 @@ def build_inference_model(
             weights that existed before, builds on a config that is, or may become, a policy's, or needs
             ``perform_initialization``.
     """
-    if device is None and not torch.cuda.is_available():
-        raise InvalidInputError("there is no CUDA device: pass device='cpu' or device='meta'")
-    target = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
+    target = _target(device)
     _check(dtype, target, pg_collection)
     if perform_initialization:
         _require_random_streams(config, target)
@@ -110,6 +109,16 @@ def build_inference_model(
             for chunk in chunks:
                 require_inference_chunk(chunk)
         return _finished(chunks, target, dtype)
+
+
+def _target(device: torch.device | str | None) -> torch.device:
+    try:
+        target = torch.device("cuda" if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidInputError(f"device is {device!r}: {one_line(error)}") from error
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInputError("there is no CUDA device: pass device='cpu' or device='meta'")
+    return torch.device("cuda", torch.cuda.current_device()) if device is None else target
 
 
 def _check(dtype: str, target: torch.device, pg_collection: Any) -> None:

@@ -113,7 +113,6 @@ def forward_topk(
     forward: Forward | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
-    allgather_cp: bool = False,
     output_device: torch.device | str = "cpu",
     progress: bool = True,
 ) -> list[TopKDistribution] | None:
@@ -131,7 +130,6 @@ def forward_topk(
         at: in place of ``k``: token ids, int64 ``[response_length, K]``, of each sample, or distributions
             with such ids, in the order of the results. Only the last stage reads it; other stages may pass
             ``None``, which is what this function returned to them.
-        allgather_cp: refused: under context parallelism the sequences are cut in zigzag.
 
     Returns:
         One :class:`~megatron_rl_patches.losses.TopKDistribution` per sample, of ``response_length`` tokens,
@@ -163,7 +161,7 @@ def forward_topk(
         ids_nk = torch.cat(batch.layout.local_parts(ids_of_samples))
         return ids_nk, *vocab_parallel_log_probs_at(logits_tv, ids_nk, with_tail=True, **arguments)
 
-    options = ScoreOptions(forward, output_device, progress, vocab_size, temperature, allgather_cp)
+    options = ScoreOptions(forward, output_device, progress, vocab_size, temperature)
     samples = forward_only(model, microbatches, score, options, problem)
     return None if samples is None else [TopKDistribution(*one, temperature=temperature) for one in samples]
 

@@ -33,7 +33,7 @@ Check = Callable[[Sequence[Microbatch]], str | None]
 class ScoreOptions:
     """Options that the functions of scoring share; see :func:`~.forward.forward_log_probs`.
 
-    ``temperature`` and ``allgather_cp`` are only checked here. With ``every_token`` the result has a row for
+    ``temperature`` is only checked here. With ``every_token`` the result has a row for
     each token of a sample, and not for those of its response alone.
     """
 
@@ -42,7 +42,6 @@ class ScoreOptions:
     progress: bool = True
     vocab_size: int | None = None
     temperature: float = 1.0
-    allgather_cp: bool = False
     every_token: bool = False
 
 
@@ -139,11 +138,6 @@ def _check_model(chunks: Sequence[torch.nn.Module], config: Any) -> None:
 def _check_options(options: ScoreOptions, padded_size: int | None) -> None:
     """Refuse wrong options of any function of scoring, on all stages, also on those that do not read them."""
     VocabParallelOptions(temperature=options.temperature)
-    if options.allgather_cp:
-        raise InvalidInputError(
-            "all-gather context parallelism is not supported here: cut the sequences in zigzag, or pass a "
-            "`forward` that returns the logits of whole sequences."
-        )
     if options.forward is not None and not callable(options.forward):
         raise InvalidInputError(
             f"forward is {options.forward!r}. Expected: a function of a model chunk and a microbatch."

@@ -49,7 +49,7 @@ WAITS: dict[str, dict[str, int]] = {
     "re-entry, another rank broke off": _RE_ENTRY,
     "TeacherPool": {
         **_ONE_PASS,
-        "_to_copy in model.py:_finish": 19,
+        "_to_copy in model.py:_finished": 19,
         "_local_scalar_dense in teachers.py:_holds_weights": 5,
         "_to_copy in weights.py:checksum": 10,
         "Stream.synchronize in weights.py:__init__": 7,
