@@ -298,7 +298,7 @@ def at(logits: Tensor, indices: Tensor) -> TopKDistribution:
     return TopKDistribution(indices, *vocab_parallel_log_probs_at(logits, indices, with_tail=True))
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     st.integers(0, 2**31), st.floats(0, 50), st.none() | st.lists(st.floats(1e-3, 10), min_size=3, max_size=3)
 )
@@ -443,13 +443,11 @@ def test_the_temperature_is_known_where_all_know_theirs(join: Callable[[list[Any
         assert join(unknown).temperature is None
 
 
-def test_the_order_of_ids_does_not_matter_nor_what_masked_tokens_have() -> None:
+def test_ids_of_masked_tokens_may_be_anything() -> None:
     def loss(topk: TopKDistribution) -> Tensor:
-        logits = random(1, sum(TOTALS), V, seed=1)
         batch = DistillationBatch([topk.split(RESPONSES)], MASKS)
-        return make_distillation_loss_func(LAYOUT, batch, temperature=TEMPERATURE)(logits)[0]
+        loss_func = make_distillation_loss_func(LAYOUT, batch, temperature=TEMPERATURE)
+        return loss_func(random(1, sum(TOTALS), V, seed=1))[0]
 
-    reordered = replace(OLD, indices=OLD.indices.flip(1), log_probs=OLD.log_probs.flip(1))
     masked = replace(OLD, indices=OLD.indices.where(MASK[:, None], 0))
-    torch.testing.assert_close(loss(reordered), loss(OLD), rtol=1e-12, atol=0)
     assert torch.equal(loss(masked), loss(OLD))

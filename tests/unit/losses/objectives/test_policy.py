@@ -366,33 +366,12 @@ def test_equal_rewards_teach_nothing(reward: float, size: int) -> None:
     assert advantages.abs().max() < 1e-6
 
 
-# --- estimators of the KL divergence: unbiased, with a gradient that always points to the reference
-
-of_each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-# From next to zero to what a token that one policy rules out may reach, around the bound of k3 densely.
-MAGNITUDES = torch.cat(
-    [torch.logspace(-3, 5, 200, dtype=torch.float64), torch.linspace(19, 21, 201, dtype=torch.float64)]
-)
-LOG_RATIOS = torch.cat([-MAGNITUDES, MAGNITUDES]).sort().values
+# --- estimators of the KL divergence
 
 
 def slope_of(log_ratio: torch.Tensor, estimator: Any) -> torch.Tensor:
     log_ratio = log_ratio.detach().requires_grad_()
     return torch.autograd.grad(estimate_kl(log_ratio, estimator).sum(), log_ratio)[0]
-
-
-@of_each_dtype
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_the_gradient_never_changes_sign(estimator: Any, dtype: torch.dtype) -> None:
-    """A descent step lowers log p where it is above log q, and raises it where it is below."""
-    log_ratio = LOG_RATIOS.to(dtype)
-    value, slope = estimate_kl(log_ratio, estimator), slope_of(log_ratio, estimator)
-    assert value.isfinite().all()
-    assert slope.isfinite().all()
-    assert (slope * log_ratio.sign() >= 0).all()
-    beyond = log_ratio.abs() > 0.01  # bfloat16 has no digits for 1 - exp(-0.001)
-    assert (slope[beyond] * log_ratio[beyond].sign() > 0).all()
-    assert (slope.diff() >= 0).all(), "both are convex"
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -404,7 +383,7 @@ def test_the_gradient_is_the_derivative_of_the_value(estimator: Any) -> None:
         torch.testing.assert_close(integral, last - first, rtol=1e-5, atol=1e-9)
 
 
-@of_each_dtype
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_k3_is_its_formula_up_to_20_nats_and_a_straight_line_beyond(dtype: torch.dtype) -> None:
     for log_ratio in (-19.5, -20.0, -2.0, 0.0, 2.0, 50.0):
         x = torch.tensor(log_ratio, dtype=dtype)
