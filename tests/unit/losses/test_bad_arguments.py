@@ -164,11 +164,8 @@ def spoiled(value: Any) -> Iterator[tuple[str, Any]]:
         if value.is_floating_point():
             yield from {"int64": value.long(), "float16": value.half(), "nan": value * math.nan}.items()
         else:
-            yield from {
-                "float32": value.float(),
-                "negative": value.long() - 9,
-                "large": value.long() + 9,
-            }.items()
+            ids = value.long()
+            yield from {"float32": value.float(), "negative": ids - 9, "large": ids + 9}.items()
     elif isinstance(value, (list, tuple)):
         yield from {"empty": [], "shorter": value[:-1], "[None]": [None, *value[1:]]}.items()
         yield "[nan]", [math.nan, *value[1:]]

@@ -185,8 +185,7 @@ OF_BUCKETS = (*IN_FULL, "generalized_kl")
 
 
 @pytest.mark.parametrize(
-    ("kind", "divergence"),
-    [*(("top-k", name) for name in OF_BUCKETS), *(("full", name) for name in IN_FULL)],
+    ("kind", "divergence"), [*(("top-k", name) for name in OF_BUCKETS), *(("full", name) for name in IN_FULL)]
 )
 def test_losses_are_those_of_the_divergence(kind: str, divergence: Any) -> None:
     logits, old = random(sum(TOTALS), V, seed=1), teacher(kind, "code")
