@@ -10,7 +10,6 @@ from hypothesis import example
 from hypothesis import strategies as st
 
 from megatron_rl_patches.losses.sequences.layout import SequenceLayout
-from tests.references.dense import dense_log_probs_and_entropy
 
 Tensors = list[torch.Tensor]
 VOCAB = 6
@@ -133,9 +132,12 @@ def microbatch(case: Case) -> tuple[Tensors, Tensors]:
 
 def dense(case: Case, logits: Tensors, tokens: Tensors, temperature: float = 1.0) -> tuple[Tensors, Tensors]:
     """Log-probs and entropies of full responses."""
-    pairs = zip(case.of_predictors(logits), case.of_responses(tokens), strict=True)
-    scores = [dense_log_probs_and_entropy(*pair, temperature=temperature) for pair in pairs]
-    return [log_probs for log_probs, _ in scores], [entropies for _, entropies in scores]
+    log_probs_v = [(sample / temperature).log_softmax(-1) for sample in case.of_predictors(logits)]
+    log_probs = [
+        sample.gather(1, response[:, None]).squeeze(1)
+        for sample, response in zip(log_probs_v, case.of_responses(tokens), strict=True)
+    ]
+    return log_probs, [-(sample.exp() * sample).sum(-1) for sample in log_probs_v]
 
 
 def weighted(parts: Tensors, factor: float) -> torch.Tensor:
