@@ -177,7 +177,7 @@ def test_the_student_approaches_its_teachers(
 
 @on_ranks(1)
 def test_what_happens_around_the_training(tmp_path: Path) -> None:
-    """Nothing is left behind when it raises; ``test_distillation_teachers.py`` loads the teachers."""
+    """Nothing is left behind when it raises; in ``tests/unit/frameworks`` teachers are loaded."""
     student = Student("slime", tmp_path)
     args, seen = student.args, []
 

@@ -7,6 +7,7 @@ import logging
 import random
 import sys
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,36 +127,23 @@ def test_a_framework_that_could_not_be_intercepted_is_warned_of(caplog: pytest.L
 # --- frozen roles
 
 
-@pytest.fixture
-def model() -> list[torch.nn.Module]:
+def test_a_frozen_role_refuses_to_train_and_still_loads_and_scores() -> None:
     policy = ModelParallelConfig(no_sync_func=len)
-    chunks: list[torch.nn.Module] = [Chunk(policy), Chunk(policy)]
-    roles.freeze_role(chunks, "judge")
+    model: list[Any] = [Chunk(policy), Chunk(policy)]
+    roles.freeze_role(model, "judge")
     assert policy.no_sync_func is len
-    return chunks
-
-
-@pytest.mark.parametrize(
-    "method", ["zero_grad_buffer", "no_sync", "finish_grad_sync", "enable_forward_pre_hook", "requires_grad_"]
-)
-def test_a_frozen_role_refuses_to_train(model: list[Any], method: str) -> None:
-    for chunk in (model[1], copy.deepcopy(model[0])):
+    methods = ("zero_grad_buffer", "no_sync", "finish_grad_sync", "enable_forward_pre_hook", "requires_grad_")
+    for method, chunk in product(methods, (model[1], copy.deepcopy(model[0]))):
         with pytest.raises(InferenceOnlyError, match=rf"^{method}.* role 'judge'") as caught:
             getattr(chunk, method)()
         assert "Settings.inference_roles (MEGATRON_RL_PATCHES_INFERENCE_ROLES)" in str(caught.value)
         assert not any(parameter.requires_grad for parameter in chunk.parameters())
-
-
-def test_so_do_its_optimizer_factory_and_train(model: list[Any]) -> None:
     with pytest.raises(InferenceOnlyError, match="get_megatron_optimizer"):
         optimizer_of([Chunk(None), model[1]])
-    for options in (model, model[0], torch.nn.ModuleList(model)):
+    for given in (model, model[0], torch.nn.ModuleList(model)):
         with pytest.raises(InferenceOnlyError, match="train: "):
-            refuse_to_train(options, "train")
-
-
-def test_a_frozen_role_still_freezes_loads_and_scores(model: list[Any]) -> None:
-    [chunk, _] = model
+            refuse_to_train(given, "train")
+    chunk = model[0]
     assert chunk.requires_grad_(False) is chunk
     chunk.load_state_dict({name: torch.ones_like(value) for name, value in chunk.state_dict().items()})
     chunk.eval()

@@ -1,4 +1,4 @@
-"""Recomputed losses equal plain ones, also where reentrant checkpointing is wrong."""
+"""Losses that backward computes again equal plain ones, keep nothing, and run whole on several ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import checkpointed, deferred_logits, vocab_parallel_log_probs
-from tests.ranks import on_ranks
 
 LossFn = Callable[..., Any]
 
@@ -37,20 +36,20 @@ def loss_and_grad(loss_fn: LossFn, logits: torch.Tensor, *args: Any) -> tuple[to
     return loss.detach(), leaf.grad
 
 
-WRAPS = {
-    "plain": checkpointed,
-    "called": checkpointed(),
-    "options": checkpointed(early_stop=False, preserve_rng_state=True),
-    "early stop": checkpointed(early_stop=True),
-    "off": checkpointed(enabled=False),
-}
-
-
-@pytest.mark.parametrize("name", WRAPS)
-def test_loss_and_gradient_are_those_of_the_plain_call(name: str) -> None:
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        checkpointed,
+        checkpointed(),
+        checkpointed(early_stop=False, preserve_rng_state=True),
+        checkpointed(early_stop=True),
+        checkpointed(enabled=False),
+    ],
+)
+def test_loss_and_gradient_are_those_of_the_plain_call(wrap: Callable[[LossFn], LossFn]) -> None:
     logits, targets = logits_and_targets()
     expected = loss_and_grad(nll, logits, targets)
-    assert all(map(torch.equal, expected, loss_and_grad(WRAPS[name](nll), logits, targets)))
+    assert all(map(torch.equal, expected, loss_and_grad(wrap(nll), logits, targets)))
 
 
 def test_nothing_is_kept_for_backward() -> None:
@@ -69,25 +68,6 @@ def test_nothing_is_kept_for_backward() -> None:
         saved.clear()
         checkpointed(nll)(logits, targets)
     assert not sum(saved)  # torch 2.6 saves an empty tensor for each argument
-
-
-def overwriting_without_grad_mode(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """As in OpenClaw-RL: no clone where nothing is to be differentiated, and a kernel that overwrites."""
-    log_softmax = logits.log_softmax(dim=-1)
-    if not torch.is_grad_enabled():
-        logits.copy_(log_softmax.exp())
-    return -log_softmax.gather(1, targets[:, None]).mean()
-
-
-def test_right_where_reentrant_checkpointing_is_wrong() -> None:
-    arguments = logits_and_targets()
-    loss, grad = expected = loss_and_grad(overwriting_without_grad_mode, *arguments)
-    found = loss_and_grad(checkpointed(overwriting_without_grad_mode), *arguments)
-    assert all(map(torch.equal, found, expected))
-    reentrant = partial(torch.utils.checkpoint.checkpoint, overwriting_without_grad_mode, use_reentrant=True)
-    reentrant_loss, reentrant_grad = loss_and_grad(reentrant, *arguments)
-    assert torch.equal(reentrant_loss, loss)  # nothing to see in the loss
-    assert (reentrant_grad - grad).abs().max() > 0.05
 
 
 def test_outputs_as_megatron_wants_them() -> None:
@@ -142,11 +122,14 @@ def test_random_numbers_are_the_same_only_when_asked_for(preserve: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("early_stop", "of_torch", "runs_whole"),
-    [(None, True, False), (None, False, True), (True, True, False), (False, True, True)],
+    ("ranks", "early_stop", "of_torch", "runs_whole"),
+    [
+        *((1, None, True, False), (1, None, False, True), (1, True, True, False), (1, False, True, True)),
+        *((2, None, True, True), (2, True, True, False)),
+    ],
 )
-def test_early_stop(early_stop: bool | None, of_torch: bool, runs_whole: bool) -> None:
-    """The setting of torch itself holds where none is given, on one rank."""
+def test_early_stop(ranks: int, early_stop: bool | None, of_torch: bool, runs_whole: bool) -> None:
+    """Ranks that stop on different sides of a collective would wait; on one rank torch's setting holds."""
     ends = 0
 
     def loss_fn(logits: torch.Tensor) -> torch.Tensor:
@@ -155,47 +138,27 @@ def test_early_stop(early_stop: bool | None, of_torch: bool, runs_whole: bool) -
         ends += 1
         return loss
 
-    with torch.utils.checkpoint.set_checkpoint_early_stop(of_torch):
+    with (
+        torch.utils.checkpoint.set_checkpoint_early_stop(of_torch),
+        mock.patch.multiple(dist, is_initialized=lambda: True, get_world_size=lambda: ranks),
+    ):
         loss_and_grad(checkpointed(loss_fn, early_stop=early_stop), torch.ones(3))
     assert ends == 1 + runs_whole
 
 
-@pytest.mark.slow
-@on_ranks(2, megatron=False)
-def test_ranks_stay_together() -> None:
-    calls, rank = [], dist.get_rank()
-
-    def uneven_loss(logits: torch.Tensor) -> torch.Tensor:
-        """One rank needs a tensor behind the collective, the other does not, and would stop before it."""
-        loss = logits.square().sum()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        return loss * total if rank == 0 else loss + 0.0
-
-    all_reduce = dist.all_reduce
-    with mock.patch.object(dist, "all_reduce", lambda tensor: (calls.append(1), all_reduce(tensor))):
-        loss_and_grad(checkpointed(uneven_loss), torch.ones(3))
-        assert len(calls) == 2
-        loss = checkpointed(uneven_loss, early_stop=True)(torch.ones(3, requires_grad=True))
-    calls.clear()
-    with mock.patch.object(dist, "all_reduce", lambda tensor: calls.append(1)):
-        loss.backward()
-    assert len(calls) == (rank == 0)  # where they would wait for each other
-
-
-HOOKS = {
-    "identity": lambda: saved_tensors_hooks(lambda x: x, lambda x: x),
-    "copies": lambda: saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x),
-    "in host memory": torch.autograd.graph.save_on_cpu,
-}
-
-
-@pytest.mark.parametrize("hooks", HOOKS)
-def test_deferred_logits_go_by_the_hooks_of_saved_tensors(hooks: str) -> None:
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        lambda: saved_tensors_hooks(lambda x: x, lambda x: x),
+        lambda: saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x),
+        torch.autograd.graph.save_on_cpu,
+    ],
+)
+def test_deferred_logits_go_by_the_hooks_of_saved_tensors(hooks: Callable[[], Any]) -> None:
     hidden = torch.randn(4, 3, dtype=torch.float64).requires_grad_()
     weight = torch.randn(7, 3, dtype=torch.float64).requires_grad_()
     targets = torch.arange(4)
-    with HOOKS[hooks]():
+    with hooks():
         loss = checkpointed(vocab_parallel_log_probs)(deferred_logits(hidden, weight), targets).sum()
     expected = torch.log_softmax(hidden @ weight.T, 1).gather(1, targets[:, None]).sum()
     for a, b in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (loss, expected)), strict=True):

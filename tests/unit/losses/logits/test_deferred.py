@@ -20,7 +20,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import (
@@ -86,65 +85,51 @@ def run(
     return [*(v.detach() for v in values), *torch.autograd.grad(sum(used), trained, allow_unused=True)]
 
 
-def assert_same(
-    function: Callable[[Tensor], Tensor | Sequence[Tensor]], tensors: Inputs, bound: float, **options: Any
-) -> None:
-    """The values and gradients of ordinary logits, in float64, without any logits."""
-    expected = run(
-        lambda x: function(x.double()), dense_of({n: t.double() for n, t in tensors.items()}), tensors
-    )
-    logits = logits_of(tensors, **options)
-    found = run(function, logits, tensors)
-    assert logits._contents.values is None, "the logits were materialized"
-    for a, b in zip(expected, found, strict=True):
-        error = (a.double() - b.double()).abs().max() if a.numel() else 0.0
-        assert error <= bound * max(a.abs().max().item(), 1.0) if a.numel() else True
-
-
-SELECTIONS: dict[str, Any] = {
-    "all": None,
-    "range": slice(3, 11),
-    "scattered": torch.tensor([7, 3, 12, 0]),
-    "none": slice(5, 5),
-}
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "log_probs": vocab_parallel_log_probs,
-    "entropy": vocab_parallel_log_probs_and_entropy,
-    "entropy metric": functools.partial(
-        vocab_parallel_log_probs_and_entropy, entropy_grad=False, inplace_backward=True
-    ),
-    "at": functools.partial(vocab_parallel_log_probs_at, with_tail=True),
-}
+AT = functools.partial(vocab_parallel_log_probs_at, with_tail=True)
 CASES: dict[str, Sequence[Any]] = {
-    "function": list(FUNCTIONS),
-    "rows": list(SELECTIONS),
+    "function": [
+        vocab_parallel_log_probs,
+        vocab_parallel_log_probs_and_entropy,
+        functools.partial(vocab_parallel_log_probs_and_entropy, entropy_grad=False, inplace_backward=True),
+        AT,
+    ],
+    "rows": [None, slice(3, 11), torch.tensor([7, 3, 12, 0]), slice(5, 5)],
     "dtype": list(BOUND),
     "temperature": [1.0, 0.7],
     "divisor": [1.0, 1.3],
     "kept": [False, True],
     "trained": [NAMES, ("hidden",), ("weight", "bias"), ("hidden", "weight")],
+    "ruled_out": [slice(0), slice(100, 200)],  # columns; a frozen head may have such a bias
     "tile_bytes": [None, 16 * 1024, 1024],
     "keep_bytes": [0, 40_000, 1 << 20],
 }
 
 
-@pytest.mark.parametrize("case", pairwise(CASES), ids=lambda case: f"{case['function']}, {case['rows']}")
+@pytest.mark.parametrize("case", pairwise(CASES))
 def test_equals_the_dense_formulas(case: dict[str, Any]) -> None:
-    rows = SELECTIONS[case["rows"]]
-    ids = TOKENS[slice(None) if rows is None else rows].clone()
-    options: dict[str, Any] = {"rows": rows, "temperature": case["temperature"]}
-    if case["function"] == "at":
+    """In float64, without any logits."""
+    ids = TOKENS[slice(None) if case["rows"] is None else case["rows"]] % 100
+    options = {name: case[name] for name in ("rows", "temperature")}
+    if case["function"] is AT:
         ids = (ids[:, None] + torch.arange(5) * 211) % V
     else:
         ids[len(ids) // 2 : len(ids) // 2 + 1] = IGNORE
         options["keep_mask"] = KEEP[: len(ids)] if case["kept"] else None
+    tensors = inputs(case["dtype"], case["trained"])
+    with torch.no_grad():
+        tensors["bias"][case["ruled_out"]] = -float("inf")
 
     def function(logits: Tensor) -> Any:
         rows_of_logits = logits.transpose(0, 1).contiguous().view(T, V) / case["divisor"]
-        return FUNCTIONS[case["function"]](rows_of_logits, ids, **options)
+        return case["function"](rows_of_logits, ids, **options)
 
-    of_tiles = {name: case[name] for name in ("tile_bytes", "keep_bytes")}
-    assert_same(function, inputs(case["dtype"], case["trained"]), BOUND[case["dtype"]], **of_tiles)
+    exact = dense_of({name: tensor.double() for name, tensor in tensors.items()})
+    logits = logits_of(tensors, tile_bytes=case["tile_bytes"], keep_bytes=case["keep_bytes"])
+    for expected, found in zip(run(function, exact, tensors), run(function, logits, tensors), strict=True):
+        if expected.numel():
+            error = (expected.double() - found.double()).abs().max()
+            assert error <= BOUND[case["dtype"]] * max(expected.abs().max().item(), 1.0)
+    assert logits._contents.values is None, "the logits were materialized"
 
 
 @pytest.mark.parametrize("trained", [NAMES, ("hidden",)])
@@ -163,17 +148,15 @@ def test_bfloat16_gives_the_log_probs_of_the_models_own_logits(trained: Sequence
         assert (a.double() - b.double()).abs().max() <= 0.01 * a.abs().max()
 
 
-@pytest.mark.parametrize("tile_bytes", [None, 4096])
-def test_topk(tile_bytes: int | None) -> None:
+def test_topk_over_tiles() -> None:
     tensors = inputs(torch.float64)
     expected = vocab_parallel_topk(dense_of(tensors).view(T, V), 20)
-    found = vocab_parallel_topk(logits_of(tensors, tile_bytes=tile_bytes).view(T, V), 20)
+    found = vocab_parallel_topk(logits_of(tensors, tile_bytes=4096).view(T, V), 20)
     assert torch.equal(found.indices, expected.indices)
     assert torch.allclose(found.log_probs, expected.log_probs, rtol=1e-10)
     assert torch.allclose(found.tail_log_prob, expected.tail_log_prob, rtol=1e-10)
-    # Of equal logits the lowest ids, across tiles.
-    equal = deferred_logits(torch.ones(3, 4), torch.ones(3000, 4), tile_bytes=tile_bytes)
-    found = vocab_parallel_topk(equal, 5)
+    # Of equal logits the lowest ids.
+    found = vocab_parallel_topk(deferred_logits(torch.ones(3, 4), torch.ones(3000, 4), tile_bytes=4096), 5)
     assert found.indices.tolist() == [[0, 1, 2, 3, 4]] * 3
 
 
@@ -244,18 +227,6 @@ def test_rows_that_nobody_asked_for_are_not_computed() -> None:
         assert tensor.grad.isfinite().all(), name
 
 
-def test_a_row_with_nan_spoils_its_own_values_only() -> None:
-    tensors = inputs()
-    with torch.no_grad():
-        tensors["hidden"][0, 3] = float("nan")
-        tensors["hidden"][1, 2] = float("inf")
-    values = vocab_parallel_log_probs(logits_of(tensors).view(T, V), TOKENS)
-    assert values.isnan().nonzero().flatten().tolist() == [3, 9]
-    mask = torch.ones(T).index_fill_(0, torch.tensor([3, 9]), 0.0)
-    (hidden,) = torch.autograd.grad((values.nan_to_num() * mask).sum(), tensors["hidden"])
-    assert hidden.isfinite().all()
-
-
 def _log_probs(logits: Tensor) -> Tensor:
     return vocab_parallel_log_probs_and_entropy(logits, TOKENS, entropy_grad=False)[0]
 
@@ -287,18 +258,6 @@ def test_matrix_products(
             if trained:
                 value.backward()
         assert sizes.products == products
-
-
-@pytest.mark.parametrize("kept", [0.3, 1.0])
-def test_every_backward_of_a_graph_returns_the_same(kept: float) -> None:
-    """Backward writes gradients over a tile's logits, so it must not keep the tile for a later backward."""
-    tensors = inputs(torch.float64)
-    size = T * V * 8
-    logits = logits_of(tensors, tile_bytes=size // 4, keep_bytes=int(kept * size)).view(T, V)
-    loss = vocab_parallel_log_probs(logits, TOKENS).sum()
-    first, *others = (torch.autograd.grad(loss, list(tensors.values()), retain_graph=True) for _ in range(4))
-    for gradients in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, gradients, strict=True))
 
 
 def test_a_tile_without_rows_is_not_kept_for_other_rows() -> None:
@@ -368,13 +327,11 @@ FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
     "squeeze, unsqueeze": lambda x: x[:1].squeeze(0).unsqueeze(1),
     "view": lambda x: x.view(T, V),
     "reshape": lambda x: x.transpose(0, 1).reshape(-1, V),
-    "flatten": lambda x: x.flatten(0, 1),
     "transpose": lambda x: x.transpose(0, 1).contiguous(),
     "permute": lambda x: x.permute(1, 0, 2),
     "slices": lambda x: x[1, 2:5],
     "steps": lambda x: x[:, ::2][:, -3:-1],
     "split": lambda x: x.view(T, V).split([4, 3, 7])[1],
-    "chunk": lambda x: x.chunk(2, dim=1)[0],
     "unbind": lambda x: list(x)[1],
     "numbers": lambda x: x.view(T, V)[torch.tensor([3, 1, 3, 0])],
     "mask": lambda x: x[torch.arange(T).view(B, S) % 3 == 1],
@@ -383,7 +340,6 @@ FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
     "cat of copies": lambda x: torch.cat([x.view(T, V)[torch.tensor([3, 1])][1:], x[0, :1]]),
     "clone, detach": lambda x: x.clone().detach(),
     "float": lambda x: x.float(),
-    "to": lambda x: x.to(torch.float32),
     "div": lambda x: x / 0.7,
     "div of a copy": lambda x: x[0].clone() / 3,
     "div in place": lambda x: x.squeeze(0).div_(1.3)[0],
@@ -396,66 +352,51 @@ FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
 ROUNDED = ("div", "div of a copy", "div in place", "divided twice")
 
 
-def _assert_stays_deferred(name: str, logits: Tensor, expected: Tensor) -> None:
+#: Not of logits that exist: these have each row once, and a division in place writes to them.
+OF_PRODUCTS = ("numbers", "div in place", "divided twice")
+#: Where logits are made, and where they are used: with a graph, to score, and as verl's engine scores.
+MODES: tuple[tuple[Callable[[], Any], Callable[[], Any]], ...] = (
+    (nullcontext, nullcontext),
+    (torch.inference_mode, torch.inference_mode),
+    (nullcontext, torch.inference_mode),
+    (torch.inference_mode, nullcontext),
+    (torch.no_grad, torch.no_grad),
+)
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_stays_deferred(name: str) -> None:
     """The values are those of the same rows of the layer's logits, bit for bit, once somebody asks."""
-    logits, expected = FOLLOWED[name](logits), FOLLOWED[name](expected)
+    for created, used in MODES:
+        # Torch refuses to write to inference tensors elsewhere, and a division past the graph materializes.
+        if name == "div in place" and (created is not used or used is torch.inference_mode):
+            continue
+        with created():
+            logits, expected = logits_of(inputs()), dense_of(inputs())
+        with used():
+            assert logits.sum().allclose(expected.sum())
+            if not logits.requires_grad or not torch.is_grad_enabled():
+                assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+            _assert_stays_deferred(FOLLOWED[name](logits), FOLLOWED[name](expected))
+    if name not in ROUNDED:
+        halves = inputs(torch.bfloat16)
+        _assert_stays_deferred(FOLLOWED[name](logits_of(halves)), FOLLOWED[name](dense_of(halves)))
+    if name not in OF_PRODUCTS:
+        existing = dense_of(inputs()) * 1
+        _assert_stays_deferred(FOLLOWED[name](deferred.rows_of_existing(existing)), FOLLOWED[name](existing))
+
+
+def _assert_stays_deferred(logits: Tensor, expected: Tensor) -> None:
     assert isinstance(logits, DeferredLogits) and logits.is_deferred
     assert (logits.shape, logits.dtype, logits.device) == (expected.shape, expected.dtype, expected.device)
     # Under inference mode, what torch says of views is not the same for all of them.
     assert logits.requires_grad == expected.requires_grad or torch.is_inference_mode_enabled()
     assert logits.is_inference() == expected.is_inference()
-
     tokens = TOKENS[: expected.shape[:-1].numel()]
-    values = vocab_parallel_log_probs(logits.reshape(-1, V), tokens)
-    expected_values = vocab_parallel_log_probs(expected.reshape(-1, V), tokens)
+    values, expected_values = (vocab_parallel_log_probs(x.reshape(-1, V), tokens) for x in (logits, expected))
     assert torch.allclose(values, expected_values, rtol=2e-6, atol=1e-6)
     assert logits.is_deferred
     assert torch.equal(logits + 0, expected + 0)
-
-
-#: Rows of logits that exist: each once, and a division in place is a write to them.
-OF_EXISTING = [name for name in FOLLOWED if name not in ("numbers", "div in place", "divided twice")]
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "exist"),
-    [
-        *((name, torch.float32, False) for name in FOLLOWED),
-        *((name, torch.bfloat16, False) for name in FOLLOWED if name not in ROUNDED),
-        *((name, torch.float32, True) for name in OF_EXISTING),
-    ],
-)
-def test_stays_deferred(name: str, dtype: torch.dtype, exist: bool) -> None:
-    tensors = inputs(dtype)
-    expected = dense_of(tensors) * 1
-    logits = deferred.rows_of_existing(expected) if exist else logits_of(tensors)
-    _assert_stays_deferred(name, logits, expected)
-
-
-def _has_mode(name: str, created: str, used: str) -> bool:
-    """Torch refuses to write to inference tensors elsewhere, and a division past the graph materializes."""
-    return name != "div in place" or created == used == "no_grad"
-
-
-MODES: dict[str, Callable[[], Any]] = {
-    "none": nullcontext,
-    "inference": torch.inference_mode,
-    "no_grad": torch.no_grad,  # as in verl's engine, where it scores
-}
-PAIRS = [("inference", "inference"), ("none", "inference"), ("inference", "none"), ("no_grad", "no_grad")]
-
-
-@pytest.mark.parametrize(
-    ("name", "created", "used"),
-    [(name, *pair) for name in FOLLOWED for pair in PAIRS if _has_mode(name, *pair)],
-)
-def test_stays_deferred_without_a_graph(name: str, created: str, used: str) -> None:
-    tensors = inputs()
-    with MODES[created]():
-        logits, expected = logits_of(tensors), dense_of(tensors)
-    with MODES[used]():
-        assert logits.sum().allclose(expected.sum()) and torch.equal(logits.argmax(-1), expected.argmax(-1))
-        _assert_stays_deferred(name, logits, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -485,24 +426,9 @@ def test_results_lie_in_memory_as_those_of_ordinary_logits(
     torch.testing.assert_close(result + 0, expected)
 
 
-class ExpOfRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.exp().sum(-1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return gradient[..., None] * x.exp()
-
-
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": lambda x: x.exp(),
     "columns": lambda x: x[..., 5:9],
-    "product": lambda x: x * 2,
-    "comparison": lambda x: (x > 0).float() * x,
-    "logsumexp": lambda x: x[0].logsumexp(-1),
     "rounded": lambda x: x.half().float(),
     "whole, in place, past the graph": lambda x: [x.detach().div_(2), x + 0][1],
     "a larger quotient": lambda x: x[:1] / torch.full((3, 1, 1), 2.0),
@@ -516,7 +442,6 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "as it was before a write": lambda x: [x.clone(), x.div_(2), x.mul_(3.0)][0],
     "after a write": lambda x: [x[0].mul_(3.0), x[:, 1:4]][1],
     "columns written": lambda x: [x.clone()[..., 3:5].zero_(), x][1],
-    "a function with its own gradient": lambda x: ExpOfRows.apply(x[0, 1:5]),
     "a loss after a write": lambda x: vocab_parallel_log_probs(x.clone().mul_(2.0).view(T, V), TOKENS),
 }
 
@@ -556,31 +481,21 @@ def test_the_warning_names_operation_and_line_once(caplog: pytest.LogCaptureFixt
 
 def test_what_only_needs_the_shape_materializes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     logits = logits_of(inputs())
-    others = (
-        torch.zeros_like(logits),
-        torch.empty_like(logits),
-        logits.new_zeros(3),
-        logits.new_empty(B, S, V),
-    )
-    assert [list(t.shape) for t in others] == [[B, S, V], [B, S, V], [3], [B, S, V]]
-    assert all(type(t) is Tensor for t in others)
+    whole = (torch.zeros_like(logits), torch.empty_like(logits), logits.new_empty(B, S, V))
+    assert all(type(t) is Tensor and t.shape == (B, S, V) for t in whole)
+    assert torch.equal(logits.new_zeros(3), torch.zeros(3))
     text = f"DeferredLogits([{B}, {S}, {V}], torch.float32, device=cpu, deferred)"
     assert repr(logits) == str(logits) == text
     assert (logits.numel(), logits.element_size(), logits.is_contiguous()) == (T * V, 4, True)
     turned = logits.transpose(0, 1)
     assert turned.stride() == torch.empty_like(turned).stride() == dense_of(inputs()).transpose(0, 1).stride()
-    assert logits.is_deferred
-    assert caplog.records == []
+    assert logits.is_deferred and not caplog.records
 
 
-def test_a_sum_reaches_every_parameter() -> None:
-    """``0 * logits.sum()`` keeps ranks without a sample in step."""
+def test_the_sum_of_no_rows_is_zero() -> None:
     tensors = inputs(torch.float64)
     ruled_out = torch.full((V,), -float("inf"), dtype=torch.float64)
     assert deferred_logits(tensors["hidden"][:0], tensors["weight"], bias=ruled_out).sum() == 0
-    assert_same(lambda x: (x[0] / 1.5).sum() * 0.3, tensors, 1e-10)
-    assert_same(lambda x: x[0, 1].sum(), tensors, 1e-10)
-    assert_same(lambda x: x.view(T, V)[torch.tensor([3, 3, 1])].sum(), tensors, 1e-10)
 
 
 def test_a_leaf_of_its_own_keeps_its_gradient() -> None:
@@ -592,50 +507,40 @@ def test_a_leaf_of_its_own_keeps_its_gradient() -> None:
 
 
 class Recomputed(torch.autograd.Function):
-    """Has twice the gradient of a function, which forward calls with grad mode or without."""
+    """Has twice the gradient of a function, which forward calls in grad mode."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], grad_mode: bool, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         ctx.function = function
         ctx.save_for_backward(*inputs)
-        with torch.set_grad_enabled(grad_mode):
-            return function(*(x.detach().requires_grad_(grad_mode) for x in inputs))
+        with torch.enable_grad():
+            return function(*(x.detach().requires_grad_() for x in inputs))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
             result = ctx.function(*inputs)
-        return None, None, *(2 * x for x in torch.autograd.grad(result, inputs, gradient))
+        return None, *(2 * x for x in torch.autograd.grad(result, inputs, gradient))
 
 
-CALLS: dict[str, Callable[..., Tensor]] = {
-    "reentrant": functools.partial(checkpoint, use_reentrant=True),
-    "not reentrant": functools.partial(checkpoint, use_reentrant=False),
-    "function": lambda layer, *inputs: Recomputed.apply(layer, False, *inputs),
-    "function with grad mode": lambda layer, *inputs: Recomputed.apply(layer, True, *inputs),
-}
-
-
-@pytest.mark.parametrize("trained", [("hidden", "weight"), ("hidden",)])
-@pytest.mark.parametrize(
-    "use", [lambda x: x, lambda x: x[1:], lambda x: x.div_(0.7)], ids=["all", "rows", "div_"]
-)
-@pytest.mark.parametrize("way", CALLS)
+@pytest.mark.parametrize("use", [lambda x: x[1:], lambda x: x.div_(0.7)], ids=["rows", "div_"])
 @pytest.mark.parametrize("existing", [False, True])
 def test_deferred_inside_of_a_function_that_autograd_wraps(
-    existing: bool, way: str, use: Callable[[Tensor], Tensor], trained: Sequence[str]
+    existing: bool, use: Callable[[Tensor], Tensor]
 ) -> None:
+    """Reentrant checkpoints, which call functions without grad mode, are in tests/faults/programs.py."""
+
     def loss(make: Callable[..., Tensor]) -> list[Tensor]:
-        tensors = inputs(torch.float64, trained)
+        tensors = inputs(torch.float64, ("hidden", "weight"))
 
         def layer(hidden: Tensor, weight: Tensor) -> Tensor:
             return make(hidden.sin().view(T, H), weight)
 
-        logits = use(CALLS[way](layer, tensors["hidden"], tensors["weight"]))
+        logits = use(Recomputed.apply(layer, tensors["hidden"], tensors["weight"]))
         value = vocab_parallel_log_probs(logits, TOKENS[: len(logits)]).sum()
         value.backward()
-        return [value.detach(), *(tensors[name].grad for name in trained)]
+        return [value.detach(), tensors["hidden"].grad, tensors["weight"].grad]
 
     def rows(hidden: Tensor, weight: Tensor) -> Tensor:
         return deferred.rows_of_existing(linear(hidden, weight).clone())
@@ -647,11 +552,9 @@ def test_deferred_inside_of_a_function_that_autograd_wraps(
 @pytest.mark.parametrize(
     "use",
     [
-        lambda x: x.view(T, V),
-        lambda x: x.view(T, V) / 2,
         lambda x: x.div_(2).view(T, V),
         lambda x: x.float()[0],
-        lambda x: x.view(T, V)[torch.tensor([1, 3])],
+        lambda x: x.view(T, V)[torch.tensor([1, 3])] / 2,
     ],
 )
 def test_nothing_outlives_its_users(use: Callable[[Tensor], Tensor]) -> None:
@@ -673,29 +576,29 @@ def test_nothing_outlives_its_users(use: Callable[[Tensor], Tensor]) -> None:
 
 @pytest.mark.parametrize("retains", [False, True])
 def test_a_hook_sees_the_gradient_and_comes_before_the_loss(retains: bool) -> None:
-    logits, seen = logits_of(inputs()), []
+    seen: list[Tensor] = []
 
-    def wait() -> None:
+    def wait(logits: Tensor) -> None:
         logits.retain_grad() if retains else logits.register_hook(seen.append)
 
-    wait()
+    logits = logits_of(inputs())
+    wait(logits)
     vocab_parallel_log_probs(logits.view(T, V) / 2, TOKENS).sum().backward()
     gradient = logits.grad if retains else seen[0]
     assert gradient.shape == (B, S, V) and gradient.any()
     logits = logits_of(inputs())
     vocab_parallel_log_probs(logits.view(T, V), TOKENS)
     with pytest.raises(InvalidInputError, match="before the loss"):
-        wait()
+        wait(logits)
 
 
-@pytest.mark.parametrize(("of_loss", "of_backward"), [(True, False), (False, True), (True, True)])
-def test_autocast_changes_nothing(of_loss: bool, of_backward: bool) -> None:
+def test_autocast_changes_nothing() -> None:
     """Logits that are deferred have the dtype of the hidden states, in a loss and in its backward."""
     tensors = inputs()
 
     def gradients(of_loss: bool, of_backward: bool) -> list[Tensor]:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=of_loss):
-            logits = logits_of(tensors, tile_bytes=1024).view(T, V)
+            logits = logits_of(tensors, tile_bytes=4096).view(T, V)
             teacher = logits.detach().flip(0)
             ids = TOKENS[:, None]
             loss = vocab_parallel_log_probs_and_entropy(logits, TOKENS)[1].sum()
@@ -706,8 +609,9 @@ def test_autocast_changes_nothing(of_loss: bool, of_backward: bool) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=of_backward):
             return [loss, *torch.autograd.grad(loss, list(tensors.values()))]
 
-    for a, b in zip(gradients(False, False), gradients(of_loss, of_backward), strict=True):
-        assert torch.equal(a, b)
+    expected = gradients(False, False)
+    for modes in ((True, False), (False, True)):
+        assert all(map(torch.equal, gradients(*modes), expected))
 
 
 @pytest.mark.parametrize("write", ["hidden", "weight"])
@@ -724,17 +628,24 @@ def test_an_overwritten_input_is_an_error_not_another_value(write: str) -> None:
         loss.backward()
 
 
-def test_an_exception_in_backward_leaves_the_graph_usable() -> None:
-    """As with ``retain_graph``, which losses of several terms are differentiated with."""
+@pytest.mark.parametrize("kept", [0.3, 1.0])
+def test_an_exception_in_backward_leaves_the_graph_usable(kept: float) -> None:
+    """Backward writes gradients over a tile's logits, so it must not keep the tile for a later backward."""
     tensors = inputs(torch.float64)
-    loss = vocab_parallel_log_probs(logits_of(tensors, keep_bytes=1 << 20).view(T, V), TOKENS).sum()
+    size = T * V * 8
+    logits = logits_of(tensors, tile_bytes=size // 4, keep_bytes=int(kept * size)).view(T, V)
+    loss = vocab_parallel_log_probs(logits, TOKENS).sum()
     handle = tensors["hidden"].register_hook(lambda gradient: {}["a hook"])
     with pytest.raises(KeyError):
         torch.autograd.grad(loss, list(tensors.values()), retain_graph=True)
     handle.remove()
-    expected = vocab_parallel_log_probs(dense_of(tensors).view(T, V), TOKENS).sum()
-    pairs = zip(*(torch.autograd.grad(x, list(tensors.values())) for x in (loss, expected)), strict=True)
-    assert all(torch.allclose(mine, reference, rtol=1e-10) for mine, reference in pairs)
+    expected = torch.autograd.grad(
+        vocab_parallel_log_probs(dense_of(tensors).view(T, V), TOKENS).sum(), list(tensors.values())
+    )
+    for _ in range(2):
+        found = torch.autograd.grad(loss, list(tensors.values()), retain_graph=True)
+        for mine, reference in zip(found, expected, strict=True):
+            assert torch.allclose(mine, reference, rtol=1e-10)
 
 
 @pytest.mark.parametrize("reduce", [Tensor.sum, lambda x: x.exp().sum()], ids=["sum", "materialized"])
@@ -743,19 +654,6 @@ def test_a_second_derivative_is_refused(reduce: Callable[[Tensor], Tensor]) -> N
     (gradient,) = torch.autograd.grad(reduce(logits_of(tensors)), [tensors["hidden"]], create_graph=True)
     with pytest.raises(InvalidInputError, match="cannot be differentiated twice"):
         gradient.sum().backward()
-
-
-@pytest.mark.parametrize("entropy_grad", [False, True])
-def test_a_frozen_head_that_rules_ids_out(entropy_grad: bool) -> None:
-    tensors = inputs(torch.float64, ("hidden",))
-    tensors["bias"][100:300] = -float("inf")
-    tokens = TOKENS % 100
-
-    def function(logits: Tensor) -> Any:
-        flat = logits.view(T, V)
-        return vocab_parallel_log_probs_and_entropy(flat, tokens, entropy_grad=entropy_grad)
-
-    assert_same(function, tensors, 1e-10, tile_bytes=4096)
 
 
 @pytest.mark.parametrize(
@@ -797,24 +695,23 @@ def test_a_hook_of_saved_tensors_that_reads_the_memory() -> None:
 
 def test_hidden_columns() -> None:
     """As padding of the vocabulary; they hold -inf, and the logits stay deferred."""
-    tensors = inputs(torch.float32, ())
-    expected = dense_of(tensors) / 2
-    expected[..., V - 30 :] = -float("inf")
+    tensors, ids = inputs(torch.float32, ()), V - 30
+    expected = (dense_of(tensors) / 2).index_fill(-1, torch.arange(ids, V), -float("inf"))
     whole = logits_of(tensors) / 2
-    logits, copy_of_whole = deferred.hide_columns(whole, V - 30), deferred.hide_columns(whole, V - 30)
+    logits, copy_of_whole = deferred.hide_columns(whole, ids), deferred.hide_columns(whole, ids)
     assert isinstance(logits, DeferredLogits) and logits.is_deferred
-    values = vocab_parallel_log_probs(logits.view(T, V), TOKENS % (V - 30))
-    assert torch.allclose(values, vocab_parallel_log_probs(expected.view(T, V), TOKENS % (V - 30)), rtol=2e-6)
+    values = vocab_parallel_log_probs(logits.view(T, V), TOKENS % ids)
+    assert torch.allclose(values, vocab_parallel_log_probs(expected.view(T, V), TOKENS % ids), rtol=2e-6)
     assert torch.equal(logits + 0, expected)
-    assert torch.equal(deferred.hide_columns(dense_of(tensors) / 2, V - 30), expected)
+    assert torch.equal(deferred.hide_columns(dense_of(tensors) / 2, ids), expected)
     # A tensor-parallel rank whose ids all come before the padding hides none.
     assert torch.equal(deferred.hide_columns(logits_of(tensors), V + 20) + 0, dense_of(tensors))
     whole.zero_()
     assert torch.equal(copy_of_whole + 0, expected)
     tensors = inputs(torch.bfloat16, ())
-    converted = deferred.hide_columns(deferred_logits(tensors["hidden"], tensors["weight"]).float(), V - 30)
-    assert (vocab_parallel_topk(converted.view(T, V), 5).indices < V - 30).all()
-    assert (converted[..., V - 30 :] + 0).isneginf().all()
+    converted = deferred.hide_columns(deferred_logits(tensors["hidden"], tensors["weight"]).float(), ids)
+    assert (vocab_parallel_topk(converted.view(T, V), 5).indices < ids).all()
+    assert (converted[..., ids:] + 0).isneginf().all()
 
 
 def test_threads_that_look_at_the_same_time_see_the_same_values() -> None:
@@ -837,19 +734,22 @@ def test_threads_that_look_at_the_same_time_see_the_same_values() -> None:
     assert all(torch.equal(values, dense_of(tensors)) for values in seen)
 
 
-def test_other_memory_or_another_shape_is_refused() -> None:
-    logits = logits_of(inputs())
-    with pytest.raises(InvalidInputError, match="write to the logits"):
-        logits.data = torch.zeros(B, S, V)
-    for change in (
+@pytest.mark.parametrize(
+    "change",
+    [
         lambda x: x.set_(torch.zeros(B, S, V)),
         lambda x: x.resize_(T, V),
         lambda x: x.unsqueeze_(0),
         lambda x: x.transpose_(0, 1),
-    ):
-        with pytest.raises(InvalidInputError, match="keep their shape and their memory"):
-            change(logits.detach())
-    assert logits._contents.values is None
+    ],
+)
+def test_another_shape_is_refused(change: Callable[[Tensor], Any]) -> None:
+    logits = logits_of(inputs())
+    with pytest.raises(InvalidInputError, match="keep their shape and their memory"):
+        change(logits.detach())
+    with pytest.raises(InvalidInputError, match="write to the logits"):
+        logits.data = torch.zeros(B, S, V)
+    assert logits.is_deferred
 
 
 def test_an_output_layer_in_host_memory_comes_tile_by_tile() -> None:
@@ -869,17 +769,13 @@ def test_an_output_layer_in_host_memory_comes_tile_by_tile() -> None:
         deferred_logits(hidden.requires_grad_(), **layer)
 
 
-def _write_first(logits: Tensor) -> None:
-    logits[0] = 0.5
-
-
 def _divide_past_the_graph(logits: Tensor) -> None:
     with torch.no_grad():
         logits.div_(2)
 
 
 FIRST: tuple[Callable[[Tensor], Any], ...] = (
-    _write_first,
+    lambda x: x[0].fill_(0.5),
     _divide_past_the_graph,
     lambda x: x.register_hook(lambda g: g),
     lambda x: x.detach().numpy(),
@@ -888,7 +784,6 @@ FIRST: tuple[Callable[[Tensor], Any], ...] = (
 )
 SECOND: tuple[Callable[[Tensor], Any], ...] = (
     lambda x: x[1:].fill_(3),
-    lambda x: x.mul_(2),
     _divide_past_the_graph,
     lambda x: x.clone()[0].fill_(3),
     lambda x: x[torch.tensor([1, 0])][0].fill_(3),

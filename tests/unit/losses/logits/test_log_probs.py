@@ -1,4 +1,7 @@
-"""Log-probabilities, entropies and their gradients, against the formulas in float64."""
+"""Log-probabilities of targets and of ids, tails, entropies and top-k, against the formulas in float64.
+
+tests/faults and tests/real have those at ids and the top-k with all dtypes and options.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,17 @@ from torch import Tensor
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import (
+    TopKDistribution,
     vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
+    vocab_parallel_topk,
 )
 from megatron_rl_patches.losses.logits import softmax
+from megatron_rl_patches.losses.logits.distributions import log1mexp
 from tests.references.dense import IGNORE, dense_log_probs_and_entropy, errors, relative_error
+from tests.references.dense_topk import dense_log_probs_at, random_indices
+from tests.references.live_bytes import live_bytes
 
 from .pairwise import pairwise
 
@@ -48,18 +56,11 @@ def check(logits: Tensor, targets: Tensor, fused: bool = False, **options: Any) 
 
 
 KEEP = torch.rand(T, V, generator=torch.Generator().manual_seed(2)) < 0.2
-SELECTIONS: dict[str, Any] = {
-    "all": None,
-    "range": slice(3, 11),
-    "to_the_end": slice(-4, None),
-    "every_other": slice(None, None, 2),
-    "backwards": torch.arange(T - 1, -1, -1),
-    "scattered": torch.tensor([7, 3, 12, 0]),
-    "consecutive": torch.arange(2, 9),
-    "none": slice(5, 5),
-}
 OPTIONS: dict[str, Sequence[Any]] = {
-    "rows": list(SELECTIONS.values()),
+    "rows": [
+        *(None, slice(3, 11), slice(-4, None), slice(None, None, 2), slice(5, 5)),
+        *(torch.arange(T - 1, -1, -1), torch.tensor([7, 3, 12, 0]), torch.arange(2, 9)),
+    ],
     "dtype": list(GRADIENT_BOUND),
     "temperature": [1.0, 1.7, 0.3],
     "kept": [False, True],
@@ -88,8 +89,7 @@ def test_equals_the_dense_formulas(case: dict[str, Any]) -> None:
 def test_compiled_equals_the_dense_formulas() -> None:
     """In one test, since a process reuses compiled functions."""
     options = {**OPTIONS, "dtype": [torch.float32, torch.bfloat16], "temperature": [1.0, 1.7]}
-    options["block_bytes"] = [None]
-    options["rows"] = [SELECTIONS[name] for name in ("all", "scattered")]
+    options |= {"block_bytes": [None], "rows": [None, torch.tensor([7, 3, 12, 0])]}
     for case in pairwise(options):
         check_case(case, fused=True)
 
@@ -103,19 +103,6 @@ def test_equal_parts_are_counted_whatever_the_default_dtype_is() -> None:
     finally:
         torch.set_default_dtype(default)
     assert merged.tolist() == [[0.0], [999.0]]
-
-
-def test_an_ignored_row_may_hold_anything() -> None:
-    logits = random_logits().requires_grad_()
-    with torch.no_grad():
-        logits[4], logits[5], logits[6] = float("nan"), INF, -INF
-    targets = random_targets().to(torch.int32)
-    targets[4:7] = -1
-    found = vocab_parallel_log_probs_and_entropy(logits, targets, ignore_index=-1)
-    sum(values.sum() for values in found).backward()
-    for values in (*found, logits.grad):
-        assert values.isfinite().all()
-        assert (values[4:7] == 0).all()
 
 
 ONE_HOT = torch.full((4, V), -1e4).index_fill_(1, torch.tensor([7]), 1e4)
@@ -167,12 +154,10 @@ def test_next_to_certain(margin: float, bound: float, kept: bool) -> None:
     assert torch.allclose(logits.grad.double(), expected, rtol=bound, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns"),
-    [(1, V), (1, 1), (3, 1), (2, 2), (5, 31), (5, 32), (7, 64), (3, 32000), (2, 18992), (2, 5003)],
-)
-def test_shapes(rows: int, columns: int) -> None:
-    check(random_logits(rows, columns), torch.arange(rows) % columns)
+@pytest.mark.parametrize("columns", [1, 2, 31, 32, 64, 32000, 18992, 5003])
+def test_widths(columns: int) -> None:
+    for rows in (1, 3):
+        check(random_logits(rows, columns), torch.arange(rows) % columns)
 
 
 def test_some_of_the_gradients_or_none() -> None:
@@ -237,3 +222,110 @@ def test_a_second_derivative_is_refused() -> None:
         assert gradient.requires_grad and gradient.equal(expected)
         with pytest.raises(InvalidInputError, match="differentiated twice"):
             torch.autograd.grad(gradient.sum(), source)
+
+
+# --- top-k, and log-probabilities at ids
+
+
+@pytest.mark.parametrize(("width", "k"), [(4096, 64), (4097, 64), (4127, 3), (4095, 64), (20, 5)])
+def test_wide_rows_whose_largest_values_stand_anywhere(width: int, k: int) -> None:
+    """Evenly spread, all together, at the end, equal, and next to a NaN."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, width, generator=generator)
+    logits[1, 7 : 7 + k] += 10
+    logits[2, -k:] += 10
+    logits[3] = logits[3].round()
+    logits[4, ::2] = -INF
+    largest = logits.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    assert vocab_parallel_topk(logits, k).indices.equal(largest)
+    assert vocab_parallel_topk(torch.zeros(2, 50_000), 7).indices.tolist() == [list(range(7))] * 2
+    logits[5, width // 2] = float("nan")
+    assert all(len(set(row.tolist())) == k for row in vocab_parallel_topk(logits, k).indices)
+
+
+def test_a_topk_takes_little_memory_and_has_no_graph() -> None:
+    """Candidates and a few blocks, not the vocabulary; the logits stay."""
+    logits = torch.randn(256, 32768, requires_grad=True)
+    before = logits.detach().clone()
+    assert not vocab_parallel_topk(logits, 3).log_probs.requires_grad
+    assert logits.equal(before)
+    assert live_bytes(lambda: vocab_parallel_topk(logits, 64)).peak <= 0.1 * logits.numel() * 4
+
+
+def test_distributions_are_split_joined_and_selected() -> None:
+    whole, other = (vocab_parallel_topk(random_logits(), k) for k in (4, 3))
+    parts = whole.split([3, 0, T - 3])
+    assert [len(part) for part in parts] == [3, 0, T - 3]
+    assert all(map(torch.equal, TopKDistribution.cat(parts).tensors, whole.tensors))
+    rows = torch.tensor([5, 1])
+    assert whole[rows].indices.equal(whole.indices[rows])
+    assert whole[2:4].tail_log_prob.equal(whole.tail_log_prob[2:4])
+    assert whole.to("cpu")[whole.tail_log_prob < -INF].k == whole.k == 4
+    for distributions in ([whole, other], []):
+        with pytest.raises(InvalidInputError, match="of different k"):
+            TopKDistribution.cat(distributions)
+
+
+def test_log1mexp() -> None:
+    x = -torch.logspace(-12, 2, 200, dtype=torch.float64)
+    expected = torch.where(x > -0.1, (-torch.special.expm1(x)).log(), torch.log1p(-x.exp()))
+    assert torch.allclose(log1mexp(x), expected, rtol=1e-12)
+    assert torch.autograd.gradcheck(log1mexp, -torch.linspace(0.1, 5, 9).double().requires_grad_())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_lost_tail_has_no_gradient(dtype: torch.dtype) -> None:
+    x = torch.tensor([0.0, 1e-7, -1e-45, -INF, -1.0], dtype=dtype, requires_grad=True)
+    found = log1mexp(x)
+    assert (found[:2] == -INF).all() and found[3] == 0
+    [gradient] = torch.autograd.grad(found[:2].sum() + found[3:].sum(), x)
+    assert (gradient[[0, 1, 3]] == 0).all()
+    assert gradient[4] == pytest.approx(-1 / (torch.tensor(1.0).exp() - 1))
+    assert torch.autograd.grad(log1mexp(x).sum(), x)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("mass", [1e-1, 1e-5, 1e-7, 1e-30])
+def test_a_small_tail_keeps_its_digits(mass: float) -> None:
+    """Value and gradient to 5e-6, where ``log(1 - sum(p))`` has no digit left from 1e-7 on."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, 32768)
+    indices = torch.stack([torch.randperm(32768)[:64] for _ in logits])
+    probability = torch.log_softmax(logits.double(), 1).gather(1, indices).exp().sum(1, keepdim=True)
+    lift = torch.log(probability / (1 - probability) * mass / (1 - mass))
+    logits = logits.scatter_add(1, indices, -lift.float().expand(-1, 64).contiguous())
+
+    exact, leaf = logits.double().requires_grad_(), logits.clone().requires_grad_()
+    _, expected = dense_log_probs_at(exact, indices)
+    assert torch.allclose(expected.exp(), torch.full_like(expected, mass), rtol=1e-3, atol=0)
+    _, tail = vocab_parallel_log_probs_at(leaf, indices, with_tail=True)
+    expected.sum().backward()
+    tail.sum().backward()
+    # Of the probability, whose relative error is the absolute one of its logarithm but for what float32
+    # can say of the latter; and of each derivative.
+    resolution = expected.abs().max().item() * 2**-24
+    assert relative_error(tail, expected, torch.ones(())) <= 5e-6 + resolution
+    outside = torch.ones_like(logits, dtype=torch.bool).scatter_(1, indices, False)
+    assert relative_error(leaf.grad[outside], exact.grad[outside], exact.grad[outside].abs()) <= 5e-6
+    scale = exact.grad.abs().amax(1, keepdim=True)
+    assert relative_error(leaf.grad, exact.grad, scale) <= 5e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tail_next_to_one(dtype: torch.dtype) -> None:
+    logits = torch.zeros(1, 32768, dtype=dtype)
+    logits[0, :64] = -25.0
+    inside = torch.tensor(-25.0, dtype=torch.float64).exp() * 64 / (32768 - 64)
+    _, tail = vocab_parallel_log_probs_at(logits, torch.arange(64)[None], with_tail=True)
+    assert torch.allclose(tail.double(), -inside.log1p(), rtol=1e-6, atol=0)
+
+
+def test_a_mixed_use_of_the_gradients() -> None:
+    """Only the ids', only the tail's, and weights of which autograd says nothing are all allowed for."""
+    logits, indices = random_logits(5).requires_grad_(), random_indices(5, V, 4)
+    log_probs, tail = vocab_parallel_log_probs_at(logits, indices, with_tail=True)
+    of_ids, of_tail, of_both = (
+        torch.autograd.grad(loss, logits, retain_graph=True)[0]
+        for loss in (log_probs[0].sum(), tail.sum(), log_probs[0].sum() + tail.sum())
+    )
+    assert torch.allclose(of_ids + of_tail, of_both, atol=1e-6)
+    assert (of_ids[1:] == 0).all()

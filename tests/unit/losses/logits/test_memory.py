@@ -1,130 +1,267 @@
-"""Beyond the caller's logits: the gradient and one block of rows, or one block of rows alone."""
+"""What the losses take beyond the caller's logits, and which logits backward may overwrite.
+
+They take the gradient and one block of rows; with ``inplace_backward`` one block alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import (
+    full_vocabulary_divergence,
     vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
 )
+from tests.device_thread import device_thread
 from tests.references.live_bytes import live_bytes
 
+from .test_log_probs import V, random_logits, random_targets
 
-def log_probs(*args: Any, **options: Any) -> Tensor:
-    return vocab_parallel_log_probs(*args, **options).sum()
-
-
-def entropy(*args: Any, **options: Any) -> Tensor:
-    return torch.stack(vocab_parallel_log_probs_and_entropy(*args, **options)).sum()
-
-
-def entropy_without_gradient(*args: Any, **options: Any) -> Tensor:
-    return vocab_parallel_log_probs_and_entropy(*args, entropy_grad=False, **options)[0].sum()
-
-
-def at(*args: Any, **options: Any) -> Tensor:
-    return sum(values.sum() for values in vocab_parallel_log_probs_at(*args, with_tail=True, **options))
-
-
-#: ``scattered`` rows, all columns ``kept``, and ``k`` ids are made of a case's own sizes.
-MODES: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
-    "log_probs": (log_probs, {}),
-    "log_probs_at_temperature": (log_probs, {"temperature": 0.7}),
-    "kept_log_probs": (log_probs, {"kept": True}),
-    "entropy_without_gradient": (entropy_without_gradient, {}),
-    "entropy": (entropy, {"temperature": 0.7}),
-    "kept_entropy": (entropy, {"kept": True}),
-    "entropy_of_a_range": (entropy, {"rows": slice(50, 200)}),
-    "entropy_of_scattered_rows": (entropy, {"scattered": True}),
-    "log_probs_of_scattered_rows": (log_probs, {"scattered": True}),
+LOG_PROBS, ENTROPY, AT = (
+    vocab_parallel_log_probs,
+    vocab_parallel_log_probs_and_entropy,
+    vocab_parallel_log_probs_at,
+)
+#: ``scattered`` rows, all columns ``kept``, and ``k`` ids are made for the sizes of the logits.
+MODES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "log_probs": (LOG_PROBS, {}),
+    "log_probs_at_temperature": (LOG_PROBS, {"temperature": 0.7}),
+    "kept_log_probs": (LOG_PROBS, {"kept": True}),
+    "entropy_without_gradient": (ENTROPY, {"entropy_grad": False}),
+    "entropy": (ENTROPY, {"temperature": 0.7}),
+    "kept_entropy": (ENTROPY, {"kept": True}),
+    "entropy_of_a_range": (ENTROPY, {"rows": slice(50, 200)}),
+    "entropy_of_scattered_rows": (ENTROPY, {"scattered": True}),
+    "at": (AT, {"k": 16, "temperature": 0.7, "with_tail": True}),
+    "at_many": (AT, {"k": 64, "with_tail": True}),
 }
-MODES_AT: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
-    "at": (at, {"k": 16}),
-    "at_temperature": (at, {"k": 16, "temperature": 0.7}),
-    "at_many": (at, {"k": 64}),
-}
-# Rows, columns and block_bytes: the block that large logits get by default is 1% of them at most.
-SHAPES = [
-    pytest.param((256, 16384, 1 << 17), id="small"),
-    pytest.param((2048, 32768, None), id="A", marks=pytest.mark.slow),
-    pytest.param((1024, 151936, None), id="B", marks=pytest.mark.slow),
-]
+# By default the block of large logits is 1% of them at most.
+LARGE = {"rows_and_columns": (2048, 32768), "block_bytes": None}
+of_each_size = pytest.mark.parametrize("size", [{}, pytest.param(LARGE, marks=pytest.mark.slow)])
 
 
-class Case:
-    def __init__(
-        self, rows: int, columns: int, block_bytes: int | None = None, dtype: torch.dtype = torch.float32
-    ) -> None:
-        torch.manual_seed(0)
-        self.block_bytes = block_bytes
-        self.leaf = torch.randn(rows, columns).to(dtype).requires_grad_()
-        self.targets = torch.randint(columns, (rows,))
+def peak(
+    mode: str,
+    rows_and_columns: tuple[int, int] = (256, 16384),
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> float:
+    """Return that of forward and backward, over the bytes of the logits."""
+    torch.manual_seed(0)
+    rows, columns = rows_and_columns
+    loss, mode_options = MODES[mode]
+    options = {"block_bytes": 1 << 17, **mode_options, **options}
+    logits = torch.randn(rows, columns).to(dtype).requires_grad_() * 1
+    if options.pop("kept", False):
+        options["keep_mask"] = torch.ones(rows, columns, dtype=torch.bool).tril()
+    if options.pop("scattered", False):
+        options["rows"] = torch.arange(rows).view(-1, 4)[:, :3].flatten()
+    k = options.pop("k", None)
+    ids = torch.randint(columns, (rows, k) if k else (rows,))[options.get("rows", slice(None))]
 
-    def peak(self, mode: str, **options: Any) -> float:
-        """Of forward and backward, over the bytes of the logits."""
-        loss, mode_options = (MODES | MODES_AT)[mode]
-        options = {"block_bytes": self.block_bytes, **mode_options, **options}
-        (rows, columns), logits = self.leaf.shape, self.leaf * 1
-        if options.pop("kept", False):
-            options["keep_mask"] = torch.ones(rows, columns, dtype=torch.bool).tril()
-        if options.pop("scattered", False):
-            options["rows"] = torch.arange(rows).view(-1, 4)[:, :3].flatten()
-        k = options.pop("k", None)
-        ids = torch.randint(columns, (rows, k)) if k else self.targets[options.get("rows", slice(None))]
-        step = live_bytes(lambda: torch.autograd.grad(loss(logits, ids, **options), logits)[0])
-        return step.peak / logits.nbytes
+    def step() -> Tensor:
+        values = loss(logits, ids, **options)
+        values = [values] if isinstance(values, Tensor) else values
+        return torch.autograd.grad(sum(x.sum() for x in values if x.requires_grad), logits)[0]
 
-
-@pytest.fixture(scope="module", params=SHAPES)
-def case(request: pytest.FixtureRequest) -> Case:
-    return Case(*request.param)
+    return live_bytes(step).peak / logits.nbytes
 
 
-@pytest.mark.parametrize("mode", [*MODES, *MODES_AT])
-def test_plain(mode: str, case: Case) -> None:
-    options: dict[str, Any] = {} if mode in MODES_AT else {"fused": False}
-    assert 1.0 <= case.peak(mode, **options) <= 1.02
-    assert case.peak(mode, inplace_backward=True, **options) <= 0.02
+@of_each_size
+@pytest.mark.parametrize("mode", MODES)
+def test_plain(mode: str, size: dict[str, Any]) -> None:
+    options = size if mode.startswith("at") else {**size, "fused": False}
+    assert 1.0 <= peak(mode, **options) <= 1.02
+    assert peak(mode, inplace_backward=True, **options) <= 0.02
 
 
-@pytest.mark.parametrize(("loss", "targets"), [(entropy, (512,)), (at, (512, 8))])
-def test_forward_keeps_a_few_numbers_per_row(loss: Any, targets: tuple[int, ...]) -> None:
-    logits, ids = torch.randn(512, 8192, requires_grad=True), torch.randint(8192, targets)
-    assert live_bytes(lambda: loss(logits, ids)).retained <= 512 * 100
+def test_forward_keeps_a_few_numbers_per_row() -> None:
+    logits, ids = torch.randn(512, 8192, requires_grad=True), torch.randint(8192, (512, 8))
+    assert live_bytes(lambda: ENTROPY(logits, ids[:, 0])).retained <= 512 * 100
+    assert live_bytes(lambda: AT(logits, ids, with_tail=True)).retained <= 512 * 100
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
-@pytest.mark.parametrize("mode", MODES)
-def test_compiled(mode: str, case: Case) -> None:
-    case.peak(mode, fused=True)  # compiles
-    assert 1.0 <= case.peak(mode, fused=True) <= 1.02
-    case.peak(mode, fused=True, inplace_backward=True)
-    assert case.peak(mode, fused=True, inplace_backward=True) <= 0.02
+@of_each_size
+@pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.startswith("at")])
+def test_compiled(mode: str, size: dict[str, Any]) -> None:
+    for inplace, least, most in ((False, 1.0, 1.02), (True, 0.0, 0.02)):
+        peak(mode, fused=True, inplace_backward=inplace, **size)  # compiles
+        assert least <= peak(mode, fused=True, inplace_backward=inplace, **size) <= most
 
 
 def test_compiling_switched_off_costs_a_few_blocks() -> None:
     """As in tests that run Megatron on a CPU: what would be compiled runs as Python, a block at a time."""
-    case = Case(256, 16384, 1 << 17)
     with torch.compiler.set_stance("force_eager"):
-        assert case.peak("entropy", inplace_backward=True, fused=True) <= 0.06
+        assert peak("entropy", inplace_backward=True, fused=True) <= 0.06
 
 
 @pytest.mark.parametrize("block_bytes", [1 << 18, 1 << 20])
 def test_the_block_is_of_the_size_asked_for(block_bytes: int) -> None:
-    case = Case(256, 16384)
-    peak = case.peak("kept_entropy", fused=False, inplace_backward=True, block_bytes=block_bytes)
-    assert 0.8 * block_bytes <= peak * case.leaf.nbytes <= 1.2 * block_bytes
+    share = peak("kept_entropy", fused=False, inplace_backward=True, block_bytes=block_bytes)
+    assert 0.8 * block_bytes <= share * 256 * 16384 * 4 <= 1.2 * block_bytes
 
 
 def test_half_precision_needs_no_float32_copy() -> None:
-    case = Case(256, 16384, 1 << 17, torch.bfloat16)
-    assert 1.0 <= case.peak("entropy", fused=False) <= 1.03
-    assert case.peak("entropy", fused=False, inplace_backward=True) <= 0.03
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "fused": False}
+    assert 1.0 <= peak("entropy", **options) <= 1.03
+    assert peak("entropy", inplace_backward=True, **options) <= 0.03
+
+
+# --- overwriting
+
+ROWS = 6
+TARGETS = random_targets(ROWS)
+
+
+@pytest.fixture
+def leaf() -> Tensor:
+    return random_logits(ROWS).requires_grad_()
+
+
+def in_place(logits: Tensor, fused: bool = False) -> Tensor:
+    return vocab_parallel_log_probs(logits, TARGETS, inplace_backward=True, fused=fused).sum()
+
+
+def expected_gradient(leaf: Tensor) -> Tensor:
+    [gradient] = torch.autograd.grad(vocab_parallel_log_probs(leaf, TARGETS, fused=False).sum(), leaf)
+    return gradient
+
+
+def test_the_gradient_lies_in_the_storage_of_the_logits(leaf: Tensor) -> None:
+    logits = leaf * 1
+    loss = in_place(logits)
+    assert loss.equal(vocab_parallel_log_probs(leaf, TARGETS, fused=False).sum())
+    assert logits.equal(leaf) and logits._version == 0  # forward leaves them alone
+    with device_thread():
+        [gradient] = torch.autograd.grad(loss, logits)
+    assert gradient.data_ptr() == logits.data_ptr()
+    assert gradient.equal(expected_gradient(leaf))
+
+
+@pytest.mark.parametrize(
+    "reshaped",
+    [
+        lambda x: (x * 1).view(1, ROWS, V).squeeze(0),
+        lambda x: (x * 1).view(2, ROWS // 2, V).flatten(0, 1),
+        lambda x: (x * 1).unsqueeze(1)[:, 0],
+        lambda x: (x.t() * 1).t(),
+    ],
+)
+def test_a_reshaped_whole_is_no_part(leaf: Tensor, reshaped: Callable[[Tensor], Tensor]) -> None:
+    """As frameworks take their model's ``[1, T, V]`` or ``[T, 1, V]`` to ``[T, V]``."""
+    in_place(reshaped(leaf)).backward()
+    assert torch.allclose(leaf.grad, expected_gradient(leaf), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda whole: whole[ROWS:],
+        lambda whole: whole[::2],
+        lambda whole: whole.view(2, ROWS, V)[0],
+        lambda whole: whole.split(ROWS)[1],
+    ],
+)
+def test_a_part_of_something_alive_is_refused(part: Callable[[Tensor], Tensor]) -> None:
+    whole = random_logits(2 * ROWS).requires_grad_() * 1
+    with pytest.raises(InvalidInputError, match="a part of something larger"):
+        in_place(part(whole))
+
+
+def test_a_leaf_is_refused(leaf: Tensor) -> None:
+    for view_of in (lambda x: x, lambda x: x.view(ROWS, V), lambda x: x.unsqueeze(0)[0]):
+        with pytest.raises(InvalidInputError, match="leaf that requires grad"):
+            in_place(view_of(leaf))
+        in_place(view_of(leaf.detach()))  # no gradient, nothing to overwrite
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "log_probs": lambda x: vocab_parallel_log_probs(x, TARGETS, inplace_backward=True),
+    "at": lambda x: vocab_parallel_log_probs_at(x, TARGETS[:, None], inplace_backward=True),
+    "divergence": lambda x: full_vocabulary_divergence(x, x.detach().flip(0), inplace_backward=True),
+}
+
+
+@pytest.mark.parametrize("loss_of", LOSSES.values(), ids=list(LOSSES))
+def test_a_second_claim_is_refused_while_the_first_lives(
+    leaf: Tensor, loss_of: Callable[[Tensor], Tensor]
+) -> None:
+    logits = leaf * 1
+    loss = loss_of(logits).sum()
+    for same in (logits, logits.view(1, ROWS, V)[0]):
+        with pytest.raises(InvalidInputError, match="given to another inplace_backward"):
+            in_place(same)
+    del loss
+    loss_of(logits).sum().backward()
+
+
+@pytest.mark.parametrize("loss_of", LOSSES.values(), ids=list(LOSSES))
+def test_a_second_backward_is_an_error(leaf: Tensor, loss_of: Callable[[Tensor], Tensor]) -> None:
+    """On a CPU ``save_on_cpu`` stores the logits themselves, and autograd does not look at their version."""
+    for stored, message in (
+        (nullcontext(), "overwritten after forward.*a second backward"),
+        (torch.autograd.graph.save_on_cpu(), "overwritten with their gradient"),
+    ):
+        with stored:
+            loss = loss_of(leaf * 1).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(InvalidInputError, match=message):
+            loss.backward()
+
+
+def test_another_loss_of_overwritten_logits_is_an_error(leaf: Tensor) -> None:
+    logits = leaf * 1
+    earlier = vocab_parallel_log_probs(logits, TARGETS).sum()
+    loss = in_place(logits)
+    later = vocab_parallel_log_probs(logits, TARGETS).sum()
+    loss.backward(retain_graph=True)
+    for other in (earlier, later):
+        with pytest.raises(InvalidInputError, match="overwritten after forward"):
+            other.backward()
+
+
+def test_what_was_overwritten_is_named(leaf: Tensor) -> None:
+    rows, keep_mask = torch.arange(ROWS).flip(0), torch.ones(ROWS, V, dtype=torch.bool)
+    indices = TARGETS[:, None].clone()
+    for overwritten, name in ((rows, "rows"), (keep_mask, "keep_mask"), (indices, "indices")):
+        loss = vocab_parallel_log_probs(leaf * 1, TARGETS, rows=rows, keep_mask=keep_mask).sum()
+        loss = loss + vocab_parallel_log_probs_at(leaf * 1, indices).sum()
+        overwritten.copy_(overwritten.clone())
+        with pytest.raises(InvalidInputError, match=f"since {name} had been overwritten after forward"):
+            loss.backward()
+
+
+def test_reading_overwritten_logits_again_is_an_error(leaf: Tensor) -> None:
+    """Version counters do not see this: the reader comes after."""
+    logits = leaf * 1
+    in_place(logits).backward()
+    for same in (logits, logits.detach(), logits.view(1, ROWS, V)[0], logits[1:]):
+        with pytest.raises(InvalidInputError, match="overwritten with their gradient"):
+            vocab_parallel_log_probs_and_entropy(same, TARGETS[: len(same)])
+    with torch.no_grad():
+        logits.copy_(leaf)  # new values are no gradient
+        vocab_parallel_log_probs(logits, TARGETS)
+
+
+def test_under_checkpointing_forward_runs_twice_and_backward_once(leaf: Tensor) -> None:
+    logits = leaf * 1
+    loss = checkpoint(in_place, logits, use_reentrant=False)
+    loss.backward(retain_graph=True)
+    assert leaf.grad.equal(expected_gradient(leaf))
+    with pytest.raises((InvalidInputError, RuntimeError)):
+        loss.backward()
+    # In a whole step the logits are computed again, so that they are new ones.
+    leaf.grad = None
+    checkpoint(lambda x: in_place(x * 1), leaf, use_reentrant=False).backward()
+    assert leaf.grad.equal(expected_gradient(leaf))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,17 +20,17 @@ from megatron_rl_patches.losses.logits import compiling
 from megatron_rl_patches.losses.logits.divergences import DIVERGENCES, divergence_named
 from megatron_rl_patches.losses.objectives.topk_divergences import of_buckets
 from tests.references.dense import dense_divergence
-from tests.unit.losses.logits.pairwise import pairwise
 from tests.unit.losses.logits.sizes import Sizes
 
-T, H, TEACHER_H, V = 9, 6, 4, 1100
+T, H, V = 9, 6, 1100
 BETA = 0.3
 BOUND = {torch.float64: 1e-10, torch.float32: 2e-6}
 #: For the whole vocabulary, and for buckets; and those that are never negative.
 NAMES: tuple[Any, ...] = tuple(name for name in DIVERGENCES if name != "generalized_kl")
-NOT_NEGATIVE = tuple(name for name in DIVERGENCES if name != "importance_weighted_reverse_kl")
 of_each = pytest.mark.parametrize("name", NAMES)
-of_each_that_is_not_negative = pytest.mark.parametrize("name", NOT_NEGATIVE)
+of_each_that_is_not_negative = pytest.mark.parametrize(
+    "name", [name for name in DIVERGENCES if name != "importance_weighted_reverse_kl"]
+)
 
 
 def dense(
@@ -40,10 +41,6 @@ def dense(
     log_q = torch.stack([x.double().log_softmax(1) + math.log(weight) for x, weight in pairs]).logsumexp(0)
     log_p, log_old = student.double().log_softmax(1), old.double().log_softmax(1)
     return dense_divergence(name, log_p, log_q, log_old, beta)
-
-
-def dense_of_one(name: str, student: Tensor, teacher: Tensor) -> Tensor:
-    return dense(name, student, [teacher], [1.0], teacher, BETA)
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -67,19 +64,6 @@ def at_topk(name: str, student: Tensor, teacher: Tensor, k: int) -> Tensor:
     return at_ids(name, student, teacher, losses.vocab_parallel_topk(student, k).indices)
 
 
-def compared(way: str, name: Any, student: Tensor, teacher: Tensor, old: Tensor) -> Tensor:
-    """Over the whole vocabulary, or with a bucket for each id."""
-    if way == "full":
-        return losses.full_vocabulary_divergence(student, teacher, divergence=name, beta=BETA, old=old)
-    ids = torch.arange(student.shape[1]).expand(len(student), -1)
-    return at_ids(name, student, teacher, ids, old if divergence_named(name).needs_old else None)
-
-
-of_both_ways = pytest.mark.parametrize(
-    ("way", "name"), [*(("full", name) for name in NAMES), *(("buckets", name) for name in DIVERGENCES)]
-)
-
-
 # --- for all distributions, on k ids and a tail
 
 
@@ -101,7 +85,7 @@ def test_never_negative_and_never_above_the_dense_one(
 ) -> None:
     student, teacher = pair(seed, columns, spread, distance)
     found = at_topk(name, student, teacher, min(k, columns))
-    expected = dense_of_one(name, student, teacher)
+    expected = dense(name, student, [teacher], [1.0], teacher, BETA)
     assert (found >= -1e-15).all()
     assert (found <= expected * (1 + 1e-9) + 1e-12).all()
     if k >= columns:
@@ -117,9 +101,9 @@ def test_never_negative_and_never_above_the_dense_one(
 
 
 @of_each_that_is_not_negative
-@pytest.mark.parametrize("k", [1, 3, 6])
+@pytest.mark.parametrize("k", [1, 6])
 def test_gradcheck(name: str, k: int) -> None:
-    student, teacher = pair(3, 6, 1.0, 1.0)
+    student, teacher = (logits[:2] for logits in pair(3, 6, 1.0, 1.0))
     indices = losses.vocab_parallel_topk(student, k).indices
     of_teacher, of_student = scored(teacher, indices), scored(student, indices)
 
@@ -159,10 +143,10 @@ def test_importance_weighted_reverse_kl_starts_as_the_reverse_kl() -> None:
 
     of_later = scored(student.detach() + torch.randn(30), old.indices)
     found = losses.importance_weighted_reverse_kl(of_later.log_probs, of_later.tail_log_prob, of_teacher, old)
-    p_old, p, q = (
-        torch.cat([one.log_probs, one.tail_log_prob[:, None]], 1) for one in (old, of_later, of_teacher)
+    log_p, log_q, log_old = (
+        torch.cat([one.log_probs, one.tail_log_prob[:, None]], 1) for one in (of_later, of_teacher, old)
     )
-    assert torch.allclose(found, -(p_old.exp() * (p - p_old).exp() * (q - p_old)).sum(1))
+    assert torch.allclose(found, dense_divergence("importance_weighted_reverse_kl", log_p, log_q, log_old))
 
 
 def test_opd_advantages_are_the_gradient_of_the_reverse_kl_on_average() -> None:
@@ -194,41 +178,28 @@ def test_nothing_is_nan_where_probabilities_are_zero(name: str) -> None:
     parts = (ids, ids[:, :3], ids[:, 2:5], torch.tensor([[0, -100, 1]]))
     found = [at_ids(name, student, teacher, part, student.detach()) for part in parts]
     if name in NAMES:
-        found.append(compared("full", name, student, teacher, student.detach()))
+        options = {"divergence": name, "beta": BETA, "old": student.detach()}
+        found.append(losses.full_vocabulary_divergence(student, teacher, **options))
     for values in found:
         [gradient] = torch.autograd.grad(values.sum(), student)
         assert values.isfinite().all()
         assert gradient.isfinite().all()
 
 
-@of_both_ways
-def test_ruled_out_by_both_adds_nothing(way: str, name: str) -> None:
-    student, teacher = pair(1, 6, 1.0, 1.0)
-    expected = dense_of_one(name, student[:, :4], teacher[:, :4])
-    for logits in (student, teacher):
-        logits[:, 4:] = -math.inf
-    assert torch.allclose(compared(way, name, student, teacher, teacher), expected)
-
-
-@pytest.mark.parametrize("way", ["full", "buckets"])
-def test_what_only_the_teacher_rules_out_is_dear(way: str) -> None:
-    """As dear as 10,000 nats, with a gradient away from it."""
-    student = random(3, V, seed=0).requires_grad_()
-    teacher = random(3, V, seed=1).index_fill_(1, torch.tensor([5]), -math.inf)
-    found = compared(way, "reverse_kl", student, teacher, teacher)
-    assert (found - 1e4 * student.softmax(1)[:, 5]).abs().max() < 2
-    [gradient] = torch.autograd.grad(found.sum(), student)
-    assert (gradient[:, 5] > 0.9e4 * student.softmax(1)[:, 5]).all()
-
-
-@of_both_ways
+@pytest.mark.parametrize(
+    ("way", "name"), [*(("full", name) for name in NAMES), *(("buckets", name) for name in DIVERGENCES)]
+)
 def test_rows_with_nan_spoil_themselves_alone(way: str, name: str) -> None:
     student, teacher, old = (random(4, V, seed=seed) for seed in range(3))
     student[1, 3] = teacher[2, 4] = math.nan
     if way == "full":
         teacher[2, 4], student[3] = math.inf, -math.inf
     student.requires_grad_()
-    values = compared(way, name, student, teacher, old)
+    ids = torch.arange(V).expand(4, -1)
+    if way == "full":
+        values = losses.full_vocabulary_divergence(student, teacher, divergence=name, beta=BETA, old=old)
+    else:
+        values = at_ids(name, student, teacher, ids, old if divergence_named(name).needs_old else None)
     is_nan = values.isnan()
     assert is_nan.tolist() == [False, True, True, way == "full"]
     (gradient,) = torch.autograd.grad(values, student, (~is_nan).double(), retain_graph=True)
@@ -252,56 +223,6 @@ def errors(values: Tensor, leaf: Tensor, expected: Tensor, exact: Tensor) -> tup
     [found], [reference] = backward(values, leaf), backward(expected, exact)
     of_gradient = (found - reference).abs().amax(1) / reference.abs().amax(1)
     return ((values - expected) / expected).abs().max().item(), of_gradient.max().item()
-
-
-CASES: dict[str, Sequence[Any]] = {
-    "divergence": NAMES,
-    "student": ["materialized", "deferred"],
-    "teacher": ["materialized", "deferred"],
-    "teachers": [1, 2],
-    "dtype": list(BOUND),
-    "rows": [None, slice(2, 7), torch.tensor([8, 0, 3])],
-    "temperature": [1.0, 0.7],
-    "tile_bytes": [None, 4096, 512],
-    "block_bytes": [None, 1],
-}
-
-
-@pytest.mark.parametrize("case", pairwise(CASES), ids=lambda case: f"{case['divergence']}, {case['student']}")
-def test_equals_the_dense_formulas(case: dict[str, Any]) -> None:
-    dtype, rows, temperature = case["dtype"], case["rows"], case["temperature"]
-    index = slice(None) if rows is None else rows
-    hidden = random(T, H, seed=0, dtype=dtype).requires_grad_()
-    weight = random(V, H, seed=1, dtype=dtype).requires_grad_()
-    n, number = len(hidden[index]), case["teachers"]
-    heads = [(random(n, h, seed=h, dtype=dtype), random(V, h, seed=h + 9, dtype=dtype)) for h in (4, 5)]
-    others = [*heads[:number], (hidden.detach()[index] + 0.1, weight.detach())]  # the last is the old policy
-    shares = [0.3, 0.7] if number == 2 else [1.0]
-
-    def logits(kind: str, hidden: Tensor, weight: Tensor) -> Tensor:
-        if kind == "materialized":
-            return linear(hidden, weight)
-        return losses.deferred_logits(hidden, weight, tile_bytes=case["tile_bytes"])
-
-    student = logits(case["student"], hidden, weight)
-    *teachers, old = (logits(case["teacher"], *head) for head in others)
-    options = {"divergence": case["divergence"], "beta": BETA, "rows": rows, "temperature": temperature}
-    options |= {"old": old, "block_bytes": case["block_bytes"]}
-    if number == 2:
-        values = losses.full_vocabulary_divergence(student, teachers, teacher_weights=[3, 7], **options)
-    else:
-        values = losses.full_vocabulary_divergence(student, teachers[0], **options)
-    exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    *of_teachers, of_old = (linear(*(x.double() for x in head)) / temperature for head in others)
-    of_student = linear(*exact)[index] / temperature
-    expected = dense(case["divergence"], of_student, of_teachers, shares, of_old, BETA)
-    assert values.dtype == dtype
-    largest = max(expected.abs().max().item(), 1.0)
-    assert (values - expected).abs().max() <= BOUND[dtype] * largest
-    for mine, reference in zip(backward(values, hidden, weight), backward(expected, *exact), strict=True):
-        assert (mine - reference).abs().max() <= 1.5 * BOUND[dtype] * reference.abs().max()
-    for one in (student, *teachers):
-        assert not isinstance(one, losses.DeferredLogits) or one.is_deferred
 
 
 @pytest.mark.parametrize("materialized", [False, True])
@@ -372,58 +293,49 @@ def test_compiled_equals_the_dense_formulas(name: Any, monkeypatch: pytest.Monke
         assert max(errors(values, student, expected, exact)) < 3e-6
 
 
-@pytest.mark.parametrize("teachers", [1, 2])
-@of_each
-def test_the_gradient_is_that_of_the_value_where_the_student_rules_ids_out(name: Any, teachers: int) -> None:
-    """The student's log-probability there is a constant."""
-    student = random(3, V, seed=0)
-    student[0, 5:9] = student[1, ::2] = -math.inf
-    others = [random(3, V, seed=1 + number) for number in range(teachers)]
-    others[0][2, 7] = -math.inf
-
-    def loss(x: Tensor) -> Tensor:
-        return losses.full_vocabulary_divergence(x, others, divergence=name, old=others[0])
-
-    leaf = student.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(loss(leaf).sum(), leaf)
-    for column in (0, 5, 7, 8):
-        step = torch.zeros_like(student)
-        step[:, column] = 1e-5
-        slope = (loss(student + step) - loss(student - step)) / 2e-5
-        torch.testing.assert_close(gradient[:, column], slope, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize("masked", ["student", "teacher", "old"])
 @of_each
-def test_large_negative_logits_count_as_ruled_out_however_columns_are_cut(
-    name: Any, masked: str, dtype: torch.dtype
-) -> None:
-    """A mask covers whole tiles, or a part of one."""
-    names = ("student", "teacher", "old")
-    for mask in (-3e3, -1e4, -1e5, -1e9, torch.finfo(torch.bfloat16).min, torch.finfo(dtype).min):
-        for columns in (slice(0, 512), slice(256, V), slice(300, 310)):
-            logits = {one: random(3, V, seed=seed, dtype=dtype) for seed, one in enumerate(names)}
-            logits[masked][:, columns] = mask
-            exact = logits["student"].double().requires_grad_()
-            log_p, log_q, log_old = (
-                x.double().log_softmax(1).clamp(min=-1e4) for x in (exact, logits["teacher"], logits["old"])
+def test_equals_the_dense_formulas_however_columns_are_cut(name: Any, masked: str) -> None:
+    """Large negative logits count as ruled out. Their mask covers whole tiles, or a part of one.
+
+    tests/faults/test_random_programs.py has logits that are materialized, and some of the rows.
+    """
+    names, width, temperature = ("student", "teacher", "old"), 600, 0.7
+    masks = -3e3, torch.finfo(torch.float32).min, -math.inf
+    of_one_and_two = zip(BOUND, ([1.0], [0.3, 0.7]), strict=True)
+    for mask, columns, (dtype, shares) in product(masks, (slice(0, 512), slice(300, 310)), of_one_and_two):
+        weights = {one: random(width, 3, seed=seed, dtype=dtype) for seed, one in enumerate(names)}
+        weights[masked][columns] = 0.0
+        biases = {one: torch.zeros(width, dtype=dtype) for one in names}
+        biases[masked][columns] = mask
+        leaf = weights["student"].requires_grad_()
+        log_p, *others = (
+            ((weights[one].T.double() + biases[one]) / temperature).log_softmax(1).clamp(min=-1e4)
+            for one in names
+        )
+        expected = dense(name, log_p, others[: len(shares)], shares, others[1], BETA)
+        (reference,) = backward(expected, leaf)
+        for tile_bytes, block_bytes in ((None, None), (3 * 256 * dtype.itemsize, 1)):
+            student, teacher, old = (
+                losses.deferred_logits(
+                    torch.eye(3, dtype=dtype), weights[one], bias=biases[one], tile_bytes=tile_bytes
+                )
+                for one in names
             )
-            expected = dense(name, log_p, [log_q], [1.0], log_old, BETA)
-            (reference,) = backward(expected, exact)
-            for tile_bytes in (None, 3 * 256 * dtype.itemsize):
-                leaf = logits["student"].T.contiguous().requires_grad_()
-                student, teacher, old = (
-                    losses.deferred_logits(torch.eye(3, dtype=dtype), weight, tile_bytes=tile_bytes)
-                    for weight in (leaf, logits["teacher"].T.contiguous(), logits["old"].T.contiguous())
-                )
-                values = losses.full_vocabulary_divergence(
-                    student, teacher, old=old, divergence=name, beta=BETA
-                )
-                assert ((values - expected) / expected.abs().clamp(min=1.0)).abs().max() < BOUND[dtype]
-                (gradient,) = backward(values, leaf)
-                off = (gradient.T - reference).abs().amax(1) / reference.abs().amax(1)
-                assert off.max() < 3 * BOUND[dtype]
+            values = losses.full_vocabulary_divergence(
+                *(student, [teacher, old][: len(shares)]),
+                teacher_weights=[10 * share for share in shares],
+                divergence=name,
+                beta=BETA,
+                old=old,
+                temperature=temperature,
+                block_bytes=block_bytes,
+            )
+            assert values.dtype == dtype and student.is_deferred and teacher.is_deferred
+            assert ((values - expected) / expected.abs().clamp(min=1.0)).abs().max() < BOUND[dtype]
+            (gradient,) = backward(values, leaf)
+            off = (gradient - reference).abs().amax(0) / reference.abs().amax(0)
+            assert off.max() < 3 * BOUND[dtype]
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -434,29 +346,6 @@ def test_tensors_without_rows_are_not_taken_for_the_same_memory(inplace: bool) -
     assert values.shape == (0,)
     values.sum().backward()
     assert inplace or student._version == 0
-
-
-@of_each
-def test_a_tile_without_the_teacher_costs_the_same_as_columns_of_one(name: Any) -> None:
-    hidden, weight = random(T, H, seed=0).requires_grad_(), random(V, H, seed=1)
-    bias = torch.zeros(V, dtype=torch.float64).index_fill_(0, torch.arange(700, V), -math.inf)
-    teacher_hidden, of_tiles = random(T, H, seed=2), []
-    for tile_bytes in (None, 2000):
-        student = losses.deferred_logits(hidden, weight, tile_bytes=tile_bytes)
-        teacher = losses.deferred_logits(teacher_hidden, weight, bias=bias)
-        values = losses.full_vocabulary_divergence(student, teacher, divergence=name, old=student.detach())
-        of_tiles.append((values, *backward(values, hidden)))
-    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(*of_tiles, strict=True))
-    if name == "reverse_kl":
-        ruled_out = linear(hidden, weight).softmax(1)[:, 700:].sum(1)
-        assert (of_tiles[0][0] / (1e4 * ruled_out) - 1).abs().max() < 1e-2
-
-
-def test_a_teacher_without_weight_is_not_read() -> None:
-    student, teacher = random(T, V, seed=0), random(T, V, seed=1)
-    spoiled = torch.full_like(teacher, math.nan)
-    values = losses.full_vocabulary_divergence(student, [teacher, spoiled], teacher_weights=[1, 0])
-    assert torch.equal(values, losses.full_vocabulary_divergence(student, teacher))
 
 
 @pytest.mark.parametrize("materialized", [False, True])
@@ -493,15 +382,15 @@ def test_the_last_part_of_the_columns_may_be_narrower() -> None:
     assert torch.allclose(values, losses.full_vocabulary_divergence(student[:n], linear(*head)), rtol=1e-5)
 
 
-def test_no_tensor_of_rows_and_vocabulary() -> None:
-    hidden, weight = random(64, H, seed=0).requires_grad_(), random(V, H, seed=1).requires_grad_()
-    teachers = [losses.deferred_logits(random(64, 4, seed=s), random(V, 4, seed=s)) for s in (2, 3)]
-    for name in NAMES:
-        with Sizes() as sizes:
-            student = losses.deferred_logits(hidden, weight, tile_bytes=64 * 1024)
-            values = losses.full_vocabulary_divergence(student, teachers, divergence=name, old=student)
-            values.sum().backward()
-        assert sizes.largest < 64 * V / 4
+@pytest.mark.parametrize("name", ["forward_kl", "jensen_shannon"])
+def test_no_tensor_of_rows_and_vocabulary(name: Any) -> None:
+    hidden, weight = random(16, H, seed=0).requires_grad_(), random(V, H, seed=1).requires_grad_()
+    teachers = [losses.deferred_logits(random(16, 4, seed=s), random(V, 4, seed=s)) for s in (2, 3)]
+    with Sizes() as sizes:
+        student = losses.deferred_logits(hidden, weight, tile_bytes=16 * 1024)
+        values = losses.full_vocabulary_divergence(student, teachers, divergence=name, old=student)
+        values.sum().backward()
+    assert sizes.largest < max(16 * V / 4, weight.numel() + 1)
 
 
 def test_a_teacher_may_have_been_scored_under_inference_mode() -> None:

@@ -113,15 +113,9 @@ def transcribed(
             if options.kl_coef:
                 assert batch.ref_log_probs is not None
                 ref = batch.ref_log_probs[i][t]
-                loss = (
-                    loss
-                    + options.kl_coef
-                    * {
-                        "k1": new - ref,
-                        "k2": (new - ref) ** 2 / 2,
-                        "k3": torch.exp(ref) / torch.exp(new) - 1 - (ref - new),
-                    }[options.kl_estimator]
-                )
+                k3 = torch.exp(ref) / torch.exp(new) - 1 - (ref - new)
+                estimates = {"k1": new - ref, "k2": (new - ref) ** 2 / 2, "k3": k3}
+                loss = loss + options.kl_coef * estimates[options.kl_estimator]
             losses.append(loss)
         responses.append(losses)
     if options.normalization == "token":
@@ -143,6 +137,7 @@ def test_equals_the_transcription(recipe: str, seed: int) -> None:
     log_probs, entropies, batch = make(seed)
     loss, count, _ = policy_loss(log_probs, batch, options, entropies)
     expected = transcribed(log_probs, entropies, batch, options)
+    assert count.dtype == torch.int32  # Megatron adds it to one, in place
     torch.testing.assert_close(loss / count, expected, rtol=1e-12, atol=1e-14)
     inputs = [*log_probs, *entropies]
     torch.testing.assert_close(
@@ -186,12 +181,8 @@ def part_of(batch: PolicyBatch, chosen: list[int]) -> PolicyBatch:
     return PolicyBatch(*([values[i] for i in chosen] for values in vars(batch).values()))
 
 
-@given(
-    st.lists(st.integers(0, 3), min_size=5, max_size=5),
-    st.sampled_from(sorted(RECIPES)),
-    st.integers(0, 1000),
-)
-@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=5, max_size=5), st.sampled_from([*RECIPES]), st.integers(0, 99))
+@settings(max_examples=60)
 def test_microbatches_add_up_to_the_whole_batch(owner: list[int], recipe: str, seed: int) -> None:
     options = RECIPES[recipe]
     log_probs, entropies, batch = make(seed)
@@ -257,27 +248,21 @@ def test_metrics_are_those_of_the_whole_batch() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_stands_under_the_mask_does_not_matter(recipe: str) -> None:
     log_probs, entropies, batch = make()
-    loss, _, metrics = policy_loss(log_probs, batch, RECIPES[recipe], entropies)
-    gradient = gradients(loss, [*log_probs, *entropies])
 
     def poisoned(values: Any, poison: float) -> list[torch.Tensor]:
         pairs = zip(values, batch.loss_masks, strict=True)
         return [value.detach().masked_fill(~mask, poison) for value, mask in pairs]
 
-    nan, inf = math.nan, math.inf
-    bad = PolicyBatch(
-        poisoned(batch.advantages, nan),
-        batch.loss_masks,
-        poisoned(batch.old_log_probs, -inf),
-        poisoned(batch.ref_log_probs, inf),
-        poisoned(batch.rollout_log_probs, nan),
-    )
-    bad_log_probs = [x.requires_grad_() for x in poisoned(log_probs, -inf)]
-    bad_entropies = [x.requires_grad_() for x in poisoned(entropies, nan)]
-    bad_loss, _, bad_metrics = policy_loss(bad_log_probs, bad, RECIPES[recipe], bad_entropies)
-    assert torch.equal(bad_loss, loss)
-    assert torch.equal(gradients(bad_loss, [*bad_log_probs, *bad_entropies]), gradient)
-    assert all(torch.equal(bad_metrics[name], pair) for name, pair in metrics.items())
+    names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+    poisons = zip(names, (math.nan, -math.inf, math.inf, math.nan), strict=True)
+    bad = replace(batch, **{name: poisoned(getattr(batch, name), poison) for name, poison in poisons})
+    bad_log_probs = [x.requires_grad_() for x in poisoned(log_probs, -math.inf)]
+    bad_entropies = [x.requires_grad_() for x in poisoned(entropies, math.nan)]
+    results = []
+    for new, of_batch, bonus in ((log_probs, batch, entropies), (bad_log_probs, bad, bad_entropies)):
+        loss, _, metrics = policy_loss(new, of_batch, RECIPES[recipe], bonus)
+        results.append((loss, gradients(loss, [*new, *bonus]), *metrics.values()))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -302,16 +287,6 @@ def test_extreme_ratios_leave_finite_gradients(recipe: str, log_ratio: float) ->
     loss, _, _ = policy_loss(log_probs, batch, replace(RECIPES[recipe], tis_clip=2.0), [torch.ones(2)])
     loss.backward()
     assert log_probs[0].grad.isfinite().all()
-
-
-def test_float32_is_enough() -> None:
-    log_probs, _, batch = make(lengths=[3000, 500, 4000], masked=None)
-    exact, _, _ = policy_loss(log_probs, batch, RECIPES["GRPO"])
-    single = PolicyBatch(*([value.float() for value in values] for values in vars(batch).values()))
-    loss, count, _ = policy_loss([x.detach().float() for x in log_probs], single, RECIPES["GRPO"])
-    assert loss.dtype == torch.float32
-    assert count.dtype == torch.int32  # Megatron adds it to one, in place
-    assert loss.item() == pytest.approx(exact.item(), rel=1e-5)
 
 
 def test_gradient_reaches_the_policy_only() -> None:
@@ -348,20 +323,17 @@ def test_batches_that_do_not_fit_together() -> None:
                 replace(batch, **{name: bad})
     with pytest.raises(InvalidInputError, match="wholly masked"):
         PolicyBatch([], [])
-    with pytest.raises(InvalidInputError, match="log_probs have the shapes"):
-        policy_loss(short, batch, PolicyOptions())
-    with pytest.raises(InvalidInputError, match="entropies have the shapes"):
-        policy_loss(log_probs, batch, PolicyOptions(), short)
-    bare = PolicyBatch(batch.advantages, batch.loss_masks)
-    for options, message in (
-        (PolicyOptions(kl_coef=0.1), "ref_log_probs are needed"),
-        (PolicyOptions(tis_clip=2.0), "rollout_log_probs are needed"),
-        (PolicyOptions(entropy_coef=0.1), "entropies are needed"),
+    bare, halves = PolicyBatch(batch.advantages, batch.loss_masks), [x.bfloat16() for x in log_probs]
+    for arguments, message in (
+        ((short, batch, PolicyOptions()), "log_probs have the shapes"),
+        ((log_probs, batch, PolicyOptions(), short), "entropies have the shapes"),
+        ((log_probs, bare, PolicyOptions(kl_coef=0.1)), "ref_log_probs are needed"),
+        ((log_probs, bare, PolicyOptions(tis_clip=2.0)), "rollout_log_probs are needed"),
+        ((log_probs, bare, PolicyOptions(entropy_coef=0.1)), "entropies are needed"),
+        ((halves, bare, PolicyOptions()), r"log_probs are torch\.bfloat16"),
     ):
         with pytest.raises(InvalidInputError, match=message):
-            policy_loss(log_probs, bare, options)
-    with pytest.raises(InvalidInputError, match=r"log_probs are torch\.bfloat16"):
-        policy_loss([x.bfloat16() for x in log_probs], bare, PolicyOptions())
+            policy_loss(*arguments)
     policy_loss(log_probs, bare, PolicyOptions(), entropies)
 
 
@@ -390,33 +362,12 @@ def test_equal_rewards_teach_nothing(reward: float, size: int) -> None:
     assert advantages.abs().max() < 1e-6
 
 
-# --- estimators of the KL divergence: unbiased, with a gradient that always points to the reference
-
-of_each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-# From next to zero to what a token that one policy rules out may reach, around the bound of k3 densely.
-MAGNITUDES = torch.cat(
-    [torch.logspace(-3, 5, 200, dtype=torch.float64), torch.linspace(19, 21, 201, dtype=torch.float64)]
-)
-LOG_RATIOS = torch.cat([-MAGNITUDES, MAGNITUDES]).sort().values
+# --- estimators of the KL divergence
 
 
 def slope_of(log_ratio: torch.Tensor, estimator: Any) -> torch.Tensor:
     log_ratio = log_ratio.detach().requires_grad_()
     return torch.autograd.grad(estimate_kl(log_ratio, estimator).sum(), log_ratio)[0]
-
-
-@of_each_dtype
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_the_gradient_never_changes_sign(estimator: Any, dtype: torch.dtype) -> None:
-    """A descent step lowers log p where it is above log q, and raises it where it is below."""
-    log_ratio = LOG_RATIOS.to(dtype)
-    value, slope = estimate_kl(log_ratio, estimator), slope_of(log_ratio, estimator)
-    assert value.isfinite().all()
-    assert slope.isfinite().all()
-    assert (slope * log_ratio.sign() >= 0).all()
-    beyond = log_ratio.abs() > 0.01  # bfloat16 has no digits for 1 - exp(-0.001)
-    assert (slope[beyond] * log_ratio[beyond].sign() > 0).all()
-    assert (slope.diff() >= 0).all(), "both are convex"
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -428,7 +379,7 @@ def test_the_gradient_is_the_derivative_of_the_value(estimator: Any) -> None:
         torch.testing.assert_close(integral, last - first, rtol=1e-5, atol=1e-9)
 
 
-@of_each_dtype
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_k3_is_its_formula_up_to_20_nats_and_a_straight_line_beyond(dtype: torch.dtype) -> None:
     for log_ratio in (-19.5, -20.0, -2.0, 0.0, 2.0, 50.0):
         x = torch.tensor(log_ratio, dtype=dtype)
@@ -513,19 +464,13 @@ def test_masked_tokens_that_are_not_comparable() -> None:
     assert finite.finite_where_masked(values_n, counted_n).tolist() == [INF, 0.0, 0.0, 3.0, 4.0, 5.0]
 
 
-def mean_of_samples(x: Tensor) -> Tensor:
-    masks = [torch.tensor([1, 0, 1]), torch.tensor([0, 0]), torch.tensor([0.5])]
-    parts = zip(x.split([3, 2, 1]), masks, strict=True)
-    return torch.stack([(part * mask).sum() / mask.sum().clamp(min=1) for part, mask in parts]).sum()
-
-
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 def test_counted_tokens_are_those_of_the_reduction(use_reentrant: bool | None) -> None:
-    leaf_n = torch.ones(6, requires_grad=True)
-    found = []
+    leaf_n, found = torch.ones(6, requires_grad=True), []
+    shares_n = torch.tensor([0.5, 0.0, 0.5, 0.0, 0.0, 1.0])
 
     def loss(x_n: Tensor) -> Tensor:
-        found.append(finite.counted_tokens(mean_of_samples, 6, x_n.device))
+        found.append(finite.counted_tokens(lambda x_n: (x_n * shares_n).sum(), 6, x_n.device))
         return (x_n.exp() * found[-1]).sum()
 
     result = loss(leaf_n) if use_reentrant is None else checkpoint(loss, leaf_n, use_reentrant=use_reentrant)

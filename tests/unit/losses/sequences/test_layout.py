@@ -60,10 +60,9 @@ def _zigzag_part(response: torch.Tensor, prompt: int, cp_rank: int, cp_size: int
     """By slicing the whole sample: the values where their predictors stand, then no value."""
     if cp_size == 1:
         return response
-    nothing = torch.full((prompt - 1,), torch.nan)
-    sample = torch.cat([nothing, response, nothing.new_full((1,), torch.nan)])
-    tail = nothing.new_full((-len(sample) % (2 * cp_size),), torch.nan)
-    mine = zigzag(torch.cat([sample, tail]), cp_rank, cp_size)
+    nothing = response.new_full((len(response) + prompt + 2 * cp_size,), torch.nan)
+    sample = torch.cat([nothing[: prompt - 1], response, nothing[:1]])
+    mine = zigzag(torch.cat([sample, nothing[: -len(sample) % (2 * cp_size)]]), cp_rank, cp_size)
     return mine[~mine.isnan()]
 
 
@@ -86,52 +85,37 @@ def test_lengths_may_be_tensors_and_layouts_go_to_the_device_of_the_logits() -> 
     assert {vector.device.type for vector in (*vectors, *parts)} == {"meta"}
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "all-gather CP of padded samples": (
-        {"allgather_cp": True, "qkv_format": "bshd", "max_seq_lens": [8, 8]},
-        "all-gather CP .* needs qkv_format 'thd', not 'bshd'",
-    ),
-    "padded without their length": ({"qkv_format": "bshd"}, "needs max_seq_lens"),
-    "padded to several lengths": (
-        {"qkv_format": "bshd", "max_seq_lens": [8, 7]},
-        "pass the same length for every sample",
-    ),
-    "padded to too little": ({"qkv_format": "bshd", "max_seq_lens": [5, 5]}, "no less than the longest"),
-    "padded for fewer samples": ({"qkv_format": "bshd", "max_seq_lens": [8]}, "for every sample"),
-    "padded with lengths of their own": (
-        {"qkv_format": "bshd", "max_seq_lens": [8, 8], "padded_lengths": [8, 8]},
-        "takes no padded_lengths",
-    ),
-    "padded with rows": ({"qkv_format": "bshd", "max_seq_lens": [8, 8], "num_rows": 8}, "and no num_rows"),
-    "packed with max_seq_lens": ({"max_seq_lens": [8, 8]}, "pass padded_lengths"),
-    "packed with too little padding": ({"padded_lengths": [8, 4]}, "no less than its tokens"),
-    "packed with padding that does not divide": ({"padded_lengths": [8, 10]}, "a multiple of 4"),
-    "packed with padding of fewer samples": ({"padded_lengths": [8]}, "pass one per sample"),
-    "too few rows": ({"num_rows": 7}, "num_rows is 7, but .* take 8 rows on each of 2"),
-    "too few rows for all-gather CP": ({"num_rows": 5, "allgather_cp": True}, "take 6 rows on each of 2"),
-    "response as long as the sample": (
-        {"response_lengths": [6, 3]},
-        "sample 0 has 6 tokens and a response of 6",
-    ),
-    "response longer than the sample": (
-        {"response_lengths": [2, 6]},
-        "sample 1 has 5 tokens and a response of 6",
-    ),
-    "negative response": ({"response_lengths": [-1, 3]}, "sample 0 .* response of -1"),
-    "more samples than responses": ({"response_lengths": [2]}, "of 2 samples and response_lengths of 1"),
-    "no samples": ({"total_lengths": [], "response_lengths": []}, "at least one sample"),
-    **{
-        f"rank {rank} of {size}": ({"cp_rank": rank, "cp_size": size}, "0 <= cp_rank < cp_size")
-        for rank, size in ((2, 2), (-1, 2), (0, 0))
-    },
-    "unknown format": ({"qkv_format": "sbhd"}, "pass 'thd' .* or 'bshd'"),
-}
+PADDED = {"qkv_format": "bshd", "max_seq_lens": [8, 8]}
+#: Of samples of six and five tokens, with responses of two and three, on two ranks.
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({**PADDED, "allgather_cp": True}, "all-gather CP .* needs qkv_format 'thd', not 'bshd'"),
+    ({"qkv_format": "bshd"}, "needs max_seq_lens"),
+    ({**PADDED, "max_seq_lens": [8, 7]}, "pass the same length for every sample"),
+    ({**PADDED, "max_seq_lens": [5, 5]}, "no less than the longest"),
+    ({**PADDED, "max_seq_lens": [8]}, "for every sample"),
+    ({**PADDED, "padded_lengths": [8, 8]}, "takes no padded_lengths"),
+    ({**PADDED, "num_rows": 8}, "and no num_rows"),
+    ({"max_seq_lens": [8, 8]}, "pass padded_lengths"),
+    ({"padded_lengths": [8, 4]}, "no less than its tokens"),
+    ({"padded_lengths": [8, 10]}, "a multiple of 4"),
+    ({"padded_lengths": [8]}, "pass one per sample"),
+    ({"num_rows": 7}, "num_rows is 7, but .* take 8 rows on each of 2"),
+    ({"num_rows": 5, "allgather_cp": True}, "take 6 rows on each of 2"),
+    ({"response_lengths": [6, 3]}, "sample 0 has 6 tokens and a response of 6"),
+    ({"response_lengths": [2, 6]}, "sample 1 has 5 tokens and a response of 6"),
+    ({"response_lengths": [-1, 3]}, "sample 0 .* response of -1"),
+    ({"response_lengths": [2]}, "of 2 samples and response_lengths of 1"),
+    ({"total_lengths": [], "response_lengths": []}, "at least one sample"),
+    ({"cp_rank": 2, "cp_size": 2}, "0 <= cp_rank < cp_size"),
+    ({"cp_rank": -1, "cp_size": 2}, "0 <= cp_rank < cp_size"),
+    ({"cp_rank": 0, "cp_size": 0}, "0 <= cp_rank < cp_size"),
+    ({"qkv_format": "sbhd"}, "pass 'thd' .* or 'bshd'"),
+]
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_what_does_not_fit_together_is_refused_by_every_rank(wrong: str) -> None:
-    arguments, message = WRONG[wrong]
-    arguments = {"total_lengths": [6, 5], "response_lengths": [2, 3], "cp_size": 2} | arguments
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+def test_what_does_not_fit_together_is_refused_by_every_rank(wrong: dict[str, Any], message: str) -> None:
+    arguments = {"total_lengths": [6, 5], "response_lengths": [2, 3], "cp_size": 2} | wrong
     for rank in range(2):
         with pytest.raises(InvalidInputError, match=message):
             SequenceLayout.build(**{"cp_rank": rank, **arguments})
