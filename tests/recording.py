@@ -59,7 +59,8 @@ def configure(config: pytest.Config) -> None:
 def ran_on(request: pytest.FixtureRequest, source: str, megatron: str) -> None:
     """Note what the test runs on: folders of checkouts, or packages as ``NAME VERSION``."""
     if request.config.getoption("--record"):
-        request.node.user_properties.append(("ran on", (_identity(source), _identity(megatron))))
+        where = tuple(commit_of(each) if Path(each).is_dir() else each for each in (source, megatron))
+        request.node.user_properties.append(("ran on", where))
 
 
 def installed(package: str) -> str:
@@ -75,10 +76,6 @@ def commit_of(folder: str) -> str:
     if changes := _git(folder, "status", "--porcelain", "--", "."):
         raise pytest.UsageError(f"{folder} is not what its commit says:\n{changes}")
     return _git(folder, "rev-parse", "HEAD")
-
-
-def _identity(source: str) -> str:
-    return commit_of(source) if Path(source).is_dir() else source
 
 
 def _git(folder: str, *arguments: str) -> str:

@@ -78,22 +78,13 @@ def save_torch_dist(chunks: Sequence[Any], optimizer: Any, root: Path, iteration
     return folder
 
 
-def load_torch_dist(chunks: Sequence[Any], optimizer: Any, folder: Path) -> None:
-    """Load what :func:`save_torch_dist` has saved from the same layout, with the optimizer."""
-    state = dist_checkpointing.load(_sharded(chunks, optimizer, is_loading=True), str(folder))
-    for key, chunk in _keyed(chunks):
-        chunk.load_state_dict(state[key])
-    with torch.no_grad():  # it writes into views of float32 parameters
-        optimizer.load_state_dict(state["optimizer"])
-
-
-def _sharded(chunks: Sequence[Any], optimizer: Any, is_loading: bool = False) -> dict[str, Any]:
+def _sharded(chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
     """The model's sharded state, and the optimizer's, if there is one."""
     state: dict[str, Any] = {}
     for key, chunk in _keyed(chunks):
         state[key] = chunk.sharded_state_dict(metadata=_sharding())
     if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading, metadata=_sharding())
+        state["optimizer"] = optimizer.sharded_state_dict(state, metadata=_sharding())
     return state
 
 

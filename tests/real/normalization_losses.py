@@ -120,8 +120,7 @@ def mean_over(part: str, microbatch: Microbatch, logits: torch.Tensor) -> Any:
     """Wrong: the mean over a part of the batch, which Megatron averages over microbatches.
 
     Args:
-        part: "microbatch"; "samples", the mean of the means of its samples; or "rank", where each CP rank
-            averages over its own tokens, so that tokens of one sample weigh differently.
+        part: "microbatch", or "samples", the mean of the means of its samples.
     """
     losses, layout = _per_token(microbatch, logits)
     masks = [sample["loss_mask"] for sample in microbatch.samples]
@@ -130,8 +129,7 @@ def mean_over(part: str, microbatch: Microbatch, logits: torch.Tensor) -> Any:
     if part == "samples":
         weights = torch.cat([mask / mask.sum().clamp(min=1) for mask in masks])[layout.response_index]
         return (losses * weights).sum() / len(masks), {}
-    count = whole.sum() if part == "microbatch" else mask.sum() * microbatch.split.cp
-    return (losses * mask).sum() / count.clamp(min=1), {}
+    return (losses * mask).sum() / whole.sum().clamp(min=1), {}
 
 
 def of_nothing(microbatch: Microbatch, logits: torch.Tensor) -> Any:

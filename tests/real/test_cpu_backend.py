@@ -1,4 +1,4 @@
-"""cpu_backend: real megatron-core trains on gloo in every layout, and everything is undone on exit."""
+"""cpu_backend: real megatron-core trains on gloo ranks, and everything is undone on exit."""
 
 from __future__ import annotations
 
@@ -19,37 +19,26 @@ from torch.utils.checkpoint import DefaultDeviceType
 from megatron_rl_patches.testing import TinyModel, cpu_backend
 from tests.ranks import everywhere, on_ranks
 
-STEPS, MICROBATCHES = 4, 4
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2": {},
-    "tp2": {"tp": 2},
-    "tp2_sequence_parallel": {"tp": 2, "sequence_parallel": True},
-    "pp2": {"pp": 2},
-    "pp2_vpp2": {"pp": 2, "vpp": 2},
-    "cp2": {"cp": 2},
-}
+STEPS = 4
 
 
-def trained(layout: dict[str, Any], bf16: bool = False, overlap: bool = True) -> tuple[list[float], str, Any]:
+def trained(bf16: bool = False, overlap: bool = True) -> tuple[list[float], str, Any]:
     """Return losses, checksum, and how often communication overlapped."""
     from tests.references import tiny_gpt
 
-    options = TinyModel(**layout, overlap_grad_reduce=overlap, overlap_param_gather=overlap, bf16=bf16)
+    options = TinyModel(overlap_grad_reduce=overlap, overlap_param_gather=overlap, bf16=bf16)
     model, optimizer = options.build()
     with tiny_gpt.counting_overlap() as counts:
-        data = tiny_gpt.data_iterators(options)
-        losses = tiny_gpt.train(model, optimizer, data, [MICROBATCHES] * STEPS, options)
+        losses = tiny_gpt.train(model, optimizer, tiny_gpt.data_iterators(options), [2] * STEPS, options)
+    assert all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 0.2
     return losses, tiny_gpt.checksum(model, optimizer), counts
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name != "dp2")) for name in LAYOUTS]
-)
-@on_ranks(2, timeout=240)
-def test_two_ranks(layout: str) -> None:
-    losses, _, counts = trained(LAYOUTS[layout])
-    plain_losses, _, plain_counts = trained(LAYOUTS[layout], overlap=False)
-    assert all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 0.2
+@on_ranks(2)
+def test_two_ranks() -> None:
+    """Other layouts are in ``test_loss_func.py`` and ``test_models.py``."""
+    losses, _, counts = trained()
+    plain_losses, _, plain_counts = trained(overlap=False)
     # Reductions of another bucketing add up in another order.
     assert losses == pytest.approx(plain_losses, rel=1e-4)
     assert not any(vars(plain_counts).values())
@@ -59,54 +48,24 @@ def test_two_ranks(layout: str) -> None:
     assert everywhere(losses) == [losses] * 2
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@on_ranks(1, timeout=240)
-def test_one_rank_overlapped_and_plain_agree_bit_for_bit(bf16: bool) -> None:
-    losses, checksum, counts = trained({}, bf16)
-    assert trained({}, bf16, overlap=False)[:2] == (losses, checksum)
-    assert losses[-1] < losses[0] - 0.2
-    assert counts.param_gathers and counts.grad_reduces
-
-
-@on_ranks(1, megatron=False, timeout=240)
-def test_megatron_may_be_imported_before() -> None:
-    """The backend is entered, left, and entered again."""
+@on_ranks(1, megatron=False)
+def test_one_rank_agrees_bit_for_bit_with_and_without_overlap() -> None:
+    """Megatron is imported before; the backend is entered, left, and entered again."""
     from torch._dynamo.eval_frame import _stance
 
     for module in ("distributed", "models.gpt", "optimizer"):
         importlib.import_module(f"megatron.core.{module}")
-    runs = []
-    for _ in range(2):
+    for bf16 in (False, True):
         with cpu_backend():
-            runs.append(trained({})[:2])
-    assert runs[0] == runs[1]
+            *result, counts = trained(bf16)
+        assert counts.param_gathers and counts.grad_reduces
+        with cpu_backend():
+            assert [*trained(bf16, overlap=False)[:2]] == result
     assert _stance.stance == "default"
 
 
-@on_ranks(1, timeout=240)
-def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    """A run that loads model and distributed optimizer goes on as the run that saved them."""
-    from tests.real import checkpoints
-    from tests.references import tiny_gpt
-
-    options = TinyModel(overlap_grad_reduce=False, overlap_param_gather=False)
-
-    def go_on(model: Any, optimizer: Any) -> tuple[list[float], str]:
-        data = tiny_gpt.data_iterators(options, seed=1)
-        losses = tiny_gpt.train(model, optimizer, data, [2, 2], options)
-        return losses, tiny_gpt.checksum(model, optimizer)
-
-    model, optimizer = checkpoints.trained(options)
-    saved = checkpoints.save_torch_dist(model, optimizer, tmp_path, 2)
-    expected = go_on(model, optimizer)
-    model, optimizer = options.build()
-    with torch.serialization.safe_globals([checkpoints.OfTheHost]):
-        checkpoints.load_torch_dist(model, optimizer, saved)
-    assert go_on(model, optimizer) == expected
-
-
 @pytest.mark.parametrize("import_first", [False, True])
-@on_ranks(1, megatron=False, timeout=240)
+@on_ranks(1, megatron=False)
 def test_gaps_of_megatron_are_filled_meanwhile(import_first: bool) -> None:
     """The router of experts expects TransformerEngine's name to exist."""
     name = "megatron.core.transformer.moe.moe_utils"
@@ -122,7 +81,7 @@ def test_gaps_of_megatron_are_filled_meanwhile(import_first: bool) -> None:
     assert not hasattr(moe_utils, "te_general_gemm")
 
 
-@on_ranks(2, timeout=240)
+@on_ranks(2)
 def test_collectives_written_for_nccl() -> None:
     """Calls that only NCCL takes as they are."""
     group = dist.new_group([0, 1], backend="nccl", pg_options=object())
@@ -278,18 +237,25 @@ def test_the_accelerator_is_the_gpu() -> None:
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_adam_stands_in_for_fused_ones(name: str) -> None:
+    """Megatron sets the rate later, and loads moments with one count of steps for all parameters."""
+
     def stepped(rate_later: bool) -> Any:
-        parameter = torch.nn.Parameter(torch.ones(3))
-        optimizer = getattr(torch.optim, name)([parameter], lr=None if rate_later else 0.1)
+        parameters = [torch.nn.Parameter(torch.ones(3)) for _ in "ab"]
+        optimizer = getattr(torch.optim, name)(parameters, lr=None if rate_later else 0.1)
         if rate_later:
-            optimizer.state[parameter].update(exp_avg=torch.zeros(3), exp_avg_sq=torch.zeros(3))
+            for parameter in parameters:
+                optimizer.state[parameter].update(exp_avg=torch.zeros(3), exp_avg_sq=torch.zeros(3))
             optimizer.load_state_dict(optimizer.state_dict())
-            assert optimizer.state_dict()["state"][0]["step"].item() == 0
+            state = optimizer.state_dict()
+            assert state["state"][0]["step"].item() == 0
+            state["state"][1]["step"] = state["state"][0]["step"]
+            optimizer.load_state_dict(state)
             optimizer.param_groups[0]["lr"] = 0.1
-        parameter.grad = torch.tensor([1.0, -2.0, 3.0])
+        for parameter in parameters:
+            parameter.grad = torch.tensor([1.0, -2.0, 3.0])
         optimizer.step()
-        assert optimizer.state[parameter]["step"].item() == 1
-        return parameter.detach()
+        assert [optimizer.state[parameter]["step"].item() for parameter in parameters] == [1, 1]
+        return torch.stack([parameter.detach() for parameter in parameters])
 
     with cpu_backend():
         assert torch.equal(stepped(rate_later=True), stepped(rate_later=False))

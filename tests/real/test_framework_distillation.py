@@ -20,6 +20,7 @@ from tests.unit.losses.sequences.cp_reference import Case
 VOCABULARY, K, TEMPERATURE = 16, 3, 0.7
 CASE = Case(prompts=(3, 3, 1, 3), responses=(4, 2, 8, 1), cp_size=2, tail=3)
 WEIGHTS = (3.0, 1.0)
+MASKS = [torch.rand(n, generator=torch.Generator().manual_seed(9 + n)) < 0.7 for n in CASE.responses]
 
 
 def _full(seed: int) -> list[Tensor]:
@@ -32,27 +33,19 @@ def _on_this_rank(samples: list[Tensor], cp_rank: int, tp_rank: int, tp_size: in
     return CASE.shard(samples, cp_rank).chunk(tp_size, dim=2)[tp_rank].contiguous()
 
 
-def _dense(
-    student: list[Tensor], teachers: list[list[Tensor]], masks: list[Tensor], top_k: int | str
-) -> Tensor:
+def _dense(student: list[Tensor], teachers: list[list[Tensor]], top_k: int | str) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
-    for sample, (rows, mask) in enumerate(zip(CASE.of_predictors(student), masks, strict=True)):
-        p = (rows / TEMPERATURE).softmax(1)
-        q = [(CASE.of_predictors(teacher)[sample] / TEMPERATURE).softmax(1) for teacher in teachers]
+    of_predictors = [CASE.of_predictors(samples) for samples in (student, *teachers)]
+    for mask, rows, *of_teachers in zip(MASKS, *of_predictors, strict=True):
+        p, *q = ((each / TEMPERATURE).softmax(1) for each in (rows, *of_teachers))
         mixed = sum(w / sum(WEIGHTS) * one for w, one in zip(WEIGHTS, q, strict=True))
         if top_k != "full":
             ids = rows.topk(int(top_k)).indices
-            p, mixed = (
-                torch.cat([x.gather(1, ids), 1 - x.gather(1, ids).sum(1, True)], 1) for x in (p, mixed)
-            )
+            at_ids = p.gather(1, ids), mixed.gather(1, ids)
+            p, mixed = (torch.cat([x, 1 - x.sum(1, True)], 1) for x in at_ids)
         kl = (p * (p / mixed).log()).sum(1)
         total = total + (kl * mask).sum() / mask.sum().clamp(min=1)
     return total
-
-
-def _masks() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(9)
-    return [torch.rand(n, generator=generator) < 0.7 for n in CASE.responses]
 
 
 @pytest.mark.parametrize("top_k", [K, "full"])
@@ -60,17 +53,16 @@ def _masks() -> list[Tensor]:
 def test_scores_loss_and_gradient_are_the_dense_ones(top_k: int | str) -> None:
     cp_rank = parallel_state.get_context_parallel_rank()
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    masks = _masks()
     args = SimpleNamespace(rollout_temperature=TEMPERATURE, allgather_cp=False, opd_top_k=top_k)
     lengths = {"total_lengths": CASE.totals, "response_lengths": list(CASE.responses)}
-    batch: dict[str, Any] = {**lengths, "loss_masks": masks}
+    batch: dict[str, Any] = {**lengths, "loss_masks": MASKS}
     logits = _on_this_rank(_full(0), cp_rank, tp_rank).requires_grad_()
     layout, _ = layout_of(args, batch, logits)
 
     def sum_of_sample_mean(x: Tensor) -> Tensor:
         """As slime's: local values by sample, over counts of the whole."""
-        local = layout.local_parts(masks)
-        parts = zip(x.split([len(mask) for mask in local]), local, masks, strict=True)
+        local = layout.local_parts(MASKS)
+        parts = zip(x.split([len(mask) for mask in local]), local, MASKS, strict=True)
         return torch.stack([(a * m).sum() / mask.sum().clamp(min=1) for a, m, mask in parts]).sum()
 
     scorer = TeacherScorer(SimpleNamespace(args=args))
@@ -94,7 +86,7 @@ def test_scores_loss_and_gradient_are_the_dense_ones(top_k: int | str) -> None:
     loss.backward()
 
     leaves = [sample.requires_grad_() for sample in _full(0)]
-    dense = _dense(leaves, [_full(1), _full(2)], masks, top_k)
+    dense = _dense(leaves, [_full(1), _full(2)], top_k)
     gradients = list(torch.autograd.grad(dense, leaves))
     total = loss.detach().clone()
     dist.all_reduce(total, group=parallel_state.get_context_parallel_group())

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_rl_patches.common.chunks import unwrap
 from megatron_rl_patches.errors import CheckpointError, InvalidInputError
-from megatron_rl_patches.inference.checkpoints.load import load_inference_checkpoint
+from megatron_rl_patches.inference import build_inference_model, load_inference_checkpoint
 from megatron_rl_patches.testing import TinyModel, tiny_model
 from tests.ranks import by_speed, everywhere, on_ranks
 from tests.real import checkpoints
+from tests.worlds.scoring import scores_of
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[1, 2])
 
@@ -30,7 +34,6 @@ EXPERTS = {"kind": "moe", "config": {"moe_ffn_hidden_size": 48}}
 #: Options of a model that is saved, of both models, and of those that load it.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = {
     "TP 2, bf16": (TP, {"bf16": True}, LAYOUTS),
-    "TP 1": ({}, {}, LAYOUTS),
     "PP 2, VPP 2": (VPP, {}, LAYOUTS),
     "EP 2": ({"ep": 2}, EXPERTS, [{"ep": 2}, {}, PP]),
 }
@@ -65,21 +68,19 @@ def test_any_layout_loads_bit_for_bit_without_the_optimizer(case: str, tmp_path:
         assert not any(p.requires_grad for chunk in chunks for p in chunk.parameters())
         assert not any(module.training for chunk in chunks for module in chunk.modules())
         assert generators[0] == random.getstate() and torch.equal(generators[1], torch.get_rng_state())
-    if common is EXPERTS:
+    if case == "EP 2":
         assert sum("experts.3.linear_fc1.weight" in name for name in reference) == 4
+    if case == "TP 2, bf16":
+        _load_another_dtype_and_a_padded_vocabulary(tmp_path, reference)
 
 
-@pytest.mark.slow
-@on_ranks(2)
-def test_another_dtype_and_a_padded_vocabulary_load(tmp_path: Path) -> None:
-    """Which folder a path leads to is tested in tests/unit/inference/checkpoints."""
-    _, saved = _saved(_options(**TP, bf16=True), tmp_path)
+def _load_another_dtype_and_a_padded_vocabulary(path: Path, saved: dict[str, torch.Tensor]) -> None:
     wide = checkpoints.scoring(_options(**PP))
-    load_inference_checkpoint(wide, tmp_path)
+    load_inference_checkpoint(wide, path)
     as_float32 = {name: tensor.float() for name, tensor in saved.items()}
     assert checkpoints.equal(checkpoints.whole_weights(wide), as_float32)
     padded = checkpoints.scoring(_options(bf16=True, vocab_size=40))
-    load_inference_checkpoint(padded, tmp_path)
+    load_inference_checkpoint(padded, path)
     weight = padded[0].module.embedding.word_embeddings.weight
     assert torch.equal(weight[:32], saved["embedding.word_embeddings.weight"])
     assert len(weight) == 40 and (weight[32:] == 0).all()
@@ -165,3 +166,32 @@ def test_what_is_broken_says_so_on_every_rank_and_leaves_the_weights(tmp_path: P
     refused(other_dtype, healthy, checkpoints.scoring(_options(**TP, **wider, bf16=True)), exact=True)
     wide = checkpoints.scoring(_options(**TP, vocab_size=32 + 2048))
     refused(r"of another shape \(2\): embedding\..*weight is \[32, 32\] in", healthy, wide)
+
+
+@on_ranks(1)
+def test_layers_of_multi_token_prediction_are_loaded_on_demand(tmp_path: Path) -> None:
+    """A policy is scored without them; on other layouts, see ``test_models.py``."""
+    messages: list[str] = []
+    logger = logging.getLogger("megatron_rl_patches")
+    handler = mock.Mock(level=logging.INFO, handle=lambda record: messages.append(record.getMessage()))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    tiny = tiny_model("mtp")
+    policy, optimizer = tiny.build()
+    expected = scores_of(policy)
+    # As before it was scored: it goes on training.
+    assert unwrap(policy[0]).config.mtp_num_layers == 1 and unwrap(policy[0]).mtp_process
+    checkpoints.save_torch_dist(policy, optimizer, tmp_path, 3)
+    for with_mtp in (False, True):
+        teacher: Any = build_inference_model(
+            tiny.provider, tiny.transformer_config(), dtype="fp32", with_mtp=with_mtp
+        )
+        assert any(name.startswith("mtp.") for name in teacher[0].state_dict()) is with_mtp
+        assert load_inference_checkpoint(teacher, tmp_path) == 3
+        assert all(map(torch.equal, scores_of(teacher), expected))
+    [line] = [message for message in messages if "mtp." in message]
+    assert "multi-token prediction (mtp.*) are not loaded" in line
+    smaller = tiny.transformer_config()
+    smaller.num_layers = 2
+    with pytest.raises(CheckpointError, match="of another model"):
+        load_inference_checkpoint(build_inference_model(tiny.provider, smaller, dtype="fp32"), tmp_path)

@@ -17,7 +17,7 @@ from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.losses import PolicyOptions, output_layer
 from megatron_rl_patches.losses.logits import deferred
 from megatron_rl_patches.testing import tiny_models
-from tests.ranks import everywhere, on_ranks
+from tests.ranks import by_speed, everywhere, on_ranks
 from tests.real import matrix
 from tests.real.test_loss_func import Case, train_step
 from tests.references import tiny_gpt
@@ -42,29 +42,23 @@ class Layout(NamedTuple):
 
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SEQUENCE_PARALLEL = {"tp": 2, "sequence_parallel": True}
+#: Beside those of ``test_models.py``.
 LAYOUTS = {
     "1 rank": Layout(1),
-    "1 rank, tied": Layout(1, {"tied": True}),
     "1 rank, frozen": Layout(1, {"frozen_head": True}),
-    "1 rank, bf16": Layout(1, {"bf16": True}),
     "1 rank, fused": Layout(1, fused=True),
     "1 rank, tied, fused, bf16": Layout(1, {"tied": True, "bf16": True}, fused=True),
     "DP 2": Layout(),
-    "TP 2": Layout(2, {"tp": 2}),
     "TP 2, frozen": Layout(2, {"tp": 2, "frozen_head": True}),
     "TP 2, sequence parallel": Layout(2, SEQUENCE_PARALLEL),
     "TP 2, sequence parallel, tied, bf16": Layout(2, {**SEQUENCE_PARALLEL, "tied": True, "bf16": True}),
-    "PP 2": Layout(2, {"pp": 2}),
     "PP 2, deallocated outputs": Layout(2, {"pp": 2, "config": {"deallocate_pipeline_outputs": True}}),
     "PP 2, tied": Layout(
         2, {"pp": 2, "tied": True, "use_distributed_optimizer": False, "overlap_param_gather": False}
     ),
-    "PP 2, VPP 2": Layout(2, {"pp": 2, "vpp": 2}),
-    "CP 2": Layout(2, {"cp": 2}),
     "CP 2, all-gather": Layout(2, {"cp": 2}, allgather_cp=True),
     "1 rank, recomputed": Layout(1, {"config": RECOMPUTED}),
 }
-FAST = {"1 rank", "TP 2, sequence parallel"}
 CASES = {
     "PPO": Case(PolicyOptions(), True),
     "entropy bonus": Case(PolicyOptions(entropy_coef=0.1), True, recompute=True, inplace_backward=True),
@@ -115,9 +109,7 @@ def _one_piece(rank: int, size: int, length: int | None = None) -> torch.Tensor:
     return torch.arange(length or tiny_gpt.SEQUENCE).chunk(size)[rank]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", by_speed(LAYOUTS, fast=("1 rank", "TP 2, sequence parallel")))
 @on_ranks(lambda name: LAYOUTS[name].ranks, timeout=240)
 def test_trains_as_without(name: str) -> None:
     cases = CASES if name == "1 rank" else {"entropy bonus": CASES["entropy bonus"]}
@@ -156,7 +148,7 @@ TILE_BYTES = 2**17
 
 
 @pytest.mark.parametrize(
-    "name", ["1 rank", *(pytest.param(name, marks=pytest.mark.slow) for name in ("TP 2", "PP 2"))]
+    "name", by_speed(("1 rank", "TP 2, frozen", "PP 2, deallocated outputs"), fast=("1 rank",))
 )
 @on_ranks(lambda name: LAYOUTS[name].ranks, timeout=240)
 def test_no_tensor_of_rows_and_vocabulary(name: str) -> None:

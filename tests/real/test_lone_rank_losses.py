@@ -14,7 +14,6 @@ from itertools import product
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -44,13 +43,14 @@ for _name in ("no operation", "read", "columns read", "stored", "nan_to_num in p
     LOOKS[_name] = OPERATIONS[_name]
 
 
-def _loss_of_labels(logits: Tensor, group: Any, look: Use) -> Tensor:
-    def megatrons() -> Tensor:
-        raise AssertionError("its collectives are others")
+def _upstream(logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = False) -> Any:
+    raise AssertionError("its collectives are others")
 
+
+def _loss_of_labels(logits: Tensor, group: Any, look: Use) -> Tensor:
     look(logits)
     layer = Namespace(tp_group=group)
-    return loss_of_labels(megatrons, layer, TOKENS[None], logits.transpose(0, 1)).sum()
+    return loss_of_labels(_upstream, layer, TOKENS[None], logits.transpose(0, 1)).sum()
 
 
 def _slimes_loss(logits: Tensor, group: Any, look: Use) -> Tensor:
@@ -60,19 +60,13 @@ def _slimes_loss(logits: Tensor, group: Any, look: Use) -> Tensor:
         parts = []
         for start in (0, 5):
             chunk = logits[0].div(0.7)[start : start + 5]
-            arguments = chunk, TOKENS[start : start + 5], group
-            log_probs, entropy = slime_losses.calculate_log_probs_and_entropy(
-                Call(_naive, arguments, {"with_entropy": True})
-            )
+            call = Call(_upstream, (chunk, TOKENS[start : start + 5], group), {"with_entropy": True})
+            log_probs, entropy = slime_losses.calculate_log_probs_and_entropy(call)
             parts += [log_probs.squeeze(-1), entropy]
             look(logits)
         return torch.cat(parts).sum()
 
     return slime_losses.get_log_probs_and_entropy(Call(framework, (logits, Namespace())))
-
-
-def _naive(logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = False) -> Any:
-    raise AssertionError("its collectives are others")
 
 
 def _recomputed(logits: Tensor, group: Any, look: Use) -> Tensor:
@@ -88,61 +82,46 @@ LEFT_OUT = {("recomputed", "nan_to_num in place"), ("recomputed", "waits for the
 LEFT_OUT |= {("slime's loss", "waits for the gradient")}
 
 
-def _gradients(
-    loss: Callable[..., Tensor], look: Use, make: Callable[..., Tensor], group: Any
-) -> list[Tensor]:
+def _gradients(loss: Callable[..., Tensor], look: Use, group: Any, deferred: bool = True) -> list[Tensor]:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, T, H, generator=generator, dtype=torch.float64).requires_grad_()
-    weight = (
-        torch.randn(V, H, generator=generator, dtype=torch.float64).chunk(size)[rank].clone().requires_grad_()
-    )
-    logits = make(hidden, weight, group)
+    hidden, weight = (torch.randn(*shape, generator=generator).double() for shape in ((1, T, H), (V, H)))
+    leaves = hidden.requires_grad_(), weight.chunk(size)[rank].clone().requires_grad_()
+    logits = deferred_logits(*leaves, tp_group=group) if deferred else linear(*leaves) * 1
     value = loss(logits, group, look)
-    return [value.detach(), *torch.autograd.grad(value, [hidden, weight])]
+    return [value.detach(), *torch.autograd.grad(value, leaves)]
 
 
-def _deferred(hidden: Tensor, weight: Tensor, group: Any) -> Tensor:
-    return deferred_logits(hidden, weight, tp_group=group)
-
-
-def _materialized(hidden: Tensor, weight: Tensor, group: Any) -> Tensor:
-    return linear(hidden, weight) * 1
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@on_ranks(lambda size: size, megatron=False)
-def test_one_rank_has_looked(size: int) -> None:
-    group, rank = dist.new_group(list(range(size))), dist.get_rank()
+@on_ranks(2, megatron=False)
+def test_one_rank_has_looked() -> None:
+    group, rank = dist.group.WORLD, dist.get_rank()
     alone, _ = dist.new_subgroups(1)
     for (name, loss), (what, look) in product(LOSSES.items(), LOOKS.items()):
         if (name, what) in LEFT_OUT:
             continue
-        value, of_hidden, of_weight = _gradients(loss, LOOKS["no operation"], _deferred, alone)
+        value, of_hidden, of_weight = _gradients(loss, LOOKS["no operation"], alone)
         look = look if rank == 1 else LOOKS["no operation"]
-        mine = _gradients(loss, look, _deferred, group)
-        torch.testing.assert_close(mine, [value, of_hidden, of_weight.chunk(size)[rank]])
+        mine = _gradients(loss, look, group)
+        torch.testing.assert_close(mine, [value, of_hidden, of_weight.chunk(2)[rank]])
         if name == "slime's loss":  # of logits that exist, whose model sums the gradient of hidden states
-            of_value, _, of_weight_of_rank = _gradients(loss, look, _materialized, group)
-            torch.testing.assert_close([of_value, of_weight_of_rank], [value, of_weight.chunk(size)[rank]])
+            of_value, _, of_weight_of_rank = _gradients(loss, look, group, deferred=False)
+            torch.testing.assert_close([of_value, of_weight_of_rank], [value, of_weight.chunk(2)[rank]])
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@on_ranks(lambda size: size, megatron=False, timeout=60)
-def test_one_rank_cannot_overwrite_its_logits(size: int) -> None:
+@on_ranks(2, megatron=False, timeout=60)
+def test_one_rank_cannot_overwrite_its_logits() -> None:
     """As verl's losses, which overwrite the logits where they can."""
-    group, rank = dist.new_group(list(range(size))), dist.get_rank()
+    rank = dist.get_rank()
     whole = torch.randn(T, V, generator=torch.Generator().manual_seed(0)).requires_grad_()
     expected, entropies = vocab_parallel_log_probs_and_entropy(whole, TOKENS)
     (expected + entropies).sum().backward()
-    leaf = whole.detach().chunk(size, dim=1)[rank].contiguous().requires_grad_()
-    logits = leaf if rank == 1 else leaf * 1
+    leaf = whole.detach().chunk(2, dim=1)[rank].contiguous().requires_grad_()
     log_probs, entropies = log_probs_and_entropy(
-        logits, TOKENS, group, with_entropy=True, inplace_backward=True
+        leaf if rank == 1 else leaf * 1, TOKENS, dist.group.WORLD, with_entropy=True, inplace_backward=True
     )
     (log_probs + entropies).sum().backward()
     torch.testing.assert_close(log_probs, expected)
-    torch.testing.assert_close(leaf.grad, whole.grad.chunk(size, dim=1)[rank])
+    torch.testing.assert_close(leaf.grad, whole.grad.chunk(2, dim=1)[rank])
 
 
 @on_ranks(2, megatron=False)

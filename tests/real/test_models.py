@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from megatron_rl_patches import applied
-from megatron_rl_patches.inference import TeacherPool, forward_log_probs, load_inference_checkpoint
+from megatron_rl_patches.inference import TeacherPool, load_inference_checkpoint
 from tests.ranks import everywhere, on_ranks
 from tests.real import checkpoints, matrix
 from tests.real.test_interruption import run
 from tests.real.test_lean_head import CASES, Layout, check_gradients
 from tests.real.test_reentry import SETTINGS, check_rollouts
 from tests.references import tiny_gpt
-
-MICROBATCHES = [{"tokens": torch.arange(32).view(2, 16) % 32, "lengths": [16, 12]}] * 2
+from tests.worlds.scoring import scores_of
 
 
 @pytest.mark.promise("train() again")
@@ -49,23 +48,18 @@ def test_after_an_exception_the_next_call_trains_right(ranks: int, model: dict[s
 def test_scores_of_a_model_built_and_loaded_for_it(ranks: int, model: dict[str, Any], tmp_path: Path) -> None:
     options = matrix.tiny(**model)
     policy, _ = checkpoints.trained(options)
-    expected = _scores(policy)
+    expected = scores_of(policy)
     checkpoints.save_torch_dist(policy, None, tmp_path, 3)
     teacher = checkpoints.scoring(options)
-    others = _scores(teacher)
+    others = scores_of(teacher)
     pool = TeacherPool(teacher)
     pool.add("other")
     pool.add("saved", lambda chunks: load_inference_checkpoint(chunks, tmp_path))
     for name, scores in (("saved", expected), ("other", others), ("saved", expected)):
         with pool.use(name):
-            torch.testing.assert_close(_scores(teacher), scores, rtol=0, atol=0)
+            torch.testing.assert_close(scores_of(teacher), scores, rtol=0, atol=0)
     # Only the last stage of a pipeline has scores.
-    assert any(everywhere(len(expected) == 4 and not torch.equal(expected[0], others[0])))
-
-
-def _scores(model: list[Any]) -> list[torch.Tensor]:
-    scores = forward_log_probs(model, MICROBATCHES, progress=False)
-    return [] if scores is None else scores.log_probs
+    assert any(everywhere(len(expected) == 8 and not torch.equal(expected[0], others[0])))
 
 
 @pytest.mark.promise("deferred output layer")

@@ -31,34 +31,21 @@ def test_own_losses_weigh_the_same(options: Any, normalization: Any, calculate_p
     assert list(report.differences) == list(SPLITS)
 
 
-@pytest.mark.slow
-def test_a_sum_with_its_count_needs_the_setting() -> None:
-    """As the warning of ``reentrant-train`` says."""
-    batch = losses.global_batch()
-    assert check_normalization(losses.with_its_count, batch, calculate_per_token_loss=True).same
-    assert check_normalization(losses.with_its_count, batch).different == list(SPLITS)
-
-
-SAMPLES = ["uneven microbatches"]  # The others have the same number of samples each.
-
-
 @pytest.mark.parametrize(
-    ("loss_func", "splits", "different"),
+    ("part", "different"),
     [
-        (partial(losses.mean_over, "microbatch"), ONE_RANK, list(ONE_RANK)),
-        (partial(losses.mean_over, "samples"), ONE_RANK, SAMPLES),
-        pytest.param(partial(losses.mean_over, "rank"), ONLY_CP, ["CP 2"], marks=pytest.mark.slow),
+        ("microbatch", list(ONE_RANK)),
+        ("samples", ["uneven microbatches"]),  # the others have the same number of samples each
     ],
 )
-def test_means_over_a_part_of_the_batch(loss_func: Any, splits: Any, different: list[str]) -> None:
-    assert check_normalization(loss_func, losses.global_batch(), splits).different == different
+def test_means_over_a_part_of_the_batch(part: str, different: list[str]) -> None:
+    report = check_normalization(partial(losses.mean_over, part), losses.global_batch(), ONE_RANK)
+    assert report.different == different
 
 
-@pytest.mark.parametrize("calculate_per_token_loss", [True, False])
-def test_context_parallelism_that_is_forgotten(calculate_per_token_loss: bool) -> None:
+def test_context_parallelism_that_is_forgotten() -> None:
     forgetful = partial(losses.with_its_count, forgets_cp=True)
-    batch = losses.global_batch()
-    report = check_normalization(forgetful, batch, ONLY_CP, calculate_per_token_loss=calculate_per_token_loss)
+    report = check_normalization(forgetful, losses.global_batch(), ONLY_CP, calculate_per_token_loss=True)
     assert report.differences == {"CP 2": pytest.approx(0.5, rel=1e-4)}
 
 

@@ -1,17 +1,60 @@
-"""All tests of this folder run on the megatron-core that ``--megatron-core`` names."""
+"""Mocks have the public methods of the release, and ranks import the one that ``--megatron-core`` names."""
 
 from __future__ import annotations
 
+import inspect
 from importlib import metadata
+from typing import Any
 
 import megatron.core
 import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer
 
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.testing import MockDDP, MockModule, MockOptimizer
 from tests.ranks import on_ranks
 
+OF_MODULE = set(dir(torch.nn.Module))
 
-def _assert_release(release: str) -> None:
-    assert megatron.core.__version__.partition("+")[0] == release
+
+def public(real: type) -> set[str]:
+    return {name for name in dir(real) if not name.startswith("_")}
+
+
+def parameters(function: Any) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(function).parameters)
+
+
+def lacking(real: Any, mock: Any) -> set[str]:
+    """Return the parameters of the real function that the mock does not take."""
+    taken = parameters(mock)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+        return set()
+    return {name for name, p in parameters(real).items() if p.kind is not p.VAR_POSITIONAL} - taken.keys()
+
+
+@pytest.mark.parametrize(
+    ("real", "mock"), [(DistributedDataParallel, MockDDP), (ChainedOptimizer, MockOptimizer([MockDDP()]))]
+)
+def test_public_methods_and_their_parameters(real: type, mock: Any) -> None:
+    # A chained optimizer is that of several; of one it is said to be that one.
+    assert public(real) - {"optimizer"} <= set(dir(mock))
+    methods = [name for name in public(real) - OF_MODULE if inspect.isfunction(getattr(real, name))]
+    assert methods
+    for name in [*methods, *({"state_dict", "load_state_dict", "forward"} & vars(real).keys())]:
+        method = getattr(mock, name)
+        assert lacking(getattr(real, name), method) <= {"self"}, name
+
+
+def test_the_constructor() -> None:
+    real, mock = parameters(DistributedDataParallel), parameters(MockDDP)
+    assert real.keys() <= mock.keys()
+    in_order = [name for name, parameter in mock.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    assert in_order[:4] == list(real)[:4] == ["config", "ddp_config", "module", "disable_bucketing"]
+    with pytest.raises(InvalidInputError, match=r"expected MockDDP\(config, ddp_config, module\)"):
+        MockDDP(MockModule())
 
 
 @pytest.fixture
@@ -21,10 +64,10 @@ def release(pytestconfig: pytest.Config) -> str:
 
 @on_ranks(1)
 def test_forked_ranks_import_the_release_of_the_option(release: str) -> None:
-    _assert_release(release)
+    assert megatron.core.__version__.partition("+")[0] == release
 
 
 @pytest.mark.slow
 @on_ranks(1, env={"FRESH": "1"})
 def test_fresh_ranks_import_it_too(release: str) -> None:
-    _assert_release(release)
+    assert megatron.core.__version__.partition("+")[0] == release

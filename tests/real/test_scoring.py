@@ -1,4 +1,7 @@
-"""``forward_log_probs`` on real megatron-core: layouts, DDP or not, nothing left behind."""
+"""Scores of models on real megatron-core: on each layout those of dense formulas, with nothing left behind.
+
+What one rank alone passes wrong is in ``test_scoring_refusals.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,58 +10,94 @@ import inspect
 import io
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch.testing import assert_close
 
+from megatron_rl_patches.common.chunks import unwrap
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.inference import forward_log_probs
+from megatron_rl_patches.inference import (
+    build_inference_model,
+    forward_hidden_states,
+    forward_log_probs,
+    forward_topk,
+    forward_values,
+    output_head,
+)
+from megatron_rl_patches.losses import (
+    FullDistribution,
+    full_vocabulary_divergence,
+    vocab_parallel_log_probs_at,
+)
 from megatron_rl_patches.losses.logits.deferred_contents import LazyValues
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import by_speed, on_ranks
+from tests.references import tiny_gpt
 from tests.references.live_bytes import reachable_bytes
 from tests.worlds import scoring
 from tests.worlds.scoring import LAYOUTS, TEMPERATURE, filled, microbatches
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[1, 2])
 SCORE: dict[str, Any] = {"with_entropy": True, "temperature": TEMPERATURE}
+K = 5
+ON_RANKS: dict[str, Any] = {"rtol": 1e-5, "atol": 2e-6, "check_dtype": False}
 
 
-def _reference(bf16: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities and entropies of all responses."""
-    samples = scoring.dense_log_probs(filled(TinyModel(bf16=bf16))[1])
+def _other_weights(options: TinyModel, student: Sequence[Any]) -> list[Any]:
+    teacher = tiny_gpt.inference_model(options)
+    with torch.no_grad():
+        for chunk, other in zip(teacher, student, strict=True):
+            chunk.load_state_dict(other.state_dict())
+            for parameter in chunk.parameters():
+                parameter.mul_(0.7)
+    return teacher
+
+
+def _log_probs_and_entropy(samples: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     log_probs = [log_p_nv.gather(1, targets_n[:, None])[:, 0] for log_p_nv, targets_n in samples]
-    return torch.cat(log_probs), torch.cat([-(log_p.exp() * log_p).sum(1) for log_p, _ in samples])
+    return log_probs, [-(log_p_nv.exp() * log_p_nv).sum(1) for log_p_nv, _ in samples]
 
 
-@pytest.mark.parametrize("layout", by_speed(LAYOUTS, fast=("1 rank", "TP 2")))
+@pytest.mark.parametrize("layout", by_speed(LAYOUTS, fast=("TP 2, sequence parallel", "PP 2", "CP 2")))
 @on_ranks(scoring.ranks_of)
 def test_layouts(layout: str) -> None:
     ranks, sizes = LAYOUTS[layout]
-    expected = _reference()
-    ddp, model = filled(TinyModel(**sizes))
+    alone = TinyModel(kind=sizes.get("kind", "dense"))
+    student = filled(alone)[1]
+    samples = scoring.dense_log_probs(student)
+    of_teacher = scoring.dense_log_probs(_other_weights(alone, student))
+    values = _dense_values(alone)
+    ddp, student = filled(TinyModel(**sizes))
+    teacher = _other_weights(TinyModel(**sizes), student)
     with mock.patch.object(LazyValues, "get", side_effect=AssertionError("the logits were made")):
         with contextlib.redirect_stderr(io.StringIO()) as stderr:
-            scores = forward_log_probs(model, microbatches(), **SCORE)
+            scores = forward_log_probs(student, microbatches(), **SCORE)
         of_ddp = forward_log_probs(ddp, microbatches(), progress=False, **SCORE)
     assert ("scoring" in stderr.getvalue()) == (torch.distributed.get_rank() == 0)
     assert (scores is not None) == (of_ddp is not None) == scoring.is_last_stage()
-    tolerance = {"rtol": 1e-6, "atol": 1e-7} if ranks == 1 else {"rtol": 1e-5, "atol": 2e-6}
-    for kind, reference in zip(("log_probs", "entropy"), expected, strict=True):
-        values = getattr(scores, kind, None)
-        scoring.assert_same_everywhere(values)
-        if values is not None:
-            assert [len(sample) for sample in values] == scoring.RESPONSES
-            assert all(map(torch.equal, values, getattr(of_ddp, kind)))
-            torch.testing.assert_close(torch.cat(values).double(), reference, **tolerance)
-    del scores, of_ddp
+    exact: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-7, "check_dtype": False}
+    for kind, reference in zip(("log_probs", "entropy"), _log_probs_and_entropy(samples), strict=True):
+        found = getattr(scores, kind, None)
+        scoring.assert_same_everywhere(found)
+        if found is not None:
+            assert all(map(torch.equal, found, getattr(of_ddp, kind)))
+            assert_close(found, reference, **(exact if ranks == 1 else ON_RANKS))
+    del scores, of_ddp, found
     _check_what_is_left(ddp)
+    _check_distributions(student, teacher, samples, of_teacher)
+    found = forward_values(_critic(TinyModel(**sizes)), microbatches(), progress=False)
+    assert (found is not None) == scoring.is_last_stage()
+    scoring.assert_same_everywhere(found)
+    if found is not None:
+        assert_close(found, values, **ON_RANKS)
 
 
 def _check_what_is_left(ddp: Sequence[Any]) -> None:
@@ -81,17 +120,116 @@ def _check_what_is_left(ddp: Sequence[Any]) -> None:
     assert reachable_bytes() == bytes_before
 
 
+def _check_distributions(student: Any, teacher: Any, samples: Any, of_teacher: Any) -> None:
+    """The student's top-k, the teacher at the student's ids, and the teacher's hidden states."""
+    options = {"temperature": TEMPERATURE, "progress": False}
+    own = forward_topk(student, microbatches(), np.int64(K), **options)
+    at_own = forward_topk(teacher, microbatches(), at=own, **options)
+    ids = None if own is None else [distribution.indices for distribution in own]
+    by_ids = forward_topk(teacher, microbatches(), at=ids, **options)
+    is_last = scoring.is_last_stage()
+    assert (own is not None) == (at_own is not None) == (by_ids is not None) == is_last
+    _check_refusals(student, ids)
+    for name in ("indices", "log_probs", "tail_log_prob"):
+        scoring.assert_same_everywhere([getattr(one, name) for one in (*own, *at_own)] if is_last else None)
+
+    before = reachable_bytes()
+    hidden = forward_hidden_states(teacher, microbatches(), progress=False)
+    # Nothing of a microbatch is left but the results: h numbers for each response token.
+    size = teacher[-1].config.hidden_size
+    assert reachable_bytes() - before == sum(4 * len(hidden_lh) * size for hidden_lh in hidden or ())
+    assert (hidden is not None) == is_last
+    if not is_last:
+        return
+    assert all(torch.equal(a.log_probs, b.log_probs) for a, b in zip(at_own, by_ids, strict=True))
+    for ours, dense in ((own, samples), (at_own, of_teacher)):
+        for one, (log_p_nv, _), (of_student, _) in zip(ours, dense, samples, strict=True):
+            ids_nk = of_student.topk(K).indices
+            assert torch.equal(one.indices, ids_nk) and one.log_probs.dtype == torch.float32
+            assert_close(one.log_probs, log_p_nv.gather(1, ids_nk), **ON_RANKS)
+            tail = log_p_nv.scatter(1, ids_nk, float("-inf")).logsumexp(1)
+            assert_close(one.tail_log_prob, tail, **ON_RANKS)
+    # With the output layer, hidden states are the same distributions.
+    head, group = output_head(teacher), parallel_state.get_tensor_model_parallel_group()
+    for hidden_lh, of_sample in zip(hidden, at_own, strict=True):
+        (logits,) = FullDistribution.from_hidden(hidden_lh, head).logits()
+        log_probs = vocab_parallel_log_probs_at(
+            logits, of_sample.indices, tp_group=group, temperature=TEMPERATURE
+        )
+        assert_close(log_probs, of_sample.log_probs, **ON_RANKS)
+
+
+def _check_refusals(student: Any, ids: Any) -> None:
+    for k, message in ((0, "k is 0"), (33, "k is 33. Expected: 1 to 32")):
+        with pytest.raises(InvalidInputError, match=message):
+            forward_topk(student, microbatches(), k)
+    # Only the last stage can see it, and all stages raise.
+    for spoil, message in (
+        (lambda ids: None, "pass k or"),
+        (lambda ids: ids[:3], "ids for 3 samples, and the microbatches have 7"),
+        (lambda ids: [*ids[:6], ids[6][:, :2]], r"sample 6 is \[1, 2\]. Expected: \[1, 5\]"),
+        (lambda ids: [ids[0][1:], *ids[1:]], r"sample 0 is \[7, 5\]. Expected: \[8, 5\]"),
+        (lambda ids: [ids[0].float(), *ids[1:]], "sample 0 is torch.float32"),
+        (lambda ids: [ids[0] + 32, *ids[1:]], "Expected: 0 to 31"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            forward_topk(student, microbatches(), at=None if ids is None else spoil(ids))
+    layer = getattr(unwrap(student[-1]), "output_layer", None)  # which only the last stage has
+    adapter = nullcontext() if layer is None else mock.patch.object(layer, "forward", layer.forward)
+    with adapter, pytest.raises(InvalidInputError, match="not the product of hidden states"):
+        forward_hidden_states(student, microbatches(), progress=False)
+
+
+class ValueHead(torch.nn.Linear):
+    """What frameworks put in the place of a GPTModel's output layer."""
+
+    def __init__(self, hidden_size: int, sequence_parallel: bool) -> None:
+        super().__init__(hidden_size, 1, bias=False)
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, hidden: torch.Tensor, *unused: Any, **options: Any) -> tuple[torch.Tensor, None]:
+        values = super().forward(hidden)
+        if self.sequence_parallel:
+            values = tensor_parallel.gather_from_sequence_parallel_region(values)
+        return values, None
+
+
+def _critic(tiny: TinyModel) -> list[Any]:
+    """Build a model of values in the groups that there are."""
+
+    def provide(pre_process: bool, post_process: bool, config: Any, vp_stage: Any = None) -> torch.nn.Module:
+        chunk = tiny.provider(pre_process, post_process, config, vp_stage)
+        if post_process:
+            chunk.output_layer = ValueHead(32, tiny.sequence_parallel)
+        return chunk
+
+    model = build_inference_model(provide, tiny.transformer_config(), dtype="fp32")
+    scoring.fill_by_name(model)
+    return model
+
+
+def _dense_values(alone: TinyModel) -> list[torch.Tensor]:
+    """Return the values of all tokens of each sample, of a model that each rank has alone."""
+    [chunk] = _critic(alone)
+    expected = {}
+    for batch in microbatches():
+        outputs = chunk(batch["tokens"], _positions(batch["tokens"]), None)[..., 0]
+        for output, length, index in zip(outputs, batch["lengths"], batch["indices"], strict=True):
+            expected[index] = output[:length]
+    return [expected[index] for index in sorted(expected)]
+
+
 @on_ranks(1)
 def test_bfloat16() -> None:
     """The model's outputs stay in that dtype where Megatron allows it."""
-    expected, _ = _reference(bf16=True)
     forward, models = Float16Module.forward, filled(TinyModel(bf16=True))
+    expected, _ = _log_probs_and_entropy(scoring.dense_log_probs(models[1]))
     with mock.patch.object(Float16Module, "forward", autospec=True, side_effect=forward) as watched:
         of_ddp, scores = (forward_log_probs(model, microbatches(), **SCORE) for model in models)
     allowed = "fp32_output" in inspect.signature(forward).parameters
     assert {call.kwargs.get("fp32_output") for call in watched.mock_calls} == {False if allowed else None}
     assert all(map(torch.equal, scores.log_probs + scores.entropy, of_ddp.log_probs + of_ddp.entropy))
-    torch.testing.assert_close(torch.cat(scores.log_probs).double(), expected, rtol=1e-5, atol=1e-6)
+    assert_close(scores.log_probs, expected, rtol=1e-5, atol=1e-6, check_dtype=False)
 
 
 def _positions(tokens_bs: torch.Tensor) -> torch.Tensor:
@@ -155,34 +293,61 @@ def test_custom_forwards() -> None:
     assert from_padded.entropy is None
     assert [len(sample) for sample in from_padded.log_probs] == [3, 6]
     # The joined pieces were materialized, one product each; the products of tiles may round otherwise.
-    torch.testing.assert_close(from_packed.log_probs, from_padded.log_probs, rtol=1e-6, atol=1e-6)
+    assert_close(from_packed.log_probs, from_padded.log_probs, rtol=1e-6, atol=1e-6)
     # Megatron's own cross entropy, over labels, says the same.
     losses = model[0](tokens[:, 4:10], torch.arange(6)[None], None, labels=tokens[:, 5:])
-    torch.testing.assert_close(-losses[0], from_padded.log_probs[1], rtol=1e-5, atol=1e-6)
+    assert_close(-losses[0], from_padded.log_probs[1], rtol=1e-5, atol=1e-6)
 
     with pytest.raises(InvalidInputError, match=r"microbatch 0: lengths \[4, 7\] do not fit"):
         forward_log_probs(model, packed, progress=False)
     with pytest.raises(InvalidInputError, match=r"returned \[1, 4, 32\] on the last stage. Expected"):
         forward_log_probs(model, packed, forward=lambda chunk, _: torch.zeros(1, 4, 32), progress=False)
 
-
-@on_ranks(1)
-def test_padding_of_the_vocabulary_has_no_probability() -> None:
-    """On ranks, see ``test_padded_vocabulary.py``."""
-    _, model = filled(TinyModel())
-    tokens = torch.randint(20, (1, 11), generator=torch.Generator().manual_seed(0))
-    alone = [{"tokens": tokens, "lengths": [11]}]
-    [of_20] = forward_log_probs(model, alone, vocab_size=np.int64(20), progress=False).log_probs
-    log_p_sv = model[0](tokens, _positions(tokens), None)[0, :-1, :20].double().log_softmax(-1)
-    expected = log_p_sv.gather(1, tokens[0, 1:, None])[:, 0]
-    torch.testing.assert_close(of_20.double(), expected, rtol=1e-6, atol=1e-6)
-    with pytest.raises(InvalidInputError, match=r"vocab_size is 33\. Expected: 1 to 32"):
-        forward_log_probs(model, alone, vocab_size=33)
-    with pytest.raises(InvalidInputError, match="microbatch 0: token id"):
-        forward_log_probs(model, alone, vocab_size=3)
-
     # Who only scores need not have seeded Megatron's generators.
     tracker = tensor_parallel.get_cuda_rng_tracker()
     tracker.reset()
-    [unseeded] = forward_log_probs(model, alone, vocab_size=20, progress=False).log_probs
-    assert torch.equal(unseeded, of_20) and not tracker.get_states()
+    unseeded = forward_log_probs(model, padded, progress=False)
+    assert all(map(torch.equal, unseeded.log_probs, from_padded.log_probs)) and not tracker.get_states()
+
+    def values(numbers: int) -> Any:
+        output = torch.arange(11.0).view(1, 11, 1).expand(1, 11, numbers)
+        return forward_values(model, packed, forward=lambda *_: output, progress=False)
+
+    assert [one.tolist() for one in values(1)] == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]
+    with pytest.raises(InvalidInputError, match=r"2 numbers per token\. Expected: one"):
+        values(2)
+
+
+def _scores_without_padding(tp: int, size: int) -> list[torch.Tensor]:
+    _, model = filled(TinyModel(tp=tp))
+    group = parallel_state.get_tensor_model_parallel_group()
+    tokens = torch.randint(size, (2, 9), generator=torch.Generator().manual_seed(0))
+    batch = [{"tokens": tokens, "lengths": [9, 6]}]
+    how: dict[str, Any] = {"vocab_size": np.int64(size), "progress": False}
+    scores = forward_log_probs(model, batch, with_entropy=True, **how)
+    topk = forward_topk(model, batch, K, **how)
+    at = forward_topk(model, batch, at=[of_sample.indices for of_sample in topk], **how)
+    hidden = torch.cat(forward_hidden_states(model, batch, progress=False))
+    (logits,) = FullDistribution.from_hidden(hidden, output_head(model)).logits()
+    turned = logits[torch.arange(len(logits)).flip(0)]
+    results = [*scores.log_probs, *scores.entropy]
+    results.append(full_vocabulary_divergence(logits, turned, num_ids=size, tp_group=group))
+    for distribution in (*topk, *at):
+        results += [distribution.indices, distribution.log_probs, distribution.tail_log_prob]
+    if tp == 1:
+        log_p_sv = model[0](tokens, _positions(tokens), None)[0, :-1, :size].double().log_softmax(-1)
+        expected = log_p_sv.gather(1, tokens[0, 1:, None])[:, 0]
+        assert_close(scores.log_probs[0].double(), expected, rtol=1e-6, atol=1e-6)
+    for wrong, message in ((33, r"vocab_size is 33\. Expected: 1 to 32"), (3, "microbatch 0: token id")):
+        with pytest.raises(InvalidInputError, match=message):
+            forward_log_probs(model, batch, vocab_size=wrong)
+    return results
+
+
+@on_ranks(2)
+def test_padding_of_the_vocabulary_has_no_probability() -> None:
+    """It begins on the first of two tensor-parallel ranks, on the second, and between the two."""
+    for size in (7, 16, 20):
+        pairs = zip(_scores_without_padding(2, size), _scores_without_padding(1, size), strict=True)
+        for mine, whole in pairs:
+            assert_close(mine, whole, rtol=1e-5, atol=2e-6, msg=f"vocab_size={size}")

@@ -1,7 +1,8 @@
-"""A policy in DDP is scored at any moment of a step, and trains on as if nobody had scored it."""
+"""A policy in DDP, or with experts, is scored at any moment of a step, and trains on as if nobody had."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -10,17 +11,26 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import forward_log_probs
-from megatron_rl_patches.testing import TinyModel
+from megatron_rl_patches.testing import TinyModel, tiny_model
 from tests.ranks import everywhere, on_ranks
 from tests.references import tiny_gpt
+from tests.worlds.scoring import scores_of
+from tests.worlds.unchanged import megatron_unchanged
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[2])
 
-MOMENTS = ("before zero_grad", "after zero_grad", "between microbatches", "between forward and backward")
-MOMENTS += ("before the step", "after the step", "in flight")
+#: Moments at which one run is scored. In those of the last group all parameters have been gathered.
+MOMENTS = (
+    {"before zero_grad"},
+    {"after zero_grad"},
+    {"after the step"},
+    {"in flight"},
+    {"between microbatches", "between forward and backward", "before the step"},
+)
 PLAIN = {"overlap_param_gather": False, "use_distributed_optimizer": False}
 EXPERTS = {"kind": "moe", "ep": 2}
 ROUTER: dict[str, Any] = {
@@ -39,27 +49,23 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DP 2": {},
     "DP 2, bf16": {"bf16": True},
     "DP 2, no overlap of gradients": {"overlap_grad_reduce": False},
-    "DP 2, no overlap of parameters": {"overlap_param_gather": False},
     "DP 2, no distributed optimizer": PLAIN,
-    "DP 2, tied": {"tied": True},
     "DP 2, aligned": {},
     "EP 2, auxiliary loss": {**EXPERTS, "config": ROUTER | {"moe_aux_loss_coeff": 0.1}},
     "EP 2, expert bias": {**EXPERTS, "config": ROUTER | EXPERT_BIAS},
     "DP 2, MTP": {"kind": "mtp"},
-    "PP 2, DP 2": {"pp": 2},
-    "PP 2, DP 2, aligned": {"pp": 2},
     "PP 2, VPP 2, DP 2": {"pp": 2, "vpp": 2},
     "PP 2, VPP 2, DP 2, aligned": {"pp": 2, "vpp": 2},
 }
 
 
 class Run:
-    """Three steps of training, with hooks on but for the first step, scored at one moment of each."""
+    """Three steps of training, with hooks on but for the first step, scored at some moments of each."""
 
-    def __init__(self, options: TinyModel, moment: str, is_aligned: bool) -> None:
-        self.options, self.moment = options, moment
+    def __init__(self, options: TinyModel, moments: Collection[str], is_aligned: bool) -> None:
+        self.options, self.moments = options, moments
         self.model, self.optimizer = options.build()
-        self.scores: list[list[torch.Tensor]] = []
+        self.scores: dict[str, list[list[torch.Tensor]]] = {moment: [] for moment in moments}
         self.has_hooks = self.model[0].use_forward_hook
         self.config = self.model[0].config
         self.config.finalize_model_grads_func = finalize_model_grads
@@ -70,10 +76,9 @@ class Run:
             self.model[0].ddp_config.align_param_gather = True
 
     def at(self, moment: str) -> None:
-        if moment == self.moment:
+        if moment in self.moments:
             before = self.statistics()
-            scores = forward_log_probs(self.model, microbatches(), progress=False)
-            self.scores.append([] if scores is None else scores.log_probs)
+            self.scores[moment].append(scores_of(self.model, microbatches()))
             assert self.statistics() == before
 
     def statistics(self) -> dict[str, Any]:
@@ -101,7 +106,7 @@ class Run:
                 tiny_gpt.enable_forward_pre_hook(self.model)
                 if self.is_aligned:
                     self.config.param_sync_func = one_or_all([each.start_param_sync for each in self.model])
-            if self.moment == "in flight" and self.has_hooks:
+            if "in flight" in self.moments and self.has_hooks:
                 for chunk in self.model:
                     chunk.start_param_sync()
             self.at("in flight")
@@ -138,38 +143,41 @@ def one_or_all(functions: list[Any]) -> Any:
     return functions if len(functions) > 1 else functions[0]
 
 
+def microbatch(number: int, width: int = 8) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(number)
+    return {"tokens": torch.randint(32, (2, width), generator=generator), "lengths": [width, width - 2]}
+
+
 def microbatches() -> list[dict[str, Any]]:
     """Return microbatches of this replica."""
-    generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
-    return [
-        {"tokens": torch.randint(32, (2, 8), generator=generator), "lengths": [8, 5]},
-        {"tokens": torch.randint(32, (1, 12), generator=generator), "lengths": [12]},
-    ]
+    rank = parallel_state.get_data_parallel_rank()
+    return [microbatch(rank), microbatch(10 + rank, 12)]
 
 
 @pytest.mark.parametrize(
     ("layout", "moments"),
     [
         ("DP 2", MOMENTS),
-        ("EP 2, expert bias", ("between microbatches",)),
+        ("EP 2, expert bias", ({"between microbatches"},)),
         *(pytest.param(name, MOMENTS, marks=pytest.mark.slow) for name in LAYOUTS if name != "DP 2"),
     ],
 )
 @on_ranks(lambda layout: 4 if layout.startswith("PP") else 2)
-def test_training_goes_on_bit_for_bit(layout: str, moments: tuple[str, ...]) -> None:
+def test_training_goes_on_bit_for_bit(layout: str, moments: tuple[set[str], ...]) -> None:
     is_aligned = layout.endswith("aligned")
     options = TinyModel(**LAYOUTS[layout])
     complete = replace(options, overlap_param_gather=False)  # the optimizer gathers
-    unscored = Run(options, "never", is_aligned).train()
-    for moment in moments:
-        if options.pp > 1 and moment.startswith("between"):
-            continue
-        run, expected = Run(options, moment, is_aligned), Run(complete, moment, is_aligned)
-        assert everywhere(run.train() == unscored) == [True] * torch.distributed.get_world_size(), moment
-        expected.train()
-        assert len(run.scores) == (6 if moment == "between forward and backward" else 3)
-        for of_run, right in zip(run.scores, expected.scores, strict=True):
-            assert all(map(torch.equal, of_run, right)), f"scored {moment} with weights that are not complete"
+    unscored = Run(options, (), is_aligned).train()
+    expected = Run(complete, {moment for group in moments for moment in group}, is_aligned)
+    expected.train()
+    for group in moments:
+        of_run = {moment for moment in group if options.pp == 1 or not moment.startswith("between")}
+        run = Run(options, of_run, is_aligned)
+        assert everywhere(run.train() == unscored) == [True] * torch.distributed.get_world_size(), of_run
+        for moment, scores in run.scores.items():
+            assert len(scores) == (6 if moment == "between forward and backward" else 3)
+            for mine, right in zip(scores, expected.scores[moment], strict=True):
+                assert all(map(torch.equal, mine, right)), f"scored {moment} with incomplete weights"
 
 
 @on_ranks(2)
@@ -195,3 +203,45 @@ def test_gathering_that_would_destroy_gradients_is_refused() -> None:
     refused("the layer-wise optimizer")
     chunk.ddp_config.use_distributed_optimizer = rank == 0
     refused("the layer-wise optimizer", only_rank=1)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@on_ranks(2)
+def test_replicas_have_batches_of_their_own(dispatcher: str) -> None:
+    """In other numbers, and where the dispatcher allows it, of other widths; what one refuses, all refuse."""
+    rank = torch.distributed.get_rank()
+    tiny = tiny_model("moe", ep=2, config={"moe_token_dispatcher_type": dispatcher})
+    tiny.initialize()
+    chunks = tiny.chunks()
+    batches = [microbatch(10 * rank + number) for number in range(3)]
+    equal = scores_of(chunks, batches)
+    own = batches[: 3 - 2 * rank]
+    unequal = scores_of(chunks, own)
+    assert len(unequal) == 2 * len(own)
+    torch.testing.assert_close(unequal, equal[: len(unequal)])
+    wider = [microbatch(rank, 8 + 4 * rank)]
+    if dispatcher == "allgather":
+        with pytest.raises(InvalidInputError, match="needs the same: pad the tokens"):
+            scores_of(chunks, wider)
+    else:
+        assert [len(one) for one in scores_of(chunks, wider)] == [7 + 4 * rank, 5 + 4 * rank]
+    bad = [{**microbatch(0), "lengths": [9, 9]}] if rank == 1 else [microbatch(0)]
+    with pytest.raises(InvalidInputError, match=r"microbatch 0: lengths \[9, 9\] do not fit"):
+        scores_of(chunks, bad)
+    with pytest.raises(InvalidInputError, match="there are no microbatches to score"):
+        scores_of(chunks, [microbatch(0)][rank:])
+
+
+@pytest.mark.parametrize("kind", ["moe", pytest.param("mtp", marks=pytest.mark.slow)])
+@on_ranks(1)
+def test_scoring_leaves_the_process_as_it_was(kind: str) -> None:
+    """Between a forward pass and its backward pass, which reads the scales of auxiliary losses."""
+    tiny = tiny_model(kind)
+    tiny.initialize()
+    chunks = tiny.chunks()
+    scores_of(chunks, [microbatch(0)])  # what the first pass of a process makes is left
+    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = scale = torch.full((1,), 1024.0)
+    MTPLossAutoScaler.main_loss_backward_scale = torch.full((1,), 512.0)
+    with megatron_unchanged():
+        scores_of(chunks, [microbatch(number) for number in range(4)])
+    assert float(scale) == 1024.0

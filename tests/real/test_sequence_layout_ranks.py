@@ -12,34 +12,29 @@ import torch.distributed.nn.functional
 
 from megatron_rl_patches.errors import InvalidInputError
 from tests.ranks import everywhere, on_ranks
-from tests.unit.losses.sequences.cp_reference import CORNERS, Case, Tensors
+from tests.unit.losses.sequences.cp_reference import CORNERS, Case
 
-SCHEMES = {
-    "zigzag, padded": {"sample_padding": 1, "tail": 3},
-    "bshd": {"scheme": "padded", "sample_padding": 2},
-    "all-gather": {"scheme": "all-gather", "tail": 2},
-}
+RAGGED: dict[str, Any] = {"prompts": (1, 12, 3, 5), "responses": (9, 2, 0, 17)}
+SCHEMES: tuple[dict[str, Any], ...] = (
+    {"sample_padding": 1, "tail": 3},
+    {"scheme": "padded", "sample_padding": 2},
+    {"scheme": "all-gather", "tail": 2},
+)
 
 
 def _cases(cp_size: int) -> list[Case]:
-    ragged: dict[str, Any] = {"prompts": (1, 12, 3, 5), "responses": (9, 2, 0, 17), "cp_size": cp_size}
     corners = [case for case in CORNERS.values() if case.cp_size == cp_size]
-    return corners + [Case(**ragged, **scheme) for scheme in SCHEMES.values()]
+    return corners + [Case(**RAGGED, cp_size=cp_size, **scheme) for scheme in SCHEMES]
 
 
 def _counting_all_reduces() -> Any:
     return mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce)
 
 
-def _full_responses(case: Case) -> Tensors:
-    """The same on every rank."""
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(n, 2, dtype=torch.float64, generator=generator) for n in case.responses]
-
-
 def _check_gathering(case: Case, group: dist.ProcessGroup) -> None:
     rank = dist.get_rank(group)
-    layout, full = case.layout(rank), _full_responses(case)
+    layout, generator = case.layout(rank), torch.Generator().manual_seed(1)
+    full = [torch.randn(n, 2, dtype=torch.float64, generator=generator) for n in case.responses]
     local = torch.cat(layout.local_parts(full)).requires_grad_()
 
     with _counting_all_reduces() as all_reduce:
@@ -62,14 +57,12 @@ def _check_gathering(case: Case, group: dist.ProcessGroup) -> None:
 
 
 def _check_wrong_groups(cp2: dist.ProcessGroup, cp4: dist.ProcessGroup) -> None:
+    """What is wrong on one rank alone is in ``tests/unit/losses/sequences``."""
+    layout = Case((3, 2), (4, 9), cp_size=2).layout(dist.get_rank(cp2))
+    values = torch.zeros(len(layout.response_index))
     with _counting_all_reduces() as all_reduce:
-        layout = Case((3, 2), (4, 9), cp_size=2).layout(dist.get_rank(cp2))
-        values = torch.zeros(len(layout.response_index))
-        for group, message in ((None, "pass cp_group"), (cp4, r"rank \d of 4, but .* rank \d of 2")):
-            with pytest.raises(InvalidInputError, match=message):
-                layout.gather_responses(values, group)
-        with pytest.raises(InvalidInputError, match=r"values are \[\d+\]; CP rank"):
-            layout.gather_responses(torch.zeros(len(values) + 1), cp2)
+        with pytest.raises(InvalidInputError, match=r"rank \d of 4, but .* rank \d of 2"):
+            layout.gather_responses(values, cp4)
         with pytest.raises(InvalidInputError, match="values have the lengths"):
             layout.gather_responses([values], cp2)
         all_reduce.assert_not_called()
@@ -88,13 +81,10 @@ def test_gathering_on_real_ranks() -> None:
     _check_wrong_groups(cp2, cp4)
 
 
-# Rank 0 holds nothing but prompt, rank 1 the response.
-LONG_PROMPT = Case((12,), (4,), cp_size=2, scheme="all-gather")
-
-
 @on_ranks(2, megatron=False)
 def test_backward_does_not_wait_for_ranks_without_gradient() -> None:
-    layout = LONG_PROMPT.layout(dist.get_rank())
+    # Rank 0 holds nothing but prompt, rank 1 the response.
+    layout = Case((12,), (4,), cp_size=2, scheme="all-gather").layout(dist.get_rank())
     count = len(layout.response_index)
     assert everywhere(count) == [0, 4]
     log_probs = torch.zeros(count, requires_grad=True)

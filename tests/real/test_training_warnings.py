@@ -45,8 +45,14 @@ def train(
     get_model_config(model[0]).no_sync_func = model[0].no_sync
     for chunk in model:
         chunk.zero_grad_buffer()
+
+    def forward_step(microbatches: Iterator[Any], chunk: Any) -> tuple[Any, Any]:
+        batch, count = next(microbatches)
+        losses_bs, _ = tiny_gpt.forward_step(iter([batch]), chunk)
+        return losses_bs, partial(loss or _loss, tokens=count)
+
     microbatches = zip(tiny_gpt.SyntheticData(), tokens, strict=False)
-    tiny_gpt.run_schedule(model, [microbatches], len(tokens), partial(_forward_step, loss=loss or _loss))
+    tiny_gpt.run_schedule(model, [microbatches], len(tokens), forward_step)
     if reduces == "loop":
         finalize_model_grads(model)
     gradients = gradients_of(model)
@@ -56,12 +62,6 @@ def train(
         for chunk in model:
             chunk.disable_forward_pre_hook()
     return gradients
-
-
-def _forward_step(microbatches: Iterator[Any], model: Any, loss: Any) -> tuple[Any, Any]:
-    batch, tokens = next(microbatches)
-    losses_bs, _ = tiny_gpt.forward_step(iter([batch]), model)
-    return losses_bs, partial(loss, tokens=tokens)
 
 
 def _loss(losses_bs: Any, tokens: int) -> tuple[Any, Any, dict[str, Any]]:

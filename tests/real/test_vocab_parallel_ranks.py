@@ -1,6 +1,6 @@
 """Logits split over real tensor-parallel ranks (gloo): values, gradients, bytes sent, refusals.
 
-Distillation over context-parallel ranks comes last.
+Random programs, in ``tests/faults``, have other losses and context parallelism.
 """
 
 from __future__ import annotations
@@ -125,10 +125,7 @@ def check_extremes(group: dist.ProcessGroup) -> None:
     assert tail.item() == -INF
     tail.sum().backward()
     assert (leaf.grad == 0).all()
-
-
-def check_ties_of_partitions(group: dist.ProcessGroup) -> None:
-    """The largest logit is on every rank, which may have a single column."""
+    # The largest logit is on every rank, which may have a single column.
     for columns in (group.size(), 2 * group.size()):
         targets = torch.tensor([0, 1, columns - 1, IGNORE]).clamp(max=columns - 1)
         check(torch.zeros(4, columns), targets, group)
@@ -250,7 +247,7 @@ def check_collectives(group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def check_selection(group: dist.ProcessGroup) -> None:
-    """Also of more than one rank has, and of everything."""
+    """Also of more than one rank has, and of everything; of equal logits the lowest ids."""
     for dtype, bound in ((torch.float32, 2e-6), (torch.float64, 1e-9), (torch.bfloat16, 2e-6)):
         logits = random_logits(T, V, dtype)
         for k in (1, K, V // group.size() + 3, V):
@@ -263,10 +260,6 @@ def check_selection(group: dist.ProcessGroup) -> None:
             assert relative_error(found.log_probs, log_probs, log_probs.abs()) <= bound
             assert k == V or relative_error(found.tail_log_prob, tail, tail.abs()) <= bound
             assert k < V or found.tail_log_prob.isneginf().all()
-
-
-def check_ties(group: dist.ProcessGroup) -> None:
-    """Of equal logits the lowest ids, wherever the borders are."""
     generator = torch.Generator().manual_seed(0)
     for columns in (2, 6, 40):
         logits = torch.randint(3, (20, columns * group.size()), generator=generator).float()
@@ -316,43 +309,10 @@ def check_padding(group: dist.ProcessGroup) -> None:
 CHECKS: tuple[Callable[[dist.ProcessGroup], None], ...] = (
     check_dense,
     check_extremes,
-    check_ties_of_partitions,
     check_poisons,
     check_no_rows,
     check_refusals,
     check_refused_on_one_rank,
     check_selection,
-    check_ties,
     check_padding,
 )
-
-
-@on_ranks(2, megatron=False)
-def test_distillation_over_context_parallel_ranks() -> None:
-    """Every rank has the whole loss, and of its own rows the gradient of all ranks' losses together."""
-    totals, responses = [9, 4, 21, 2], [5, 0, 20, 1]
-    generator = torch.Generator().manual_seed(0)
-    teacher = losses.vocab_parallel_topk(torch.randn(sum(responses), 30, generator=generator).double(), 5)
-    masks = [torch.rand(n, generator=generator) < 0.8 for n in responses]
-    batch = losses.DistillationBatch([teacher.split(responses)], masks)
-    # By response token; on the ranks they lie elsewhere.
-    rows = torch.randn(sum(responses), 30, generator=generator).double()
-    group = dist.group.WORLD
-    whole = losses.SequenceLayout.build(totals, responses)
-    split = losses.SequenceLayout.build(totals, responses, cp_rank=group.rank(), cp_size=2)
-    for options in (
-        losses.DistillationOptions(),
-        losses.DistillationOptions(divergence="forward_kl", normalization="sequence"),
-    ):
-        results = []
-        for layout, cp_group in ((whole, None), (split, group)):
-            logits = torch.zeros(1, layout.num_rows, 30, dtype=torch.float64)
-            logits[0, layout.response_rows] = rows[layout.response_index]
-            logits.requires_grad_()
-            loss_func = losses.make_distillation_loss_func(layout, batch, options, cp_group=cp_group)
-            loss, count, metrics = loss_func(logits)
-            loss.backward()
-            results.append((loss.detach(), count, metrics, logits.grad[0, layout.response_rows]))
-        (*alone, gradient), (*over_ranks, gradient_cp) = results
-        torch.testing.assert_close(over_ranks, alone)
-        torch.testing.assert_close(gradient_cp, gradient[split.response_index] * 2)

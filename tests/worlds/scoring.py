@@ -11,26 +11,20 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megatron_rl_patches.common.chunks import unwrap
+from megatron_rl_patches.inference import forward_log_probs
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere
 from tests.references import tiny_gpt
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank": (1, {}),
-    "TP 2": (2, {"tp": 2}),
+    "EP 2": (2, {"kind": "moe", "ep": 2}),
     "TP 2, sequence parallel": (2, {"tp": 2, "sequence_parallel": True}),
     "CP 2": (2, {"cp": 2}),
     "PP 2": (2, {"pp": 2}),
     "PP 2, VPP 2": (2, {"pp": 2, "vpp": 2}),
 }
 TEMPERATURE = 0.7
-# Shape of the tokens, lengths, response lengths, and the place of each sample in the result.
-MICROBATCHES: list[tuple[tuple[int, int], list[int], list[int], list[int]]] = [
-    ((3, 16), [16, 9, 2], [5, 8, 1], [4, 0, 6]),
-    ((2, 8), [3, 8], [0, 7], [1, 5]),
-    ((2, 12), [12, 7], [11, 3], [2, 3]),
-]
-RESPONSES = [8, 0, 11, 3, 5, 7, 1]  # of the samples, in the order of the result
 
 
 def ranks_of(layout: str) -> int:
@@ -42,16 +36,24 @@ def is_last_stage() -> bool:
 
 
 def microbatches() -> list[dict[str, Any]]:
+    """Return microbatches of seven samples, with the place of each in the result."""
     generator = torch.Generator().manual_seed(3)
+    wide, narrow, other = (
+        torch.randint(32, size, generator=generator) for size in ((3, 16), (2, 8), (2, 12))
+    )
+    of_wide: dict[str, Any] = {"lengths": torch.tensor([16, 9, 2]), "response_lengths": [5, 8, 1]}
     return [
-        {
-            "tokens": torch.randint(32, shape, generator=generator),
-            "lengths": torch.tensor(lengths),
-            "response_lengths": responses,
-            "indices": indices,
-        }
-        for shape, lengths, responses, indices in MICROBATCHES
+        {"tokens": wide, **of_wide, "indices": [4, 0, 6]},
+        {"tokens": narrow, "lengths": torch.tensor([3, 8]), "response_lengths": [0, 7], "indices": [1, 5]},
+        {"tokens": other, "lengths": torch.tensor([12, 7]), "response_lengths": [11, 3], "indices": [2, 3]},
     ]
+
+
+def scores_of(model: Any, batches: Sequence[Any] | None = None) -> list[torch.Tensor]:
+    """Return log-probabilities of each sample, by default of four microbatches; none if no last stage."""
+    if batches is None:
+        batches = [{"tokens": torch.arange(32).view(2, 16), "lengths": [16, 12]}] * 4
+    return getattr(forward_log_probs(model, batches, progress=False), "log_probs", [])
 
 
 def by_global_name(chunk: Any) -> Iterator[tuple[str, Any]]:
