@@ -47,7 +47,7 @@ def rollout_loss(
     loss, with the reduction of the framework.
     """
     from tests.frameworks.loss_jobs import LOSSES, LossJob, call
-    from tests.real.normalization_losses import VOCABULARY
+    from tests.real.test_normalization import VOCABULARY
 
     masks = [sample["loss_mask"] for sample in microbatch.samples]
     samples = len(microbatch.batch)

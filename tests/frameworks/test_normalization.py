@@ -12,7 +12,7 @@ from tests.frameworks.checkouts import Checkouts
 from tests.frameworks.import_stubs import EAGER
 from tests.frameworks.packages import Packages
 from tests.frameworks.test_real_verl import TENSORDICT
-from tests.real.normalization_losses import global_batch
+from tests.real.test_normalization import global_batch
 
 pytestmark = [
     pytest.mark.slow,

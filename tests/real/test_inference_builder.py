@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
@@ -49,11 +48,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP 2, VPP 2": (2, {"pp": 2, "vpp": 2}),
     "EP 2, MoE, bf16": (2, {"ep": 2, "kind": "moe", "config": ROUTER, "bf16": True}),
 }
-
-
-def in_ddp(chunks: list[Any], config: Any) -> list[Any]:
-    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True)
-    return [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
 
 
 def random_streams() -> list[Any]:
@@ -96,7 +90,7 @@ def test_is_a_policy_without_what_trains_it(layout: str) -> None:
         assert all(map(torch.equal, ours.parameters(), theirs.parameters())), "other weights than get_model's"
     assert random_streams() == streams, "a random stream has moved"
     del initialized, ours, theirs
-    policy = in_ddp(reference, config)
+    policy, _ = options.in_training(config, reference)
     for name in SYNC_FUNCTIONS:
         setattr(config, name, print)
 
@@ -265,10 +259,10 @@ def _misused(provider: Any, misuse: Any, **arguments: Any) -> Any:
 @on_ranks(1)
 def test_models_that_train() -> None:
     provider, config = prepared()
-    policy = in_ddp(OPTIONS.chunks(config), config)
+    policy, _ = OPTIONS.in_training(config, OPTIONS.chunks(config))
     returned = "the model provider returned a model"
     wrapping = "the model provider wraps the model in DistributedDataParallel"
-    refused(wrapping, lambda **ends: in_ddp([provider(**ends)], ends["config"])[0], config)
+    refused(wrapping, lambda **ends: OPTIONS.in_training(ends["config"], [provider(**ends)]), config)
     refused(f"{returned} in DistributedDataParallel", lambda **_: policy[0], config)
     refused(f"{returned} whose parameter", lambda **_: policy[0].module, config)
     ddp = type("DistributedDataParallel", (torch.nn.Module,), {})  # known by its name

@@ -119,17 +119,18 @@ def microbatch(number: int, packed: bool) -> Microbatch:
 def loss_func_of(data: Microbatch, case: Case, normalizer: float | None) -> Any:
     cp_size = parallel_state.get_context_parallel_world_size()
     rows, columns = data.rows_bs.shape
+    if case.packed:
+        own = columns // (cp_size if case.allgather_cp else 1)
+        shape: dict[str, Any] = {"qkv_format": "thd", "num_rows": own}
+    else:
+        shape = {"qkv_format": "bshd", "max_seq_lens": [columns] * rows}
     layout = SequenceLayout.build(
         data.lengths,
         data.response_lengths,
         cp_rank=parallel_state.get_context_parallel_rank(),
         cp_size=cp_size,
         allgather_cp=case.allgather_cp,
-        **(
-            {"qkv_format": "thd", "num_rows": columns // (cp_size if case.allgather_cp else 1)}
-            if case.packed
-            else {"qkv_format": "bshd", "max_seq_lens": [columns] * rows}
-        ),
+        **shape,
     )
     return make_loss_func(
         data.tokens,
@@ -196,9 +197,7 @@ def dense_gradients(
         data = microbatch(number, case.packed)
         output = gpt(data.rows_bs, data.position_ids_bs, causal_mask())
         logits_bsv = gather_from_tensor_model_parallel_region(output) / TEMPERATURE
-        logits = logits_bsv
-        if case.packed:
-            logits = logits_bsv[0, : sum(data.lengths)].split(data.lengths)
+        logits = logits_bsv[0, : sum(data.lengths)].split(data.lengths) if case.packed else logits_bsv
         for logits_sv, tokens, response in zip(logits, data.tokens, data.response_lengths, strict=True):
             prompt = len(tokens) - response
             log_softmax = logits_sv[prompt - 1 : len(tokens) - 1].log_softmax(dim=-1)

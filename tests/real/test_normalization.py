@@ -1,18 +1,167 @@
-"""``check_normalization`` on losses with known faults, on this package's own losses, and on a train step."""
+"""``check_normalization`` on losses with known faults, on this package's own losses, and on a train step.
+
+Losses import Megatron when they are called, as that of a framework may have to be found first.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.losses import DistillationOptions, PolicyOptions
-from megatron_rl_patches.testing import SPLITS, Split, check_normalization
-from tests.real import normalization_losses as losses
+from megatron_rl_patches.losses import (
+    DistillationBatch,
+    DistillationOptions,
+    PolicyBatch,
+    PolicyOptions,
+    SequenceLayout,
+    TopKDistribution,
+    make_distillation_loss_func,
+    make_loss_func,
+    mean_count,
+    packed_log_probs_and_entropy,
+)
+from megatron_rl_patches.testing import SPLITS, Microbatch, Split, check_normalization
 
 pytestmark = pytest.mark.runs("losses", ranks=[1, 2])
+
+VOCABULARY = 32
+#: Prompt and response of each sample: their numbers of tokens differ in every split.
+LENGTHS = ((2, 9), (1, 7), (5, 1), (3, 8), (1, 4), (2, 2), (3, 1), (1, 3))
+#: Samples in which every token is masked.
+MASKED = (3, 7)
+TOPK = 4
+
+
+def global_batch() -> list[dict[str, torch.Tensor]]:
+    """Return samples, with a teacher whose tails are next to nothing.
+
+    Frameworks that leave the tail out have the same gradient then.
+    """
+    generator = torch.Generator().manual_seed(0)
+    batch = []
+    for number, (prompt, response) in enumerate(LENGTHS):
+        mask = torch.ones(response, dtype=torch.int)
+        if response > 3:
+            mask[1] = 0  # the output of a tool
+        if number in MASKED:
+            mask.zero_()
+        tail = torch.full((response,), 1e-6).log()
+        ids = torch.rand(response, VOCABULARY, generator=generator).topk(TOPK, dim=1).indices
+        teacher_logits = torch.randn(response, TOPK, generator=generator)
+        batch.append(
+            {
+                "tokens": torch.randint(VOCABULARY, (prompt + response,), generator=generator),
+                "loss_mask": mask,
+                "advantages": torch.randn(response, generator=generator),
+                "old_log_probs": -3.5 + 0.1 * torch.randn(response, generator=generator),
+                "values": torch.zeros(response),
+                "returns": torch.randn(response, generator=generator),
+                "teacher_ids": ids,
+                "teacher_log_probs": teacher_logits.log_softmax(1) + torch.log1p(-tail.exp())[:, None],
+                "teacher_tail": tail,
+            }
+        )
+    return batch
+
+
+def layout_of(microbatch: Microbatch) -> SequenceLayout:
+    from megatron.core import parallel_state
+
+    return SequenceLayout.build(
+        [len(sample["tokens"]) for sample in microbatch.samples],
+        [len(sample["loss_mask"]) for sample in microbatch.samples],
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
+    )
+
+
+def of_package(
+    options: PolicyOptions | DistillationOptions, microbatch: Microbatch, logits: torch.Tensor
+) -> Any:
+    """The loss of this package, as its documentation says for either value of calculate_per_token_loss."""
+    from megatron.core import parallel_state
+
+    normalizer = None
+    if not microbatch.calculate_per_token_loss:
+        masks = [sample["loss_mask"] for sample in microbatch.batch]
+        microbatches = microbatch.num_microbatches * microbatch.split.dp
+        normalizer = mean_count(masks, microbatches, options.normalization)
+    cp_group = parallel_state.get_context_parallel_group() if microbatch.split.cp > 1 else None
+    groups = {"cp_group": cp_group, "normalizer": normalizer}
+    layout, samples = layout_of(microbatch), microbatch.samples
+    if isinstance(options, DistillationOptions):
+        names = ("teacher_ids", "teacher_log_probs", "teacher_tail")
+        teacher = [TopKDistribution(*(sample[name] for name in names)) for sample in samples]
+        batch = DistillationBatch([teacher], [sample["loss_mask"] for sample in samples])
+        return make_distillation_loss_func(layout, batch, options, **groups)(logits)
+    names = ("advantages", "loss_mask", "old_log_probs")
+    columns = [[sample[name] for sample in samples] for name in names if name in microbatch.batch[0]]
+    tokens = [sample["tokens"] for sample in samples]
+    return make_loss_func(tokens, layout, PolicyBatch(*columns), options, **groups)(logits)
+
+
+def _per_token(microbatch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, SequenceLayout]:
+    """Return minus the log-prob of each response token of this rank."""
+    layout = layout_of(microbatch)
+    tokens = [sample["tokens"] for sample in microbatch.samples]
+    log_probs, _ = packed_log_probs_and_entropy(logits, tokens, layout, with_entropy=False)
+    return -torch.cat(log_probs), layout
+
+
+def with_its_count(microbatch: Microbatch, logits: torch.Tensor, forgets_cp: bool = False) -> Any:
+    """Right: the sum, and its share of the number of tokens. Wrong: with the number of all CP ranks."""
+    losses, layout = _per_token(microbatch, logits)
+    whole = torch.cat([sample["loss_mask"] for sample in microbatch.samples])
+    mask = whole[layout.response_index]
+    return (losses * mask).sum(), (whole if forgets_cp else mask).sum().int(), {}
+
+
+def mean_over(part: str, microbatch: Microbatch, logits: torch.Tensor) -> Any:
+    """Wrong: the mean over a part of the batch, which Megatron averages over microbatches.
+
+    Args:
+        part: "microbatch", or "samples", the mean of the means of its samples.
+    """
+    losses, layout = _per_token(microbatch, logits)
+    masks = [sample["loss_mask"] for sample in microbatch.samples]
+    whole = torch.cat(masks)
+    mask = whole[layout.response_index]
+    if part == "samples":
+        weights = torch.cat([mask / mask.sum().clamp(min=1) for mask in masks])[layout.response_index]
+        return (losses * weights).sum() / len(masks), {}
+    return (losses * mask).sum() / whole.sum().clamp(min=1), {}
+
+
+def of_nothing(microbatch: Microbatch, logits: torch.Tensor) -> Any:
+    return 0 * logits.sum(), {}
+
+
+def train_step(model: list[Any], microbatches: list[Microbatch]) -> None:
+    """Right: a training loop of its own, with the labels shifted."""
+    from megatron.core.distributed import finalize_model_grads
+
+    tokens = sum(int(sample["loss_mask"].sum()) for sample in microbatches[0].batch)
+    for microbatch in microbatches:
+        for sample in microbatch.samples:
+            length = len(sample["tokens"])
+            mask_ss = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+            logits_sv = model[0](sample["tokens"][None], torch.arange(length)[None], mask_ss)[0]
+            log_probs = logits_sv[:-1].log_softmax(-1).gather(1, sample["tokens"][1:, None]).squeeze(1)
+            response = log_probs[-len(sample["loss_mask"]) :]
+            (-(response * sample["loss_mask"]).sum() / tokens).backward()
+    finalize_model_grads(model)
+
+
+def half_a_train_step(model: list[Any], microbatches: list[Microbatch]) -> None:
+    """Wrong: it takes the average over the first microbatch for that over the step."""
+    kept = microbatches[:1]
+    train_step(model, [dataclasses.replace(kept[0], batch=kept[0].samples)])
+
 
 ONLY_CP = {"CP 2": SPLITS["CP 2"]}
 ONE_RANK = {name: SPLITS[name] for name in ("2 microbatches", "uneven microbatches")}
@@ -23,10 +172,8 @@ ONE_RANK = {name: SPLITS[name] for name in ("2 microbatches", "uneven microbatch
 @pytest.mark.parametrize("options", [PolicyOptions, DistillationOptions])
 @pytest.mark.slow
 def test_own_losses_weigh_the_same(options: Any, normalization: Any, calculate_per_token_loss: bool) -> None:
-    loss_func = partial(losses.of_package, options(normalization=normalization))
-    report = check_normalization(
-        loss_func, losses.global_batch(), calculate_per_token_loss=calculate_per_token_loss
-    )
+    loss_func = partial(of_package, options(normalization=normalization))
+    report = check_normalization(loss_func, global_batch(), calculate_per_token_loss=calculate_per_token_loss)
     assert report.same, report
     assert list(report.differences) == list(SPLITS)
 
@@ -39,13 +186,13 @@ def test_own_losses_weigh_the_same(options: Any, normalization: Any, calculate_p
     ],
 )
 def test_means_over_a_part_of_the_batch(part: str, different: list[str]) -> None:
-    report = check_normalization(partial(losses.mean_over, part), losses.global_batch(), ONE_RANK)
+    report = check_normalization(partial(mean_over, part), global_batch(), ONE_RANK)
     assert report.different == different
 
 
 def test_context_parallelism_that_is_forgotten() -> None:
-    forgetful = partial(losses.with_its_count, forgets_cp=True)
-    report = check_normalization(forgetful, losses.global_batch(), ONLY_CP, calculate_per_token_loss=True)
+    forgetful = partial(with_its_count, forgets_cp=True)
+    report = check_normalization(forgetful, global_batch(), ONLY_CP, calculate_per_token_loss=True)
     assert report.differences == {"CP 2": pytest.approx(0.5, rel=1e-4)}
 
 
@@ -53,11 +200,11 @@ def test_context_parallelism_that_is_forgotten() -> None:
 def test_a_train_step() -> None:
     """One that forgets microbatches after the first, so that some samples have no weight."""
     split = {"2 microbatches": Split(microbatches=2)}
-    for step, same in ((losses.train_step, True), (losses.half_a_train_step, False)):
-        report = check_normalization(step, losses.global_batch(), split, is_train_step=True)
+    for step, same in ((train_step, True), (half_a_train_step, False)):
+        report = check_normalization(step, global_batch(), split, is_train_step=True)
         assert report.same is same, report
 
 
 def test_a_loss_of_nothing() -> None:
     with pytest.raises(InvalidInputError, match="gradient of the undivided batch has the norm 0"):
-        check_normalization(losses.of_nothing, losses.global_batch(), ONLY_CP)
+        check_normalization(of_nothing, global_batch(), ONLY_CP)

@@ -1,21 +1,32 @@
-"""Logits split over real tensor-parallel ranks (gloo): values, gradients, bytes sent, refusals.
+"""Losses on real ranks (gloo) without a model: logits split over tensor-parallel ranks, samples over others.
 
-Random programs, in ``tests/faults``, have other losses and context parallelism.
+First values, gradients, bytes sent and refusals of logits in parts. Random programs, in tests/faults, have
+other losses, context parallelism, and the same bits on all ranks.
 """
 
 from __future__ import annotations
 
+import math
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import linear
 
 from megatron_rl_patches import losses
+from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.frameworks import slime_losses
+from megatron_rl_patches.frameworks.log_probs import log_probs_and_entropy
+from megatron_rl_patches.losses.logits import compiling
+from megatron_rl_patches.losses.output_layer import loss_of_labels
+from tests.faults.programs import OPERATIONS
 from tests.ranks import everywhere, on_ranks
 from tests.references import dense_topk
 from tests.references.dense import IGNORE, errors, relative_error
@@ -29,6 +40,7 @@ from tests.unit.losses.logits.test_log_probs import (
     random_logits,
     random_targets,
 )
+from tests.unit.losses.sequences.cp_reference import CORNERS, Case
 
 T, V, K = 11, 1004, 8
 KEEP = torch.rand(T, V, generator=torch.Generator().manual_seed(2)) < 0.2
@@ -47,9 +59,6 @@ def test_ranks(tp_size: int) -> None:
     group = dist.new_group(list(range(tp_size)))
     for check_these in CHECKS:
         check_these(group)
-    values = check_collectives(group) + check_bytes(group)
-    # All ranks have the same bits.
-    assert len(set(everywhere(b"".join(value.numpy().tobytes() for value in values)))) == 1
     with sent_bytes() as calls:
         alone, _ = dist.new_subgroups(1)
         check(random_logits(T, V), random_targets(T, V), alone)
@@ -222,28 +231,21 @@ def check_refused_on_one_rank(group: dist.ProcessGroup) -> None:
             assert [name for name, _ in calls] == ["all_gather_into_tensor", "all_reduce"]
 
 
-def check_collectives(group: dist.ProcessGroup) -> list[Tensor]:
+def check_collectives(group: dist.ProcessGroup) -> None:
     """One all-gather forward, none backward; in every mode."""
-    values: list[Tensor] = []
     columns = mine(group)
     for options in map(dict, OPTIONS):
         if "keep_mask" in options:
             options["keep_mask"] = options["keep_mask"][:, columns]
-        n = len(torch.arange(T)[options.get("rows", slice(None))])
         logits = random_logits(T, V)[:, columns].clone().requires_grad_() * 1
-        targets = at_borders(n, group)
+        targets = at_borders(len(torch.arange(T)[options.get("rows", slice(None))]), group)
         with sent_bytes() as calls:
             found = losses.vocab_parallel_log_probs_and_entropy(logits, targets, tp_group=group, **options)
             sum(one.sum() for one in found if one.requires_grad).backward()
             options.pop("entropy_grad", None)
             logits = random_logits(T, V)[:, columns].clone()
-            alone = losses.vocab_parallel_log_probs(logits, targets, tp_group=group, **options)
+            losses.vocab_parallel_log_probs(logits, targets, tp_group=group, **options)
         assert [name for name, _ in calls] == ["all_gather_into_tensor"] * 2
-        of_ids: Any = {name: options[name] for name in options if name in ("rows", "temperature")}
-        indices = random_indices(n, V, K)
-        at_ids = losses.vocab_parallel_log_probs_at(logits, indices, tp_group=group, with_tail=True, **of_ids)
-        values += [one.detach() for one in (*found, alone, *at_ids)]
-    return values
 
 
 def check_selection(group: dist.ProcessGroup) -> None:
@@ -270,7 +272,7 @@ def check_selection(group: dist.ProcessGroup) -> None:
             assert found.indices.equal(largest(logits, k))
 
 
-def check_bytes(group: dist.ProcessGroup) -> list[Tensor]:
+def check_bytes(group: dist.ProcessGroup) -> None:
     """One collective in forward and none in backward, of what belongs to the ids alone."""
     logits = torch.randn(64, V, generator=torch.Generator().manual_seed(0))[:, mine(group)]
     indices = random_indices(64, V, 16)
@@ -284,7 +286,6 @@ def check_bytes(group: dist.ProcessGroup) -> list[Tensor]:
         ("all_gather_into_tensor", 64 * (8 * 16 + 8) + 8),
         ("all_reduce", 64 * (4 * 16 + 8 * group.size()) + 8 * group.size()),
     ]
-    return [found.indices, found.log_probs, found.tail_log_prob, log_probs.detach(), tail.detach()]
 
 
 def check_padding(group: dist.ProcessGroup) -> None:
@@ -313,6 +314,227 @@ CHECKS: tuple[Callable[[dist.ProcessGroup], None], ...] = (
     check_no_rows,
     check_refusals,
     check_refused_on_one_rank,
+    check_collectives,
     check_selection,
+    check_bytes,
     check_padding,
 )
+
+
+# --- One rank differs from the others: losses and gradients stay, and nobody waits. Which collectives run
+# follows from what every rank knows, not from whether this rank has read the logits, holds a storage that can
+# be overwritten, or has had an error of its own. More that one rank does is in test_random_programs.py.
+
+ROWS, WIDTH, IDS = 12, 6, 40
+TOKENS = torch.randint(IDS, (ROWS,), generator=torch.Generator().manual_seed(1))
+Use = Callable[[Tensor], Any]
+
+#: What one rank alone does with the logits ``[1, ROWS, IDS / tp]``.
+LOOKS: dict[str, Use] = {"waits for the gradient": lambda x: x.register_hook(lambda gradient: gradient)}
+for _name in ("no operation", "read", "columns read", "stored", "nan_to_num in place"):
+    LOOKS[_name] = OPERATIONS[_name]
+
+
+def _upstream(logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = False) -> Any:
+    raise AssertionError("its collectives are others")
+
+
+def _loss_of_labels(logits: Tensor, group: Any, look: Use) -> Tensor:
+    look(logits)
+    layer = Namespace(tp_group=group)
+    return loss_of_labels(_upstream, layer, TOKENS[None], logits.transpose(0, 1)).sum()
+
+
+def _slimes_loss(logits: Tensor, group: Any, look: Use) -> Tensor:
+    """As up to slime v0.2.4, and in miles: sample after sample. The rank looks between two samples."""
+
+    def framework(logits: Tensor, args: Namespace) -> Tensor:
+        parts = []
+        for start in (0, 5):
+            chunk = logits[0].div(0.7)[start : start + 5]
+            call = Call(_upstream, (chunk, TOKENS[start : start + 5], group), {"with_entropy": True})
+            log_probs, entropy = slime_losses.calculate_log_probs_and_entropy(call)
+            parts += [log_probs.squeeze(-1), entropy]
+            look(logits)
+        return torch.cat(parts).sum()
+
+    return slime_losses.get_log_probs_and_entropy(Call(framework, (logits, Namespace())))
+
+
+def _recomputed(logits: Tensor, group: Any, look: Use) -> Tensor:
+    """The rank looks after forward, before backward computes the loss again."""
+    log_probs = losses.checkpointed(losses.vocab_parallel_log_probs_and_entropy)(
+        logits[0], TOKENS, tp_group=group
+    )[0]
+    look(logits)
+    return log_probs.sum()
+
+
+LOSSES = {"loss of labels": _loss_of_labels, "slime's loss": _slimes_loss, "recomputed": _recomputed}
+#: A hook must be registered before the loss, and a write before what backward reads again.
+LEFT_OUT = {("recomputed", "nan_to_num in place"), ("recomputed", "waits for the gradient")}
+LEFT_OUT |= {("slime's loss", "waits for the gradient")}
+
+
+def _gradients(loss: Callable[..., Tensor], look: Use, group: Any, deferred: bool = True) -> list[Tensor]:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(*shape, generator=generator).double() for shape in ((1, ROWS, WIDTH), (IDS, WIDTH))
+    )
+    leaves = hidden.requires_grad_(), weight.chunk(size)[rank].clone().requires_grad_()
+    logits = losses.deferred_logits(*leaves, tp_group=group) if deferred else linear(*leaves) * 1
+    value = loss(logits, group, look)
+    return [value.detach(), *torch.autograd.grad(value, leaves)]
+
+
+@on_ranks(2, megatron=False)
+def test_one_rank_has_looked() -> None:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    alone, _ = dist.new_subgroups(1)
+    for (name, loss), (what, look) in product(LOSSES.items(), LOOKS.items()):
+        if (name, what) in LEFT_OUT:
+            continue
+        value, of_hidden, of_weight = _gradients(loss, LOOKS["no operation"], alone)
+        look = look if rank == 1 else LOOKS["no operation"]
+        mine = _gradients(loss, look, group)
+        torch.testing.assert_close(mine, [value, of_hidden, of_weight.chunk(2)[rank]])
+        if name == "slime's loss":  # of logits that exist, whose model sums the gradient of hidden states
+            of_value, _, of_weight_of_rank = _gradients(loss, look, group, deferred=False)
+            torch.testing.assert_close([of_value, of_weight_of_rank], [value, of_weight.chunk(2)[rank]])
+
+
+@on_ranks(2, megatron=False, timeout=60)
+def test_one_rank_cannot_overwrite_its_logits() -> None:
+    """As verl's losses, which overwrite the logits where they can."""
+    rank = dist.get_rank()
+    whole = torch.randn(ROWS, IDS, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    expected, entropies = losses.vocab_parallel_log_probs_and_entropy(whole, TOKENS)
+    (expected + entropies).sum().backward()
+    leaf = whole.detach().chunk(2, dim=1)[rank].contiguous().requires_grad_()
+    log_probs, entropies = log_probs_and_entropy(
+        leaf if rank == 1 else leaf * 1, TOKENS, dist.group.WORLD, with_entropy=True, inplace_backward=True
+    )
+    (log_probs + entropies).sum().backward()
+    torch.testing.assert_close(log_probs, expected)
+    torch.testing.assert_close(leaf.grad, whole.grad.chunk(2, dim=1)[rank])
+
+
+@on_ranks(2, megatron=False)
+def test_one_rank_compiles() -> None:
+    """It cuts blocks and sums in another way. Ids that one side rules out need a second pass on all ranks."""
+    rank, columns = dist.get_rank(), 2048
+    student, teacher = torch.randn(2, ROWS, columns, generator=torch.Generator().manual_seed(0)).double()
+    student[2, :256], teacher[1, 1100:1900] = -math.inf, -math.inf
+
+    def values(student: Tensor, teacher: Tensor, group: Any = None) -> list[Tensor]:
+        leaf = student.clone().requires_grad_()
+        log_probs, entropies = losses.vocab_parallel_log_probs_and_entropy(leaf, TOKENS, tp_group=group)
+        kinds: Any = ("reverse_kl", "forward_kl", "jensen_shannon")
+        divergences = [
+            losses.full_vocabulary_divergence(leaf, teacher, divergence=kind, tp_group=group)
+            for kind in kinds
+        ]
+        results = torch.stack([log_probs, entropies, *divergences])
+        return [results.detach(), *torch.autograd.grad(results[:, 1:].sum(), leaf)]
+
+    expected, gradient = values(student, teacher)
+    with (
+        mock.patch.object(compiling, "WORTHWHILE_ELEMENTS", 0 if rank == 0 else math.inf),
+        mock.patch.object(compiling, "_has_compiler", lambda device: True),
+        mock.patch.object(compiling, "_call_compiled", lambda function, *arguments: function(*arguments)),
+    ):
+        mine = (logits.chunk(2, dim=1)[rank] for logits in (student, teacher))
+        results_here, gradient_here = values(*mine, group=dist.group.WORLD)
+    assert all(torch.equal(results_here, other) for other in everywhere(results_here))
+    torch.testing.assert_close([results_here, gradient_here], [expected, gradient.chunk(2, dim=1)[rank]])
+
+
+# --- Layouts on context-parallel ranks: gathering, its gradient, and who takes part in backward.
+
+RAGGED: dict[str, Any] = {"prompts": (1, 12, 3, 5), "responses": (9, 2, 0, 17)}
+SCHEMES: tuple[dict[str, Any], ...] = (
+    {"sample_padding": 1, "tail": 3},
+    {"scheme": "padded", "sample_padding": 2},
+    {"scheme": "all-gather", "tail": 2},
+)
+
+
+def _cases(cp_size: int) -> list[Case]:
+    corners = [case for case in CORNERS.values() if case.cp_size == cp_size]
+    return corners + [Case(**RAGGED, cp_size=cp_size, **scheme) for scheme in SCHEMES]
+
+
+def counting_all_reduces() -> Any:
+    return mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce)
+
+
+def _check_gathering(case: Case, group: dist.ProcessGroup) -> None:
+    rank = dist.get_rank(group)
+    layout, generator = case.layout(rank), torch.Generator().manual_seed(1)
+    full = [torch.randn(n, 2, dtype=torch.float64, generator=generator) for n in case.responses]
+    local = torch.cat(layout.local_parts(full)).requires_grad_()
+
+    with counting_all_reduces() as all_reduce:
+        gathered = layout.gather_responses(local, group)
+        assert all_reduce.call_count == (sum(case.responses) > 0)
+        # The loss of rank r is (r + 1) times the sum of squares: together 1 + 2 + ... times.
+        sum((rank + 1) * (part**2).sum() for part in gathered).backward()
+        assert all_reduce.call_count == 2 * (sum(case.responses) > 0)
+    assert all(map(torch.equal, gathered, full))
+    ranks = case.cp_size * (case.cp_size + 1) // 2
+    torch.testing.assert_close(local.grad, 2 * ranks * local.detach())
+
+    with counting_all_reduces() as all_reduce, torch.no_grad():
+        quiet = layout.gather_responses(layout.split_responses(local), group)
+        assert all_reduce.call_count == (sum(case.responses) > 0)
+    assert all(map(torch.equal, quiet, full))
+    assert not any(part.requires_grad for part in quiet)
+    ids = [torch.arange(n) for n in case.responses]
+    assert all(map(torch.equal, layout.gather_responses(layout.local_parts(ids), group), ids))
+
+
+def _check_wrong_groups(cp2: dist.ProcessGroup, cp4: dist.ProcessGroup) -> None:
+    """What is wrong on one rank alone is in ``tests/unit/losses/sequences``."""
+    layout = Case((3, 2), (4, 9), cp_size=2).layout(dist.get_rank(cp2))
+    values = torch.zeros(len(layout.response_index))
+    with counting_all_reduces() as all_reduce:
+        with pytest.raises(InvalidInputError, match=r"rank \d of 4, but .* rank \d of 2"):
+            layout.gather_responses(values, cp4)
+        with pytest.raises(InvalidInputError, match="values have the lengths"):
+            layout.gather_responses([values], cp2)
+        all_reduce.assert_not_called()
+
+
+@on_ranks(4, megatron=False)
+def test_gathering_on_real_ranks() -> None:
+    """As one CP group of 4, and as two of 2."""
+    assert any(0 in layout.local_lengths for case in _cases(4) for layout in case.layouts())
+    assert any(not sum(layout.local_lengths) for case in _cases(4) for layout in case.layouts())
+    cp4 = dist.group.WORLD
+    cp2, _ = dist.new_subgroups(2)  # 0 1, 2 3
+    for cp_size, group in ((2, cp2), (4, cp4)):
+        for case in _cases(cp_size):
+            _check_gathering(case, group)
+    _check_wrong_groups(cp2, cp4)
+
+
+@on_ranks(2, megatron=False)
+def test_backward_does_not_wait_for_ranks_without_gradient() -> None:
+    # Rank 0 holds nothing but prompt, rank 1 the response.
+    layout = Case((12,), (4,), cp_size=2, scheme="all-gather").layout(dist.get_rank())
+    count = len(layout.response_index)
+    assert everywhere(count) == [0, 4]
+    log_probs = torch.zeros(count, requires_grad=True)
+    entropy = torch.ones(count)  # without gradient, its coefficient is zero
+    # What says nothing on the rank without tokens, and what says the wrong thing.
+    for values, requires_grad in (
+        (entropy, False),
+        (log_probs * 2 if count else torch.zeros(0), True),
+        (entropy if count else torch.zeros(0, requires_grad=True), False),
+    ):
+        (gathered,) = layout.gather_responses(values, dist.group.WORLD)
+        assert gathered.requires_grad == requires_grad
+        (log_probs.sum() + gathered.sum()).backward()
+    # 1 from each of three losses' own sums, and 2 from the gathered values of the losses of both ranks.
+    assert log_probs.grad.tolist() == [3 + 2 * 2] * count
