@@ -27,8 +27,6 @@ Strike = Callable[[str], None]  # raises, and gets the stage
 # done, so that only equality across ranks is defined. After it, training goes on with the next one.
 STAGES = ("before forward", "forward 0", "forward 1", "backward 0", "backward 1", "before step", "in step")
 STAGES += ("after step",)
-#: Of a mixture of experts, within the forward pass of the second microbatch.
-STAGES_OF_EXPERTS = ("expert 1", "dispatcher 1")
 #: Steps done by calls before, and step of the failing call: the very first batch, a first step, a later one.
 PLACES = {"first batch": (0, 0), "first step": (1, 0), "later step": (1, 1)}
 
@@ -62,33 +60,22 @@ def interrupt(stage: str) -> None:
 
 @contextmanager
 def _striking_within(chunk: torch.nn.Module, kind: str, strike: Strike) -> Iterator[None]:
-    """Strike within a pass: half way back, in the first expert of the last layer, or when it got its tokens.
+    """Strike within a pass: half way back, or in the first expert of the last layer.
 
     Half way back, later layers have their gradients and some bucket groups have dispatched, but not all.
     """
-    with ExitStack() as stack:
-        if kind == "backward":
-            layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
+    if kind == "backward":
+        layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
 
-            def hook(module: Any, inputs: Any, output: tuple[Any, ...]) -> None:
-                output[0].register_hook(lambda gradient: strike("half way back"))
+        def hook(module: Any, inputs: Any, output: tuple[Any, ...]) -> None:
+            output[0].register_hook(lambda gradient: strike("half way back"))
 
-            stack.callback(layers[len(layers) // 2 - 1].register_forward_hook(hook).remove)
-        else:
-            layer = [module for module in chunk.modules() if isinstance(module, MoELayer)][-1]
-            dispatcher = layer.token_dispatcher
-            if kind == "expert":
-                owner, name = layer.experts.local_experts[0], "forward"
-            else:
-                new_name = hasattr(dispatcher, "token_dispatch")
-                owner, name = dispatcher, "token_dispatch" if new_name else "token_permutation"
-            method = getattr(owner, name)
-
-            def run_and_strike(*args: Any, **kwargs: Any) -> None:
-                method(*args, **kwargs)
-                strike(f"in {name}")
-
-            stack.enter_context(mock.patch.object(owner, name, run_and_strike))
+        with layers[len(layers) // 2 - 1].register_forward_hook(hook):
+            yield
+        return
+    moe = [module for module in chunk.modules() if isinstance(module, MoELayer)][-1]
+    expert = moe.experts.local_experts[0]
+    with expert.register_forward_hook(lambda *unused: strike("in an expert")):
         yield
 
 

@@ -106,7 +106,7 @@ def step(model: Sequence[Any], optimizer: Any, bad: bool = False, bad_names: str
     return optimizer.step()
 
 
-@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_what_is_said_on_which_rank_and_no_further_collective(bf16: bool) -> None:
     lines: list[str] = []

@@ -241,9 +241,6 @@ NEEDING_WEIGHTS: dict[Callable[[Any, Any], Any], str] = {
     lambda model, weight: model.decoder.register_buffer("norms", weight.detach().norm(dim=1)): (
         "makes decoder.norms from a weight while it builds the model"
     ),
-    lambda model, weight: setattr(model, "flat", weight.detach().view(-1)): (
-        "makes flat from a weight while it builds the model"
-    ),
     lambda model, weight: setattr(model, "reference", weakref.ref(weight)): (
         r"holds another reference to output_layer.weight than modules do \(RuntimeError: "
     ),

@@ -6,14 +6,12 @@ one model, all samples of the step in one batch, whole rows of logits, and the t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -29,9 +27,10 @@ from megatron_rl_patches.losses import (
     mean_count,
 )
 from megatron_rl_patches.testing import TinyModel
-from tests.ranks import by_speed, on_ranks
+from tests.ranks import by_speed, everywhere, on_ranks
 from tests.references import tiny_gpt
 from tests.unit.losses.objectives.test_policy import LIMIT, transcribed
+from tests.worlds.scoring import by_global_name
 
 pytestmark = pytest.mark.runs("losses", ranks=[1, 2])
 
@@ -172,19 +171,11 @@ def causal_mask() -> torch.Tensor:
     return torch.ones(1, 1, tiny_gpt.SEQUENCE, tiny_gpt.SEQUENCE, dtype=torch.bool).triu(1)
 
 
-def weights_and_gradients(model: list[Any], pp: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def weights_and_gradients(model: list[Any]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Of all stages of the pipeline, under the names that they have in a model of one stage."""
-    per_chunk = tiny_gpt.LAYERS // (pp * len(model))
-    mine = {}
-    for stage, chunk in enumerate(model):
-        before = (stage * pp + parallel_state.get_pipeline_model_parallel_rank()) * per_chunk
-        for name, parameter in chunk.module.named_parameters():
-            name = re.sub(r"layers\.(\d+)", lambda found: f"layers.{int(found[1]) + before}", name)  # noqa: B023
-            mine[name] = parameter.detach().clone(), parameter.main_grad.clone()
-    stages: list[Any] = [None] * pp
-    torch.distributed.all_gather_object(
-        stages, mine, group=parallel_state.get_pipeline_model_parallel_group()
-    )
+    named = [named for chunk in model for named in by_global_name(chunk)]
+    mine = {name: (parameter.detach().clone(), parameter.main_grad.clone()) for name, parameter in named}
+    stages = everywhere(mine, parallel_state.get_pipeline_model_parallel_group())
     return {name: tensors for stage in stages for name, tensors in stage.items()}
 
 
@@ -229,7 +220,7 @@ def _compare(sizes: dict[str, Any], name: str, case: Case) -> None:
     model, _ = tiny.build()
     reports, replicas = train_step(case, model)
     averages = average_metrics(reports, parallel_state.get_data_parallel_group(with_context_parallel=True))
-    trained = weights_and_gradients(model, tiny.pp)
+    trained = weights_and_gradients(model)
 
     (whole,), _ = TinyModel(tp=tiny.tp, **flags).build()
     gpt = whole.module

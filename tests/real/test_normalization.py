@@ -167,9 +167,15 @@ ONLY_CP = {"CP 2": SPLITS["CP 2"]}
 ONE_RANK = {name: SPLITS[name] for name in ("2 microbatches", "uneven microbatches")}
 
 
-@pytest.mark.parametrize("calculate_per_token_loss", [True, False])
-@pytest.mark.parametrize("normalization", ["token", "sequence"])
-@pytest.mark.parametrize("options", [PolicyOptions, DistillationOptions])
+@pytest.mark.parametrize(
+    ("options", "normalization", "calculate_per_token_loss"),
+    [
+        (PolicyOptions, "token", True),
+        (PolicyOptions, "sequence", False),
+        (DistillationOptions, "token", False),
+        (DistillationOptions, "sequence", True),
+    ],
+)
 @pytest.mark.slow
 def test_own_losses_weigh_the_same(options: Any, normalization: Any, calculate_per_token_loss: bool) -> None:
     loss_func = partial(of_package, options(normalization=normalization))

@@ -209,26 +209,26 @@ def test_gathering_that_would_destroy_gradients_is_refused() -> None:
     refused("the layer-wise optimizer", only_rank=1)
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 @on_ranks(2)
-def test_replicas_have_batches_of_their_own(dispatcher: str) -> None:
+def test_replicas_have_batches_of_their_own() -> None:
     """In other numbers, and where the dispatcher allows it, of other widths; what one refuses, all refuse."""
     rank = torch.distributed.get_rank()
-    tiny = tiny_model("moe", ep=2, config={"moe_token_dispatcher_type": dispatcher})
-    tiny.initialize()
-    chunks = tiny.chunks()
-    batches = [microbatch(10 * rank + number) for number in range(3)]
-    equal = scores_of(chunks, batches)
-    own = batches[: 3 - 2 * rank]
-    unequal = scores_of(chunks, own)
-    assert len(unequal) == 2 * len(own)
-    torch.testing.assert_close(unequal, equal[: len(unequal)])
-    wider = [microbatch(rank, 8 + 4 * rank)]
-    if dispatcher == "allgather":
-        with pytest.raises(InvalidInputError, match="needs the same: pad the tokens"):
-            scores_of(chunks, wider)
-    else:
-        assert [len(one) for one in scores_of(chunks, wider)] == [7 + 4 * rank, 5 + 4 * rank]
+    for dispatcher in ("alltoall", "allgather"):
+        tiny = tiny_model("moe", ep=2, config={"moe_token_dispatcher_type": dispatcher})
+        tiny.initialize()
+        chunks = tiny.chunks()
+        batches = [microbatch(10 * rank + number) for number in range(3)]
+        equal = scores_of(chunks, batches)
+        own = batches[: 3 - 2 * rank]
+        unequal = scores_of(chunks, own)
+        assert len(unequal) == 2 * len(own)
+        torch.testing.assert_close(unequal, equal[: len(unequal)])
+        wider = [microbatch(rank, 8 + 4 * rank)]
+        if dispatcher == "allgather":
+            with pytest.raises(InvalidInputError, match="needs the same: pad the tokens"):
+                scores_of(chunks, wider)
+        else:
+            assert [len(one) for one in scores_of(chunks, wider)] == [7 + 4 * rank, 5 + 4 * rank]
     bad = [{**microbatch(0), "lengths": [9, 9]}] if rank == 1 else [microbatch(0)]
     with pytest.raises(InvalidInputError, match=r"microbatch 0: lengths \[9, 9\] do not fit"):
         scores_of(chunks, bad)

@@ -21,7 +21,7 @@ from megatron.core.utils import get_model_config
 from megatron_rl_patches import Settings, applied, doctor
 from megatron_rl_patches.reentry import reentrant_train, training_warnings
 from megatron_rl_patches.testing import TinyModel
-from tests.ranks import everywhere, on_ranks
+from tests.ranks import by_speed, everywhere, on_ranks
 from tests.references import tiny_gpt
 from tests.worlds.passes import gradients_of, weights_of
 
@@ -153,7 +153,7 @@ AUXILIARY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("setting", AUXILIARY)
+@pytest.mark.parametrize("setting", by_speed(AUXILIARY, fast=("moe_aux_loss_coeff", "mtp_num_layers", "")))
 @on_ranks(1)
 def test_the_weight_of_an_auxiliary_loss(setting: str) -> None:
     """Microbatches have the same number of tokens, so the option makes no difference.
@@ -202,8 +202,8 @@ def test_parameters_that_are_not_gathered(hooks: str, form: str) -> None:
         assert "disable_forward_pre_hook()" in first[0]
 
 
-@pytest.mark.parametrize("distributed", [True, False])
 @pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("distributed", [False, pytest.param(True, marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_gradients_that_nobody_reduces(distributed: bool, overlap: bool) -> None:
     """The loop reduces them with the schedule, itself, on a copy of the model's config only, or never."""
