@@ -12,7 +12,7 @@ from tests.device_thread import device_thread
 from tests.ranks import on_ranks
 from tests.references import tiny_gpt
 
-ROLLOUTS, STEPS, MICROBATCHES = 4, 2, 2
+ROLLOUTS, STEPS, MICROBATCHES = 3, 2, 2
 SETTINGS = Settings(train_functions=("tests.references.tiny_gpt:train",))
 NO_SYNC = "When overlap_grad_reduce is True, config.no_sync_func must be None"
 
