@@ -44,9 +44,8 @@ test-slow: venv
 # the oldest and the newest. Every model on every layout takes seven minutes for each release: `make models` records them
 # every night.
 RELEASES ?= 0.14.0 0.19.2
-RELEASE_TESTS := models release reentry \
-    training_warnings expert_norm finite_step router_replay inference_builder inference_checkpoint scoring scoring_policy \
-    loss_func lean_head
+RELEASE_TESTS := models release reentry training_warnings expert_norm finite_step router_replay inference_builder \
+    inference_checkpoint scoring scoring_policy loss_func lean_head
 test-releases: venv
 	set -e; for release in $(RELEASES); do \
 	    $(BIN)/python -m pytest $(PARALLEL) --dist=worksteal --megatron-core $$release -m "not nightly" \
