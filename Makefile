@@ -10,13 +10,13 @@ PARALLEL ?= --numprocesses=2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help venv demo test test-all test-rest test-slow test-releases test-oldest test-newest test-cuda-rehearsal \
+.PHONY: help venv demo test test-all test-rest test-slow test-nightly test-releases test-oldest test-newest test-cuda-rehearsal \
     test-frameworks conformance models checkouts verdicts runs report release-check mutation lint format bench gpu gpu-wheels docs \
     docs-version options changelog screenshots clean
 
 help:
 	@echo "make venv | demo | lint | format | bench | gpu | gpu-wheels | docs | docs-version | options | changelog | screenshots | clean"
-	@echo "make test | test-slow | test-releases | test-oldest | test-newest | test-all (these, and docs) | test-frameworks | conformance | test-cuda-rehearsal"
+	@echo "make test | test-slow | test-nightly | test-releases | test-oldest | test-newest | test-all (these, and docs) | test-frameworks | conformance | test-cuda-rehearsal"
 	@echo "make models | checkouts | verdicts | runs | report (main of each framework, every night)"
 	@echo "make release-check | mutation"
 	@echo "  PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) PYTEST_ARGS=$(PYTEST_ARGS)"
@@ -35,32 +35,38 @@ test-all:
 	$(MAKE) test
 	$(MAKE) --keep-going test-rest
 
-test-rest: test-slow test-releases test-oldest test-newest docs
+test-rest: test-slow test-oldest test-newest docs
 
 test-slow: venv
 	$(BIN)/python -m pytest -m "slow and not nightly" $(PARALLEL) --dist=worksteal $(PYTEST_ARGS)
 
-# Re-entry, inference-only models and losses on other releases of megatron-core, unpacked from their wheels:
-# the oldest and the newest. Every model on every layout takes seven minutes for each release: `make models` records them
-# every night.
-RELEASES ?= 0.14.0 0.19.2
+test-nightly: venv
+	$(BIN)/python -m pytest -m nightly $(PARALLEL) --dist=worksteal $(PYTEST_ARGS)
+
+# Re-entry, inference-only models and losses on other releases of megatron-core, unpacked from their wheels: the
+# oldest and the newest.
+OLDEST_CORE := 0.14.0
+NEWEST_CORE := 0.19.2
 RELEASE_TESTS := models release reentry training_warnings expert_norm finite_step router_replay inference_builder \
     inference_checkpoint scoring scoring_policy loss_func lean_head
+ON_RELEASE = -m pytest $(PARALLEL) --dist=worksteal $(PYTEST_ARGS) $(RELEASE_TESTS:%=tests/real/test_%.py) --megatron-core
+RELEASES ?= $(OLDEST_CORE) $(NEWEST_CORE)
 test-releases: venv
-	set -e; for release in $(RELEASES); do \
-	    $(BIN)/python -m pytest $(PARALLEL) --dist=worksteal --megatron-core $$release -m "not nightly" \
-	        $(RELEASE_TESTS:%=tests/real/test_%.py) $(PYTEST_ARGS); done
+	set -e; for release in $(RELEASES); do $(BIN)/python $(ON_RELEASE) $$release -m "not nightly"; done
 
+# Every model on every layout takes seven minutes for each release, and is recorded every night.
 models: venv
-	set -e; for release in 0.14.0 0.16.1 0.19.2; do \
+	set -e; for release in $(OLDEST_CORE) 0.16.1 $(NEWEST_CORE); do \
 	    $(BIN)/python -m pytest -m "" $(PARALLEL) --dist=worksteal --megatron-core $$release \
 	        --record-models tests/real/models.json tests/real/test_models.py $(PYTEST_ARGS); done
 
-# The oldest torch and wrapt that are allowed, and the newest of everything, in environments of their own. Their torch is
+# The oldest of everything that is allowed, and the newest of everything, in environments of their own. Their torch is
 # built with CUDA, as on an ordinary Linux machine, which needs no GPU: about 3 GB to download and 5 GB on disk, each.
+# What does not depend on megatron-core runs on the usual release.
 OLDEST := $(VENV)-oldest
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/python -m pytest $(PARALLEL) --dist=loadfile $(PYTEST_ARGS) tests/real tests/faults \
+	$(OLDEST)/bin/python $(ON_RELEASE) $(OLDEST_CORE)
+	$(OLDEST)/bin/python -m pytest $(PARALLEL) --dist=loadfile $(PYTEST_ARGS) tests/faults \
 	    $(addprefix tests/unit/,engine patches reentry inference losses frameworks test_every_patch.py)
 
 # The newest also rehearses the losses for a GPU, beside the other tests: 10 seconds. The models take longer.
@@ -68,8 +74,9 @@ NEWEST := $(VENV)-newest
 test-newest: $(NEWEST)/.installed
 	mkdir -p $(RECORDS)
 	$(NEWEST)/bin/python -m pip freeze --exclude-editable > $(RECORDS)/newest.txt
+	$(NEWEST)/bin/python $(ON_RELEASE) $(NEWEST_CORE)
 	$(NEWEST)/bin/python -m pytest $(PARALLEL) --dist=loadfile --junitxml=$(RECORDS)/newest.xml $(PYTEST_ARGS) \
-	    tests/unit tests/real tests/lab/rehearsal benchmarks/tests --deselect=$(REHEARSED_MODELS)
+	    tests/unit tests/lab/rehearsal benchmarks/tests --deselect=$(REHEARSED_MODELS)
 	$(NEWEST)/bin/megatron-rl-patches demo --rollouts=2 --ranks=1
 
 # What losses and models would ask of a GPU, on fake tensors of the oldest and of the newest torch, every night. It needs
