@@ -38,6 +38,14 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what is ``nightly``."""
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker("slow")
+
+
 def pytest_pycollect_makemodule(module_path: Path) -> None:
     """Import Megatron, which warns of what is not installed, before a module that imports it."""
     places = ("real", "faults", "gpu", "unit/frameworks", "unit/inference", "unit/losses")

@@ -156,6 +156,7 @@ def test_there_must_be_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(700)  # A busy machine takes much longer than the two minutes of an idle one.
 def test_a_dry_run_succeeds_in_every_step(tmp_path: Path) -> None:
     """The environment has the packages of this one, so that none has to be brought along."""

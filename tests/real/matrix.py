@@ -101,7 +101,7 @@ def cells(
         for layout, (ranks, sizes) in LAYOUTS.items():
             if layout not in leave_out and not reason(model, layout):
                 name = f"{model}, {layout}"
-                marks = [] if name in always else [pytest.mark.slow]
-                marks += [pytest.mark.nightly] if marks and name not in REPRESENTATIVE else []
+                mark = pytest.mark.slow if name in REPRESENTATIVE else pytest.mark.nightly
+                marks = [] if name in always else [mark]
                 parameters.append(pytest.param(ranks, {**options, **sizes}, id=name, marks=marks))
     return pytest.mark.parametrize(("ranks", "model"), parameters)

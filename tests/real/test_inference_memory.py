@@ -152,8 +152,9 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_estimate_is_what_is_live(ranks: int) -> None:
     cases = [case for case in CASES if case.world_size == ranks]
     measured = memory_cases.measure(cases)

@@ -80,9 +80,13 @@ def run(
     [
         ("DP 2", "both", [("backward 1", "backward 1")]),
         ("EP 2", "both", [("expert 1", "expert 1")]),
-        *(pytest.param("DP 2", overlap, None, marks=pytest.mark.slow) for overlap in ("grad reduce", "both")),
+        pytest.param("DP 2", "both", None, marks=pytest.mark.slow),
+        pytest.param("DP 2", "grad reduce", None, marks=pytest.mark.nightly),
         # Without data parallelism there is nothing to overlap with.
-        *(pytest.param(layout, "both", None, marks=pytest.mark.slow) for layout in ("TP 2", "PP 2", "EP 2")),
+        *(
+            pytest.param(layout, "both", None, marks=pytest.mark.nightly)
+            for layout in ("TP 2", "PP 2", "EP 2")
+        ),
     ],
 )
 @on_ranks(2, timeout=240)

@@ -53,7 +53,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
 @on_ranks(lambda tp_size: tp_size, megatron=False)
 def test_ranks(tp_size: int) -> None:
     group = dist.new_group(list(range(tp_size)))

@@ -160,7 +160,7 @@ def microbatches() -> list[dict[str, Any]]:
         ("DP 2", MOMENTS),
         ("EP 2, expert bias", ({"between microbatches"},)),
         *(
-            pytest.param(name, MOMENTS if "aligned" in name else MOMENTS[2::2], marks=pytest.mark.slow)
+            pytest.param(name, MOMENTS if "aligned" in name else MOMENTS[2::2], marks=pytest.mark.nightly)
             for name in LAYOUTS
             if name != "DP 2"
         ),

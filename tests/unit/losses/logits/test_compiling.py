@@ -190,7 +190,10 @@ def test_errors_that_are_not_hidden(compiler: Compiler, fused: bool | str, error
 @compiles
 @pytest.mark.parametrize(
     ("rows", "columns"),
-    [(5, 96), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((5, 32), (7, 4096), (2, 151936)))],
+    [
+        (5, 96),
+        *(pytest.param(*shape, marks=pytest.mark.nightly) for shape in ((5, 32), (7, 4096), (2, 151936))),
+    ],
 )
 def test_compiled(rows: int, columns: int) -> None:
     """After a call under a dispatch mode, which must not have ended compiling for this process."""
@@ -265,8 +268,8 @@ def random(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @compiles
-@pytest.mark.parametrize("inplace", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("has_mask", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inplace", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("has_mask", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_log_probs_and_entropy(plans: dict[str, Plan], inplace: bool, has_mask: bool) -> None:
     """Two softmaxes, of the columns in a mask and of all, are computed at once."""
     logits = random(torch.bfloat16 if inplace else torch.float32) * 1
@@ -283,6 +286,8 @@ def test_log_probs_and_entropy(plans: dict[str, Plan], inplace: bool, has_mask: 
     assert plans["block_gradient"] == Plan(1, expected, expected)
 
 
+#: One divergence by default, and one more, of two teachers, in CI.
+MARKS: dict[Any, Any] = {("forward_kl", 1): [], ("forward_kl", 2): pytest.mark.slow}
 COMPARED = [(name, 1) for name, divergence in DIVERGENCES.items() if divergence.counts_tail]
 
 
@@ -290,7 +295,7 @@ COMPARED = [(name, 1) for name, divergence in DIVERGENCES.items() if divergence.
 @pytest.mark.parametrize(
     ("name", "teachers"),
     [
-        pytest.param(*case, marks=[] if case == ("forward_kl", 1) else pytest.mark.slow)
+        pytest.param(*case, marks=MARKS.get(case, pytest.mark.nightly))
         for case in (*COMPARED, ("forward_kl", 2))
     ],
 )

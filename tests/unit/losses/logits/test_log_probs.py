@@ -121,7 +121,7 @@ EXTREMES: dict[str, Tensor] = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
-@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("logits", EXTREMES.values(), ids=EXTREMES)
 def test_extreme_logits(logits: Tensor, fused: bool) -> None:
     for dtype, temperature in ((torch.float32, 1.0), (torch.float32, 0.5), (torch.bfloat16, 0.5)):

@@ -90,7 +90,7 @@ def test_forward_keeps_a_few_numbers_per_row() -> None:
     assert live_bytes(lambda: AT(logits, ids, with_tail=True)).retained <= 512 * 100
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
 @of_each_size
 @pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.startswith("at")])
