@@ -1,4 +1,4 @@
-"""Who may import whom. Data flows one way; the files are read, not run."""
+"""Who may import whom, and how long things are, by files that are read, not run; the API as users type it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_rl_patches"
@@ -140,6 +143,8 @@ def test_the_startup_file_imports_one_module_of_the_package() -> None:
     strings = {str(node.value) for node in _nodes(STARTUP) if isinstance(node, ast.Constant)}
     assert {text for text in strings if re.fullmatch(rf"{PACKAGE.name}(\.\w+)+", text)} == {STARTS}
     assert not [name for name in _imports(STARTUP) if _part(name) == PACKAGE.name]
+    at_module_level = ast.parse(STARTUP.read_text()).body
+    assert not [node for node in at_module_level if isinstance(node, (ast.Import, ast.ImportFrom))]
     importers = {_part(_dotted(path)) for path in MODULES if STARTUP.stem in map(_part, _imports(path))}
     assert importers == IMPORTERS_OF_STARTUP
 
@@ -303,19 +308,26 @@ def _loaded_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-TORCH = {"torch", "megatron", "wrapt"}
+PARTS = ("engine.settings", "inference", "reentry", "testing")
+IMPORTS = "".join(f"import megatron_rl_patches.{part}; " for part in PARTS)
+SETTINGS = "megatron_rl_patches.engine.settings.Settings.from_environment()"
+NEVER = {"torch", "megatron", "typer", "rich"}
 UNLOADED = {
-    "import megatron_rl_patches": {*TORCH, "typer", "rich"},
-    "import megatron_rl_patches.engine.settings as s; s.Settings.from_environment()": TORCH,
-    "import megatron_rl_patches.testing": TORCH,
-    "import megatron_rl_patches.reentry": TORCH,
-    "import megatron_rl_patches.inference": {*TORCH, "psutil", "tqdm"},
-    "import megatron_rl_patches as m; m.apply(); m.status(); m.revert()": {
-        *("torch", "megatron", "typer", "rich")
-    },
+    f"{IMPORTS}{SETTINGS}": {*NEVER, "wrapt", "psutil", "tqdm"},
+    "import megatron_rl_patches as m; m.apply(); m.status(); m.revert()": NEVER,
 }
 
 
 def test_what_importing_does_not_load() -> None:
     loaded = {statement: _loaded_after(statement) & absent for statement, absent in UNLOADED.items()}
     assert not any(loaded.values()), loaded
+
+
+API = Path(__file__).parents[1] / "typing" / "api.py"
+
+
+@pytest.mark.parametrize("package", ["", ".losses", ".inference", ".reentry", ".testing", ".hooks"])
+def test_every_public_name_is_used(package: str) -> None:
+    text = API.read_text().partition("\nModel = ")[2]  # after the imports
+    names = set(import_module(f"megatron_rl_patches{package}").__all__)
+    assert names - {"__version__"} <= set(re.findall(r"\w+", text))

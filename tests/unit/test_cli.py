@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from pytest import MonkeyPatch
 
 from megatron_rl_patches import __version__
 from megatron_rl_patches.cli.screens import check_writable
@@ -22,7 +23,7 @@ DRIFTED = "def train(chunks): ..."
 
 
 @pytest.fixture(autouse=True)
-def _one_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+def _one_patch(monkeypatch: MonkeyPatch) -> None:
     """A registry with one patch, no variables, and the output of a pipe."""
     patch = Patch("test-patch", "it can be called again", upstream=("owner/project#1",))
     patch.wrap("mrp_framework.model", "train", parameters=("model",))(lambda call: None)
@@ -43,7 +44,7 @@ def test_doctor_without_a_selection_has_no_problem() -> None:
     assert len(diagnosis["out_of_reach"]) == 4
 
 
-def test_doctor_names_a_fault_of_what_is_selected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_a_fault_of_what_is_selected(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(framework(tmp_path, DRIFTED))
     invoke("doctor")
     monkeypatch.setenv("MEGATRON_RL_PATCHES", "1")
@@ -55,48 +56,47 @@ def test_doctor_names_a_fault_of_what_is_selected(tmp_path: Path, monkeypatch: p
     assert {"message": message, "remedy": remedy} in invoke_json("doctor", code=1)["problems"]
 
 
-class TestCheck:
-    def test_this_environment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert invoke("check").stdout.splitlines() == ["test-patch: it can be called again"]
-        monkeypatch.syspath_prepend(framework(tmp_path, f"raise AssertionError('imported')\n{DRIFTED}"))
-        assert invoke("check", code=1).stdout.splitlines() == [
-            "test-patch: it can be called again",
-            "mrp_framework",
-            "patch       site                       this environment",
-            f"test-patch  {TARGET}  drifted",
-            f"test-patch: {TARGET} is drifted in this environment: it no longer takes model",
-            "",
-        ]
-        (status,) = invoke_json("check", code=1)
-        assert (status["source"], status["state"]) == ("this environment", "drifted")
+def test_check_this_environment(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    assert invoke("check").stdout.splitlines() == ["test-patch: it can be called again"]
+    monkeypatch.syspath_prepend(framework(tmp_path, f"raise AssertionError('imported')\n{DRIFTED}"))
+    assert invoke("check", code=1).stdout.splitlines() == [
+        "test-patch: it can be called again",
+        "mrp_framework",
+        "patch       site                       this environment",
+        f"test-patch  {TARGET}  drifted",
+        f"test-patch: {TARGET} is drifted in this environment: it no longer takes model",
+        "",
+    ]
+    (status,) = invoke_json("check", code=1)
+    assert (status["source"], status["state"]) == ("this environment", "drifted")
 
-    def test_a_patch_that_nobody_names_is_shown_and_no_fault(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        explicit = Patch("extra", "it trains otherwise", upstream=("owner/project#2",), explicit=True)
-        explicit.wrap("mrp_framework.model", "gone")(lambda call: None)
-        monkeypatch.setattr(registry, "patches", lambda: {"extra": explicit})
-        assert "mrp_framework.model does not define gone" in invoke("check", framework(tmp_path)).stdout
-        assert "extra (only where it is named): " in invoke("check").stdout
-        monkeypatch.setenv("MEGATRON_RL_PATCHES", "extra")
-        invoke("check", tmp_path, code=1)
 
-    def test_tables_for_people_and_for_a_page(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        places = framework(tmp_path / "one"), framework(tmp_path / "two", DRIFTED)
-        sources = [f"framework {number}={place}" for number, place in enumerate(places, 1)]
-        assert invoke("check", *sources, code=1).stdout.splitlines() == [
-            "mrp_framework",
-            "patch       site                       framework 1  framework 2",
-            f"test-patch  {TARGET}  fits         drifted",
-            f"test-patch: {TARGET} is drifted in framework 2: it no longer takes model",
-            "",
-        ]
-        page = tmp_path / "page.md"
-        invoke("check", *sources, "--markdown", page, code=1)
-        text = page.read_text()
-        assert str(tmp_path) not in text and text.startswith("# Compatibility\n")
-        assert text.endswith(
-            f"""\
+def test_a_patch_that_nobody_names_is_no_fault(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    explicit = Patch("extra", "it trains otherwise", upstream=("owner/project#2",), explicit=True)
+    explicit.wrap("mrp_framework.model", "gone")(lambda call: None)
+    monkeypatch.setattr(registry, "patches", lambda: {"extra": explicit})
+    assert "mrp_framework.model does not define gone" in invoke("check", framework(tmp_path)).stdout
+    assert "extra (only where it is named): " in invoke("check").stdout
+    monkeypatch.setenv("MEGATRON_RL_PATCHES", "extra")
+    invoke("check", tmp_path, code=1)
+
+
+def test_tables_for_people_and_for_a_page(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    places = framework(tmp_path / "one"), framework(tmp_path / "two", DRIFTED)
+    sources = [f"framework {number}={place}" for number, place in enumerate(places, 1)]
+    assert invoke("check", *sources, code=1).stdout.splitlines() == [
+        "mrp_framework",
+        "patch       site                       framework 1  framework 2",
+        f"test-patch  {TARGET}  fits         drifted",
+        f"test-patch: {TARGET} is drifted in framework 2: it no longer takes model",
+        "",
+    ]
+    page = tmp_path / "page.md"
+    invoke("check", *sources, "--markdown", page, code=1)
+    text = page.read_text()
+    assert str(tmp_path) not in text and text.startswith("# Compatibility\n")
+    assert text.endswith(
+        f"""\
 ## mrp_framework
 
 All: framework 1, framework 2.
@@ -106,54 +106,51 @@ All: framework 1, framework 2.
 | test-patch | `{TARGET}` | fits | framework 1 |
 | test-patch | `{TARGET}` | **drifted**: it no longer takes model | framework 2 |
 """
-        )
-        monkeypatch.setenv("FORCE_COLOR", "1")
-        assert "\x1b[32mfits" in invoke("check", places[0]).stdout
-
-    def test_json(self, tmp_path: Path) -> None:
-        """Of code that the parser warns of, too."""
-        (status,) = invoke_json("check", framework(tmp_path / "one", "DOT = '\\.'\ndef train(model): ..."))
-        assert status.pop("fingerprint")
-        assert status == {
-            "detail": "",
-            "because_of": "",
-            "source": "one",
-            "patch": "test-patch",
-            "framework": "mrp_framework",
-            "target": TARGET,
-            "state": "fits",
-            "reason": "has the bug that the patch fixes",
-        }
-
-    def test_sources_that_cannot_be_judged(self, tmp_path: Path) -> None:
-        (tmp_path / "empty").mkdir()
-        one, other = framework(tmp_path / "a" / "same"), framework(tmp_path / "b" / "same")
-        result = invoke("check", one, tmp_path / "empty")
-        assert "no framework that a patch knows is in empty" in result.stderr
-        assert "empty" not in result.stdout
-        assert "no framework that a patch knows" in refuse("check", tmp_path / "empty")
-        assert "called 'same'; name them: NAME=SOURCE" in refuse("check", one, other)
-        wheel, text = tmp_path / "framework-1.0-py3-none-any.whl", b"def train(model): ..."
-        with zipfile.ZipFile(wheel, "w") as archive:
-            archive.writestr("mrp_framework/__init__.py", "")
-            archive.writestr("mrp_framework/model.py", text)
-        wheel.write_bytes(wheel.read_bytes().replace(text, text.upper()))
-        assert f"{wheel}: Bad CRC-32 for file 'mrp_framework/model.py'" in refuse("check", wheel)
-
-    @pytest.mark.parametrize("is_bare_folder", [False, True])
-    def test_configured_functions_are_judged(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_bare_folder: bool
-    ) -> None:
-        monkeypatch.undo()  # the real registry: reentrant-train turns the variable into sites
-        monkeypatch.setenv("MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS", "mrp_framework.model:train")
-        source = framework(tmp_path)
-        if is_bare_folder:
-            (source / "mrp_framework" / "__init__.py").unlink()
-        statuses = invoke_json("check", source)
-        assert [f["state"] for f in statuses if f["target"] == TARGET] == ["fits"]
+    )
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b[32mfits" in invoke("check", places[0]).stdout
 
 
-def test_demo_is_handed_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_as_json(tmp_path: Path) -> None:
+    """Of code that the parser warns of, too."""
+    (status,) = invoke_json("check", framework(tmp_path / "one", "DOT = '\\.'\ndef train(model): ..."))
+    assert status.pop("fingerprint")
+    assert status == {
+        "detail": "",
+        "because_of": "",
+        "source": "one",
+        "patch": "test-patch",
+        "framework": "mrp_framework",
+        "target": TARGET,
+        "state": "fits",
+        "reason": "has the bug that the patch fixes",
+    }
+
+
+def test_sources_that_cannot_be_judged(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    one, other = framework(tmp_path / "a" / "same"), framework(tmp_path / "b" / "same")
+    result = invoke("check", one, tmp_path / "empty")
+    assert "no framework that a patch knows is in empty" in result.stderr
+    assert "empty" not in result.stdout
+    assert "no framework that a patch knows" in refuse("check", tmp_path / "empty")
+    assert "called 'same'; name them: NAME=SOURCE" in refuse("check", one, other)
+    wheel, text = tmp_path / "framework-1.0-py3-none-any.whl", b"def train(model): ..."
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("mrp_framework/__init__.py", "")
+        archive.writestr("mrp_framework/model.py", text)
+    wheel.write_bytes(wheel.read_bytes().replace(text, text.upper()))
+    assert f"{wheel}: Bad CRC-32 for file 'mrp_framework/model.py'" in refuse("check", wheel)
+
+
+def test_configured_sites(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.undo()  # the real registry: reentrant-train turns the variable into sites
+    monkeypatch.setenv("MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS", "mrp_framework.model:train")
+    statuses = invoke_json("check", framework(tmp_path))
+    assert [f["state"] for f in statuses if f["target"] == TARGET] == ["fits"]
+
+
+def test_demo_is_handed_its_options(monkeypatch: MonkeyPatch) -> None:
     given: dict[str, object] = {}
     module = types.ModuleType("megatron_rl_patches.demo")
     module.run_demo = lambda **options: given.update(options) or 3  # type: ignore[attr-defined]
@@ -181,7 +178,7 @@ def test_a_check_of_the_output_leaves_it_as_it_is(tmp_path: Path) -> None:
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"old": "before"}
 
 
-def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     message = refuse("estimate", "--plot", tmp_path / "memory.png")
     assert "--plot needs matplotlib: pip install 'megatron-rl-patches[plot]'" in message

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pytest import MonkeyPatch
 
 from megatron_rl_patches.inference.memory import estimate as estimate_module
 from megatron_rl_patches.inference.memory.parameters import Parameter, Stage
@@ -48,7 +49,7 @@ class Counter:
 
 
 @pytest.fixture
-def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
+def counter(monkeypatch: MonkeyPatch) -> Counter:
     counter = Counter()
     monkeypatch.setattr(estimate_module, "count_parameters", counter)
     return counter
@@ -60,9 +61,7 @@ refuse = partial(command_line.refuse, "estimate")
 
 
 @pytest.mark.parametrize("place", ["cache", "folder", "file"])
-def test_a_model_by_its_name_or_place(
-    counter: Counter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_a_model_by_its_place(counter: Counter, tmp_path: Path, monkeypatch: MonkeyPatch, place: str) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     message = refuse("google/gemma")
@@ -76,7 +75,7 @@ def test_a_model_by_its_name_or_place(
     assert (counter.fields["num_layers"], counter.fields["hidden_size"]) == (2, 5376)
 
 
-def test_every_option_is_shown_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_option_is_shown_in_80_columns(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     shown = invoke("--help").stdout
     names = ("set", "tp", "pp", "cp", "ep", "dp", "world-size", "dist-opt", "plot", "json")
@@ -107,9 +106,7 @@ def test_table_of_the_worst_stage_and_totals_of_all(counter: Counter) -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_no_word_of_the_table_is_broken_on_a_terminal(
-    counter: Counter, monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
+def test_a_terminal_breaks_no_word(counter: Counter, monkeypatch: MonkeyPatch, columns: int) -> None:
     """The widest table there is."""
     for name, value in (("COLUMNS", columns), ("FORCE_COLOR", 1), ("TERM", "xterm")):
         monkeypatch.setenv(name, str(value))

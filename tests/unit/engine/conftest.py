@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from pytest import MonkeyPatch
 
-from megatron_rl_patches import apply, status
+from megatron_rl_patches import status
 from megatron_rl_patches.engine import installer, registry
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.engine.patch import Patch, Site
@@ -71,7 +71,7 @@ Engine = dict[str, Patch]
 
 
 @pytest.fixture
-def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Framework]:
+def framework(tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Framework]:
     """``framework(**files)`` writes a package, with modules ``model`` and ``actor`` at least."""
     names = []
 
@@ -89,7 +89,7 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Frame
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def engine(monkeypatch: MonkeyPatch) -> Iterator[Engine]:
     """A fresh engine; patches put into the dictionary are the registered ones."""
     patches: Engine = {}
     fresh = installer.Installer()
@@ -124,14 +124,6 @@ def tagged(framework: Framework, engine: Engine) -> Framework:
         return package
 
     return register
-
-
-@pytest.fixture
-def patched(tagged: Framework) -> ModuleType:
-    """The ``model`` module of a framework whose ``train`` is patched."""
-    package = tagged("train")
-    apply()
-    return package.model
 
 
 def verdicts() -> dict[str, tuple[str, str]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import wrapt
+from pytest import MonkeyPatch
 
 from megatron_rl_patches import PatchError, Settings, applied, apply, available, revert, status
 from megatron_rl_patches.engine import registry
@@ -44,7 +45,7 @@ def test_every_order_wraps_at_most_once_and_restores_identity(tagged: Framework,
 
 @pytest.mark.parametrize("copied_first", [True, False])
 def test_copied_names_are_rebound_and_restored(
-    framework: Framework, tagged: Framework, monkeypatch: pytest.MonkeyPatch, copied_first: bool
+    framework: Framework, tagged: Framework, monkeypatch: MonkeyPatch, copied_first: bool
 ) -> None:
     package = tagged("train")
     other = framework(actor=f"from {package}.model import train")
@@ -61,9 +62,7 @@ def test_copied_names_are_rebound_and_restored(
     assert not copied_first or {id(holder.train) for holder in holders} == set(before)
 
 
-def test_copies_of_a_plugin_that_the_module_imports_at_its_end_are_rebound(
-    framework: Framework, tagged: Framework, tmp_path: Path
-) -> None:
+def test_copies_of_a_plugin_are_rebound(framework: Framework, tagged: Framework, tmp_path: Path) -> None:
     package = tagged("train", files={"table": ""})
     plugin = framework(actor=f"from {package}.model import train\n{TABLE}")
     with (tmp_path / package.name / "model.py").open("a") as file:
@@ -136,7 +135,9 @@ def test_third_parties_below_and_on_top_stay(tagged: Framework) -> None:
     assert model.train is actor.train is below
 
 
-def test_overwriting_is_seen_and_what_calls_ours_stays_in_force(patched: Any) -> None:
+def test_overwriting_is_seen_and_what_calls_ours_stays_in_force(tagged: Framework) -> None:
+    patched = tagged("train").model
+    apply()
     inner, original = patched.train, patched.train.__wrapped__
     patched.train = lambda model: ("third", inner(model))
     for _ in range(2):
@@ -194,7 +195,7 @@ def test_the_built_in_patches_are_the_files() -> None:
 
 
 @pytest.mark.parametrize("order", [("tagging", "other"), ("other", "tagging"), ()])
-def test_two_patches_on_one_target_are_both_in_place_and_come_off_in_any_order(
+def test_two_patches_on_one_target_come_off_in_any_order(
     engine: Engine, tagged: Framework, order: tuple[str, ...]
 ) -> None:
     package = tagged("train")
@@ -211,9 +212,7 @@ def test_two_patches_on_one_target_are_both_in_place_and_come_off_in_any_order(
 
 
 @pytest.mark.parametrize("how", ["reload", "import anew"])
-def test_what_was_patched_before_a_reload_stays_patched_until_revert(
-    engine: Engine, tagged: Framework, how: str
-) -> None:
+def test_after_a_reload_the_old_code_stays_patched_too(engine: Engine, tagged: Framework, how: str) -> None:
     """As without the patch, copies and instances go on with the code that they have."""
     package = tagged("train", "Trainer.step")
     engine["other"] = patch_of(package, "train", name="other")

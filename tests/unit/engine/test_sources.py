@@ -13,6 +13,7 @@ from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
+from pytest import FixtureRequest, MonkeyPatch
 
 from megatron_rl_patches.engine.sources import Environment, Source, open_source
 from megatron_rl_patches.errors import MegatronRLPatchesError
@@ -54,7 +55,7 @@ Make = Callable[[Files], Source]
 
 
 @pytest.fixture(params=[as_folder, as_wheel, as_git_tree])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+def make(request: FixtureRequest, tmp_path: Path) -> Make:
     return lambda files: request.param(tmp_path, files)
 
 
@@ -129,9 +130,7 @@ NO_REVISION = r"git -C .*fatal: "
         ),
     ],
 )
-def test_what_is_no_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
-) -> None:
+def test_what_is_no_source(tmp_path: Path, monkeypatch: MonkeyPatch, source: str, message: str) -> None:
     monkeypatch.chdir(tmp_path)
     as_git_tree(tmp_path, FILES)
     (tmp_path / "broken.whl").write_text("no archive")
@@ -142,7 +141,7 @@ def test_what_is_no_source(
 
 class TestEnvironment:
     @pytest.fixture(autouse=True)
-    def _packages(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def _packages(self, tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[None]:
         explosive = "raise AssertionError('imported')\n"
         write(
             tmp_path / "site",
@@ -176,7 +175,7 @@ class TestEnvironment:
             ("Finder", "_megatron_rl_patches_startup"),
         ],
     )
-    def test_asks_no_import_hook(self, monkeypatch: pytest.MonkeyPatch, name: str, module: str) -> None:
+    def test_asks_no_import_hook(self, monkeypatch: MonkeyPatch, name: str, module: str) -> None:
         def find_spec(self: object, *_: object) -> None:
             pytest.fail("asked")
 
@@ -184,7 +183,7 @@ class TestEnvironment:
         monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
         assert Environment().has_package("mrp_framework")
 
-    def test_asking_a_hook_that_nobody_knows_imports_no_parent(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_asking_a_hook_that_nobody_knows_imports_no_parent(self, monkeypatch: MonkeyPatch) -> None:
         """Such as those of tracers: they ask the others, by a function that imports the parents."""
 
         class Tracer:
@@ -204,9 +203,7 @@ class TestEnvironment:
         assert Environment().has_package("mrp_space.core")
 
     @pytest.mark.parametrize("is_instance", [True, False])
-    def test_asks_the_finders_of_editable_installs(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_instance: bool
-    ) -> None:
+    def test_asks_editable_finders(self, tmp_path: Path, monkeypatch: MonkeyPatch, is_instance: bool) -> None:
         """They map names to files: setuptools' is a class, scikit-build-core's and Bazel's are instances."""
         package = write(tmp_path, {"mrp_editable/__init__.py": "", "mrp_editable/it.py": "text = 3\n"})
         package /= "mrp_editable"
@@ -228,9 +225,7 @@ class TestEnvironment:
         # An instance may be an import hook, so it is not asked for names whose parent is not imported.
         assert Environment().read("mrp_space.tool") == (None if is_instance else "text = 3\n")
 
-    def test_passes_over_finders_and_loaders_that_do_not_answer(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_passes_over_finders_and_loaders_that_do_not_answer(self, monkeypatch: MonkeyPatch) -> None:
         """One that raises, one of the old kind, and one that rewrites modules, whose loaders have no text."""
 
         class Broken:
@@ -250,9 +245,7 @@ class TestEnvironment:
         assert Environment().read("mrp_nowhere") is None
 
     @pytest.mark.parametrize("namespace", ["mrp_spread", "mrp_outer/inner"])
-    def test_portions_of_a_namespace_add_up(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str
-    ) -> None:
+    def test_namespaces_add_up(self, tmp_path: Path, monkeypatch: MonkeyPatch, namespace: str) -> None:
         for part in ("first", "second"):
             write(tmp_path / part, {f"{namespace}/{part}/__init__.py": "", f"{namespace}/{part}/it.py": part})
             monkeypatch.syspath_prepend(str(tmp_path / part))
@@ -260,7 +253,7 @@ class TestEnvironment:
         assert list(map(Environment().read, names)) == ["first", "second"]
 
 
-def test_a_loaded_package_says_where_its_modules_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loaded_package_says_where_its_modules_are(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     write(tmp_path, {"moved/__init__.py": "", "moved/it.py": "old", "elsewhere/it.py": "new"})
     monkeypatch.syspath_prepend(str(tmp_path))
     package = importlib.import_module("moved")
@@ -271,7 +264,7 @@ def test_a_loaded_package_says_where_its_modules_are(tmp_path: Path, monkeypatch
     assert Environment().read("moved.it") == "new"
 
 
-def test_what_reports_call_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_reports_call_a_source(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     (tmp_path / "at=home").mkdir()
     assert as_folder(tmp_path / "at=home", FILES).name == "checkout"
     assert as_wheel(tmp_path, FILES).name == "framework 1.2"

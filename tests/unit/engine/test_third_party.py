@@ -83,9 +83,7 @@ def test_detail(tagged: Framework, caplog: Any, error: BaseException, shown: str
         ("", "AttributeError: module '{}.adapters' has no attribute 'adapter'"),
     ],
 )
-def test_an_adapter_as_text_that_cannot_be_imported(
-    framework: Framework, engine: Engine, module: str, shown: str
-) -> None:
+def test_an_adapter_that_is_not_there(framework: Framework, engine: Engine, module: str, shown: str) -> None:
     """The call raises: a rank that went on without the patch would wait for the others."""
     package = framework(adapters=module)
     engine["tagging"] = patch = Patch("tagging", summary="")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 
 from megatron_rl_patches import PatchError, Settings, apply, revert, status
 from megatron_rl_patches.engine import installer
@@ -27,7 +28,7 @@ Parse = Callable[..., Any]
 
 
 @pytest.fixture
-def parse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parse]:
+def parse(monkeypatch: MonkeyPatch) -> Iterator[Parse]:
     """Parse slime's command line, with further values of its configuration file."""
     monkeypatch.syspath_prepend(str(STAND_INS))
     for name in [name for name in sys.modules if name.partition(".")[0] == "slime"]:
@@ -84,9 +85,7 @@ def test_the_loss_type_becomes_a_custom_loss(parse: Parse, settings: Settings) -
         ("rollout_temperature", 0.0, "--rollout-temperature is 0.0, expected a positive number"),
     ],
 )
-def test_options_that_do_not_go_with_it(
-    parse: Parse, settings: Settings, option: str, value: object, message: str
-) -> None:
+def test_other_options(parse: Parse, settings: Settings, option: str, value: object, message: str) -> None:
     apply(NAME, settings=settings)
     with pytest.raises(InvalidInputError, match=message):
         parse(**{option: value})
@@ -95,9 +94,7 @@ def test_options_that_do_not_go_with_it(
         parse(**{option: type(value)()})
 
 
-def test_teachers_must_be_given_and_exist_and_have_this_vocabulary(
-    parse: Parse, settings: Settings, tmp_path: Path
-) -> None:
+def test_teachers_exist_and_have_this_vocabulary(parse: Parse, settings: Settings, tmp_path: Path) -> None:
     apply(NAME)
     with pytest.raises(InvalidInputError, match="MEGATRON_RL_PATCHES_OPD_TEACHERS=name=path"):
         parse()

@@ -1,4 +1,4 @@
-"""One call of a train-like function, against mocked DDP: entry, end, exception, and what is refused."""
+"""One call of a train-like function, against mocked DDP: what is refused, and what it leaves as it was."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pytest import LogCaptureFixture
 from pytest_mock import MockerFixture
 
 from megatron_rl_patches import MegatronRLPatchesError
-from megatron_rl_patches.reentry import recovery, reentrant_train, running_calls
+from megatron_rl_patches.reentry import guard, recovery, reentrant_train, running_calls
+from megatron_rl_patches.reentry.timers import INTERVAL_TIMER
 from megatron_rl_patches.testing import MockConfig, MockDDP, MockOptimizer
-from tests.worlds.guarded import DistributedDataParallel, failing, train
+from tests.worlds.guarded import DistributedDataParallel, State, Timers, failing, train, two_models
 
 
 @pytest.fixture
@@ -47,8 +49,8 @@ def test_a_decorated_function_takes_options(model: list[Any], installs: bool) ->
 
 
 @pytest.mark.parametrize("is_stale", [False, True])
-def test_a_body_that_does_not_install_is_warned_of_and_the_function_put_back(
-    model: list[Any], is_stale: bool, caplog: pytest.LogCaptureFixture
+def test_a_body_without_install_is_warned_of(
+    model: list[Any], is_stale: bool, caplog: LogCaptureFixture
 ) -> None:
     config, function = model[0].config, DistributedDataParallel().no_sync if is_stale else model[0].no_sync
     config.no_sync_func = function
@@ -58,8 +60,8 @@ def test_a_body_that_does_not_install_is_warned_of_and_the_function_put_back(
     assert ("gradients were reduced after every microbatch" in caplog.text) is not is_stale
 
 
-def test_a_clean_up_that_fails_is_logged_and_hides_nothing(
-    model: list[Any], mocker: MockerFixture, caplog: pytest.LogCaptureFixture
+def test_failing_clean_up_is_logged(
+    model: list[Any], mocker: MockerFixture, caplog: LogCaptureFixture
 ) -> None:
     mocker.patch.object(running_calls, "restore", side_effect=RuntimeError("hook of the framework"))
     mocker.patch.object(model[0].bucket_groups[0], "reset", side_effect=RuntimeError("peer is gone"))
@@ -201,10 +203,7 @@ NO_MODEL = " has no parameter named 'model' .*; use 'with .*:' inside it instead
         ([Fitter()], rf"Fitter.__call__\(chunks: .*{NO_MODEL}"),
         ([max], r"^max has no signature.*; use 'with .*:' inside it"),
         ([Trainer, partial(Trainer), partial(partial(Trainer), 1)], "Trainer is a class"),
-        (
-            [batches, fit_later, stream, partial(batches, []), Batches()],
-            r"runs after the call; use 'with reentrant_train\(model\):' inside",
-        ),
+        ([batches, fit_later, stream, partial(batches, []), Batches()], "runs after the call; use 'with ree"),
         ([5, "x", object(), [5], {"model": "x"}, classmethod(train)], "is no model chunk"),
     ],
 )
@@ -223,3 +222,91 @@ def test_a_function_is_kept_alive_by_nobody(model: list[Any]) -> None:
     del fit
     gc.collect()
     assert reference() is None
+
+
+def test_configs_and_whether_gradients_are_all_reduced() -> None:
+    chunk, framework_config = DistributedDataParallel(), MockConfig()
+    chunk.config.timers = timers = object()
+    for reducing in (False, True):
+        chunk.force_all_reduce = reducing
+        with failing(chunk, config=framework_config):
+            chunk.force_all_reduce = not reducing
+            for config in (chunk.config, framework_config):
+                config.no_sync_func, config.grad_sync_func, config.timers = chunk.no_sync, abs, None
+        assert chunk.force_all_reduce is reducing
+        assert vars(chunk.config) == vars(MockConfig(timers=timers))
+        assert vars(framework_config) == vars(MockConfig())
+
+
+def test_attributes_that_were_absent_are_deleted() -> None:
+    config = SimpleNamespace(no_sync_func=None)
+    chunk: Any = DistributedDataParallel(config)
+    del chunk.force_all_reduce
+    with failing(chunk):
+        config.grad_sync_func = config.timers = abs
+        chunk.force_all_reduce = True
+    assert vars(config) == {"no_sync_func": None}
+    assert not hasattr(chunk, "force_all_reduce")
+
+
+def test_the_optimizers_step_that_a_schedule_had_replaced(mocker: MockerFixture) -> None:
+    chunk = DistributedDataParallel()
+    optimizer: Any = MockOptimizer([chunk])
+    with failing(chunk, optimizer=optimizer):
+        optimizer.step = print
+    assert "step" not in vars(optimizer)
+    optimizer.step = mine = mocker.stub()
+    with failing(chunk, optimizer=optimizer):
+        optimizer.step = print
+    assert optimizer.step is mine
+    for without_step in (None, type("Slotted", (), {"__slots__": ()})()):
+        with failing(chunk, optimizer=without_step):
+            pass
+
+
+def test_the_rerun_state_machine(rerun: Any) -> None:
+    chunk = DistributedDataParallel()
+    with failing(chunk):
+        machine = rerun._GLOBAL_RERUN_STATE_MACHINE = SimpleNamespace(state=State.RERUNNING, mode="reports")
+    assert machine.state is State.NOT_RUNNING_YET  # this call has made it
+    machine.state = State.RERUNNING
+    with failing(chunk):
+        machine.state, machine.mode = State.NOT_RUNNING_YET, "disabled"
+    assert (machine.state, machine.mode) == (State.RERUNNING, "reports")
+
+
+def test_modes_are_restored_module_by_module() -> None:
+    """A frozen vision tower that is in eval mode while the rest trains stays in eval mode."""
+    evaluating, training, modeless = model = [DistributedDataParallel() for _ in range(3)]
+    evaluating.eval()
+    vision_tower = next(training.module.children())
+    vision_tower.eval()
+    del modeless.training
+    with failing(model):
+        evaluating.train()
+        training.eval()
+    assert not any(module.training for module in evaluating.modules())
+    assert all(module.training is not (module is vision_tower) for module in training.modules())
+    assert not hasattr(modeless, "training")
+
+
+@pytest.mark.parametrize("in_config", [False, True])
+def test_timers(in_config: bool) -> None:
+    timers = Timers("mine", "evaluate", running=(INTERVAL_TIMER, "mine"))
+    model = [DistributedDataParallel() for _ in range(2)]
+    model[1].config.timers = timers if in_config else Timers()
+    with failing(model, timers=None if in_config else timers):
+        assert timers.running() == {"mine"}
+        timers.start(INTERVAL_TIMER, "evaluate")
+    assert timers.running() == {"mine", INTERVAL_TIMER}
+
+
+def test_an_entry_that_fails_changes_nothing(mocker: MockerFixture) -> None:
+    timers = Timers(running=(INTERVAL_TIMER,))
+    chunk, _ = two_models(MockConfig(timers=timers))
+    chunk.config.no_sync_func = chunk.no_sync
+    mocker.patch.object(guard, "synchronize_interrupted", side_effect=ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError), reentrant_train(chunk):
+        pass
+    assert chunk.config.no_sync_func == chunk.no_sync
+    assert timers.running() == {INTERVAL_TIMER}

@@ -42,8 +42,12 @@ def test_a_module_of_torch_trains_and_keeps_its_names() -> None:
 
 
 def test_buckets() -> None:
+    ddp_config = MockDDPConfig(overlap_grad_reduce=True, overlap_param_gather=True)
+    for last in (False, True):  # as set-up code builds it
+        ddp = MockDDP(MockConfig(), ddp_config, module=MockModule.tiny(), disable_bucketing=last)
+        ddp.broadcast_params()
+        assert (len(ddp.bucket_groups), ddp.calls) == (1 if last else 4, [("broadcast_params", {})])
     assert len(MockDDP().bucket_groups) == 4
-    assert len(MockDDP(disable_bucketing=True).bucket_groups) == 1
     assert len(MockDDP(overlap_grad_reduce=False).bucket_groups) == 1
     frozen = MockModule(MockModule(params=1), MockModule(params=1))
     next(frozen.parameters()).requires_grad = False
@@ -132,15 +136,3 @@ def test_buffers_hold_gradients_and_parameters(distributed: bool) -> None:
             assert module.bias[0] == 3
         else:
             assert buffer.param_data is None
-
-
-def test_as_set_up_code_builds_it() -> None:
-    ddp_config = MockDDPConfig(overlap_grad_reduce=True, overlap_param_gather=True)
-    model = [
-        MockDDP(config=MockConfig(), ddp_config=ddp_config, module=MockModule.tiny(), disable_bucketing=last)
-        for last in (False, True)
-    ]
-    for chunk in model:
-        chunk.broadcast_params()
-    assert [len(chunk.bucket_groups) for chunk in model] == [4, 1]
-    assert model[0].calls == [("broadcast_params", {})]

@@ -1,21 +1,23 @@
-"""Bytes by rules, on small modules without data; and parameters of published models."""
+"""Bytes by rules, on small modules without data, and the report of what is used, with a made-up GPU."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import mmap
 import re
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from pytest import MonkeyPatch
 
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.inference import estimate_memory
+from megatron_rl_patches.inference import estimate_memory, memory_report
 from megatron_rl_patches.inference.memory import estimate, parameters, report
 from megatron_rl_patches.inference.memory.estimate import Memory, OptimizerSettings, StageEstimate
-from megatron_rl_patches.inference.memory.huggingface import fields_from_hf_config
-from tests.ranks import by_speed
-
-from .published import DEEPSEEK_V3, MODELS
+from megatron_rl_patches.inference.memory.usage import DeviceMemory, HostMemory, MemoryReport, TeacherMemory
 
 N = 128 * 128  # parameters of `linear`, a multiple of everything that pads
 DISTRIBUTED = OptimizerSettings(use_distributed_optimizer=True)
@@ -53,9 +55,7 @@ AWARE = {"use_distributed_optimizer": True, "use_precision_aware_optimizer": Tru
         (torch.bfloat16, {"optimizer_cpu_offload": True}, WEIGHTS | {"main_parameters": 4}, 16),
     ],
 )
-def test_bytes_per_parameter(
-    dtype: torch.dtype, settings: dict[str, Any], device: dict[str, int], host: int
-) -> None:
+def test_bytes(dtype: torch.dtype, settings: dict[str, Any], device: dict[str, int], host: int) -> None:
     memory = one_stage(linear(dtype), optimizer=OptimizerSettings(**settings)).training
     assert memory == Memory(**{part: size * N for part, size in device.items()}, host=host * N)
     assert memory.total == sum(device.values()) * N
@@ -107,49 +107,6 @@ def test_a_pool_takes_one_model_on_the_device_and_all_on_the_host() -> None:
     assert one_stage(linear()).with_teachers == one_stage(linear()).training
 
 
-@pytest.mark.parametrize("name", by_speed(MODELS, fast=("gpt-oss-20b", "GLM-4.5-Air")))
-def test_published_totals(name: str) -> None:
-    model = MODELS[name]
-    description = fields_from_hf_config(model.config, make_vocab_size_divisible_by=1)
-    experts = description.get("num_moe_experts", 1)
-    stage = one_stage(description, expert_model_parallel_size=experts)
-    total = stage.dense_parameters + experts * stage.expert_parameters
-    assert total == model.transformers - model.beyond_megatron
-    rounding = max(0.001 * model.published, model.rounding)
-    assert total / 1e9 == pytest.approx(model.published, abs=rounding)
-
-
-@pytest.mark.slow
-def test_multi_token_prediction_and_biases_of_routers() -> None:
-    config = DEEPSEEK_V3 | {"num_hidden_layers": 4, "num_nextn_predict_layers": 1}
-    stage = one_stage(fields_from_hf_config(config))
-    without = one_stage(fields_from_hf_config(config, mtp_num_layers=0))
-    assert stage.inference_only == without.inference_only
-    # It is one more layer with experts, a projection from twice the hidden size, and three norms.
-    longer = one_stage(fields_from_hf_config(config, mtp_num_layers=0, num_layers=5))
-    hidden = config["hidden_size"]
-    assert stage.dense_parameters - longer.dense_parameters == 2 * hidden**2 + 3 * hidden
-    assert stage.expert_parameters == longer.expert_parameters
-    # One layer of four has experts: a bias and a counter for each of 256, the counter in bf16.
-    weights = without.dense_parameters + without.expert_parameters
-    assert without.inference_only.parameters == 2 * weights + 256 * (4 + 2)
-    assert without.training.gradients == 4 * weights
-
-
-@pytest.mark.slow
-def test_671b_over_128_ranks() -> None:
-    model = fields_from_hf_config(
-        DEEPSEEK_V3,
-        pipeline_model_parallel_size=4,
-        num_layers_in_last_pipeline_stage=13,
-        expert_model_parallel_size=32,
-    )
-    stages = estimate_memory(model, data_parallel_size=32, optimizer=DISTRIBUTED).stages
-    total = sum(stage.dense_parameters + 32 * stage.expert_parameters for stage in stages)
-    assert total == pytest.approx(671e9, rel=0.001)
-    assert len(stages) == 4
-
-
 def test_objections_are_passed_on() -> None:
     model = {"num_layers": 2, "hidden_size": 96, "num_attention_heads": 3, "vocab_size": 100}
     with pytest.raises(InvalidInputError, match="num_attention_heads"):
@@ -182,7 +139,7 @@ MOE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_moe_ex
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:megatron")
-def test_a_transformer_config_brings_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformer_config_brings_its_groups(monkeypatch: MonkeyPatch) -> None:
     from megatron.core.transformer import TransformerConfig
 
     calls: list[Any] = []
@@ -196,33 +153,6 @@ def test_a_transformer_config_brings_its_groups(monkeypatch: pytest.MonkeyPatch)
     assert fields.items() >= expected.items()
     assert described == {"vocab_size": 100, "share_embeddings_and_output_weights": False}
     assert dtype == "bf16"
-
-
-#: Of a training run; it asks for packages that are not needed to count.
-OF_A_GPU: dict[str, Any] = {
-    "sequence_parallel": True,
-    "bf16": True,
-    "params_dtype": torch.bfloat16,
-    "gradient_accumulation_fusion": True,
-    "persist_layer_norm": True,
-    "moe_grouped_gemm": True,
-    "moe_token_dispatcher_type": "alltoall",
-    "variable_seq_lengths": True,
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning:megatron")
-def test_settings_of_a_gpu_do_not_change_the_parameters() -> None:
-    from megatron.core.transformer import TransformerConfig
-
-    shape = MOE | {"add_bias_linear": False, "normalization": "RMSNorm", "moe_ffn_hidden_size": 64}
-    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 2}
-    config = TransformerConfig(**shape, **sizes, **OF_A_GPU)
-    assert estimate_memory(config, vocab_size=100) == estimate_memory(shape, vocab_size=100, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -260,3 +190,51 @@ def test_units_fit_the_size() -> None:
     assert report.size(54_018_047_488) == "54.02 GB (50.31 GiB)"
     assert report.size(5) == "5.00 B (5.00 B)"
     assert "88.9% less" in report.summary(estimate_memory(linear()))
+
+
+GIB = 2**30
+
+
+def test_host() -> None:
+    size = 64 * 2**20
+    before = memory_report().host
+    with mmap.mmap(-1, size) as ballast:  # not from the heap, which may have pages to spare
+        for page in range(0, size, mmap.PAGESIZE):
+            ballast[page] = 1
+        after = memory_report().host
+    assert after.rss - before.rss == pytest.approx(size, rel=0.1)
+    assert after.total == psutil.virtual_memory().total
+    assert 0 < after.available < after.total
+
+
+@pytest.mark.parametrize("is_available", [False, True])
+def test_no_device_without_a_cuda_context(is_available: bool, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    report = memory_report()
+    assert report.device is None
+    assert str(report).startswith("host: ")
+
+
+def test_device(monkeypatch: MonkeyPatch) -> None:
+    for name, value in {"is_available": True, "is_initialized": True, "current_device": 1}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (index * GIB, 80 * GIB))
+    for name, value in {"memory_allocated": 2, "max_memory_allocated": 3, "memory_reserved": 4}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda index, value=value: value * GIB)
+    expected = DeviceMemory(1, 2 * GIB, 3 * GIB, 4 * GIB, free=1 * GIB, total=80 * GIB)
+    assert memory_report().device == expected
+    assert memory_report(5).device == dataclasses.replace(expected, index=5, free=5 * GIB)
+
+
+def test_one_line_and_json() -> None:
+    host = HostMemory(rss=GIB, available=2 * GIB, total=4 * GIB)
+    report = MemoryReport(DeviceMemory(0, GIB, 2 * GIB, 3 * GIB, 4 * GIB, 5 * GIB), host)
+    assert str(report) == (
+        "cuda:0: 1.00 GiB allocated, peak 2.00 GiB, 3.00 GiB reserved, 4.00 GiB of 5.00 GiB free; "
+        "host: 1.00 GiB in this process, 2.00 GiB of 4.00 GiB free"
+    )
+    with_teachers = dataclasses.replace(report, teachers=TeacherMemory(2, 3 * GIB, GIB))
+    assert str(with_teachers) == f"{report}; 2 teachers: 3.00 GiB in host memory, output layers 1.00 GiB"
+    of_host = {"rss": GIB, "available": 2 * GIB, "total": 4 * GIB}
+    assert json.loads(json.dumps(report.as_dict()))["host"] == of_host

@@ -1,4 +1,4 @@
-"""Configurations of published models, cut down to what counts, in Megatron's terms."""
+"""Configurations of published models, cut down to what counts, in Megatron's terms, and their parameters."""
 
 from __future__ import annotations
 
@@ -9,11 +9,82 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from pytest import MonkeyPatch
 
 from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.inference import estimate_memory
+from megatron_rl_patches.inference.memory import estimate, parameters
+from megatron_rl_patches.inference.memory.estimate import OptimizerSettings, StageEstimate
 from megatron_rl_patches.inference.memory.huggingface import fields_from_hf_config
 
-from .published import DEEPSEEK_V3, LLAMA, QWEN3_MOE, dense
+
+def dense(
+    model_type: str, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+def routed(experts: int, ffn: int, shared: int, first_dense: int) -> dict[str, Any]:
+    """Return what DeepSeek and GLM say of their experts."""
+    sizes = {"n_routed_experts": experts, "n_shared_experts": shared, "moe_intermediate_size": ffn}
+    return sizes | {"first_k_dense_replace": first_dense}
+
+
+def sparse(experts: int, ffn: int, **more: Any) -> dict[str, Any]:
+    """Return what Qwen says of its experts."""
+    return {"num_experts": experts, "moe_intermediate_size": ffn, "decoder_sparse_step": 1, **more}
+
+
+def latent(q_lora_rank: int | None) -> dict[str, Any]:
+    heads = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    return {"q_lora_rank": q_lora_rank, "kv_lora_rank": 512, **heads}
+
+
+def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+    more = {"head_dim": 64, "attention_bias": True, "num_local_experts": experts, "layer_types": kinds}
+    return dense("gpt_oss", layers, 2880, 2880, 64, 8, 201088, **more)
+
+
+LLAMA = dense("llama", 32, 4096, 14336, 32, 8, 128256, attention_bias=False)  # Llama-3.1-8B
+QWEN3_MOE = dense("qwen3_moe", 48, 2048, 6144, 32, 4, 151936, head_dim=128, attention_bias=False)
+QWEN3_MOE |= sparse(128, 768, mlp_only_layers=[])  # Qwen3-30B-A3B
+DEEPSEEK_V3 = dense("deepseek_v3", 61, 7168, 18432, 128, 128, 129280) | latent(1536) | routed(256, 2048, 1, 3)
+QWEN3_NEXT = dense("qwen3_next", 48, 2048, 5120, 16, 2, 151936, head_dim=256, attention_bias=False)
+QWEN3_NEXT |= sparse(512, 512, shared_expert_intermediate_size=512, full_attention_interval=4)
+QWEN3_NEXT |= {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+QWEN3_NEXT |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+GLM_AIR = dense("glm4_moe", 46, 4096, 10944, 96, 8, 151552, head_dim=128, attention_bias=True)
+GLM_AIR |= routed(128, 1408, 1, 1) | {"use_qk_norm": False}
+QWEN_MOE = dense("qwen2_moe", 24, 2048, 5632, 16, 16, 151936)
+QWEN_MOE |= sparse(60, 1408, shared_expert_intermediate_size=5632)
+DEEPSEEK_LITE = dense("deepseek_v2", 27, 2048, 10944, 16, 16, 102400) | latent(None) | routed(64, 1408, 2, 1)
+MISTRAL = dense("mistral", 40, 5120, 32768, 32, 8, 131072, head_dim=128)
+GLM = dense("glm4", 40, 4096, 13696, 32, 2, 151552, head_dim=128, attention_bias=True)
+PHI = dense("phi3", 32, 3072, 8192, 32, 32, 32064, pad_token_id=32000)
+#: Parameters as transformers 5.24 counts them on the meta device; docs/memory.md has the same table.
+MODELS = {
+    "GLM-4-9B-0414": (GLM, 9_400_279_040 - 40 * 2 * 4096),  # without its two post-norms per layer
+    "GLM-4.5-Air": (GLM_AIR, 106_852_245_504),
+    "gpt-oss-120b": (gpt_oss(36, 128), 116_829_156_672),
+    "gpt-oss-20b": (gpt_oss(24, 32), 20_914_757_184),
+    "Qwen1.5-MoE-A2.7B": (QWEN_MOE, 14_315_784_192),
+    "DeepSeek-V2-Lite": (DEEPSEEK_LITE, 15_706_484_224),
+    "Phi-3-mini-4k": (PHI, 3_821_079_552),
+    "Qwen3-Next-80B-A3B": (QWEN3_NEXT, 79_674_391_296),
+    "Mistral-Small-3.1-24B": ({"model_type": "mistral3", "text_config": MISTRAL}, 23_572_403_200),
+}
 
 
 def fields(model: dict[str, Any], *names: str) -> tuple[Any, ...]:
@@ -112,7 +183,7 @@ def test_bad_values_of_any_field_are_refused_by_name() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:megatron")
-def test_megatron_bridge_translates_the_models_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatron_bridge_translates_the_models_that_it_knows(monkeypatch: MonkeyPatch) -> None:
     """A stand-in in the shape of Megatron-Bridge, whose configs are a TransformerConfig and more."""
     from megatron.core.transformer import TransformerConfig
 
@@ -136,3 +207,91 @@ def test_megatron_bridge_translates_the_models_that_it_knows(monkeypatch: pytest
     assert (model["num_layers"], model["ffn_hidden_size"], model["vocab_size"]) == (3, 256, 200)
     assert not model["share_embeddings_and_output_weights"]
     assert fields_from_hf_config(QWEN3_MOE)["num_layers"] == 48
+
+
+# --- parameters of real models, counted in this process
+
+
+@pytest.fixture
+def one_process(monkeypatch: MonkeyPatch) -> None:
+    """Count as the child process does; test_cli_estimate.py has one."""
+    from megatron.core.ssm import gated_delta_net
+    from megatron.core.transformer import multi_latent_attention
+
+    for module, name in ((multi_latent_attention, "HAVE_TE"), (gated_delta_net, "HAVE_FLA")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # put back afterwards
+    monkeypatch.setattr(estimate, "count_parameters", lambda *task: list(parameters.stages(*task)))
+
+
+def one_stage(model: Any, **arguments: Any) -> StageEstimate:
+    [stage] = estimate_memory(model, **arguments).stages
+    return stage
+
+
+counting = pytest.mark.usefixtures("one_process")
+
+
+@counting
+@pytest.mark.parametrize("name", MODELS)
+def test_published_totals(name: str) -> None:
+    config, total = MODELS[name]
+    description = fields_from_hf_config(config, make_vocab_size_divisible_by=1)
+    experts = description.get("num_moe_experts", 1)
+    stage = one_stage(description, expert_model_parallel_size=experts)
+    assert stage.dense_parameters + experts * stage.expert_parameters == total
+
+
+@counting
+def test_multi_token_prediction_and_biases_of_routers() -> None:
+    config = DEEPSEEK_V3 | {"num_hidden_layers": 4, "num_nextn_predict_layers": 1}
+    stage = one_stage(fields_from_hf_config(config))
+    without = one_stage(fields_from_hf_config(config, mtp_num_layers=0))
+    assert stage.inference_only == without.inference_only
+    # It is one more layer with experts, a projection from twice the hidden size, and three norms.
+    longer = one_stage(fields_from_hf_config(config, mtp_num_layers=0, num_layers=5))
+    hidden = config["hidden_size"]
+    assert stage.dense_parameters - longer.dense_parameters == 2 * hidden**2 + 3 * hidden
+    assert stage.expert_parameters == longer.expert_parameters
+    # One layer of four has experts: a bias and a counter for each of 256, the counter in bf16.
+    weights = without.dense_parameters + without.expert_parameters
+    assert without.inference_only.parameters == 2 * weights + 256 * (4 + 2)
+    assert without.training.gradients == 4 * weights
+
+
+@counting
+def test_671b_over_128_ranks() -> None:
+    sizes = {"pipeline_model_parallel_size": 4, "expert_model_parallel_size": 32}
+    model = fields_from_hf_config(DEEPSEEK_V3, **sizes, num_layers_in_last_pipeline_stage=13)
+    distributed = OptimizerSettings(use_distributed_optimizer=True)
+    stages = estimate_memory(model, data_parallel_size=32, optimizer=distributed).stages
+    total = sum(stage.dense_parameters + 32 * stage.expert_parameters for stage in stages)
+    assert total == pytest.approx(671e9, rel=0.001)
+    assert len(stages) == 4
+
+
+#: Of a training run; it asks for packages that are not needed to count.
+OF_A_GPU: dict[str, Any] = {
+    "sequence_parallel": True,
+    "bf16": True,
+    "params_dtype": torch.bfloat16,
+    "gradient_accumulation_fusion": True,
+    "persist_layer_norm": True,
+    "moe_grouped_gemm": True,
+    "moe_token_dispatcher_type": "alltoall",
+    "variable_seq_lengths": True,
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+@counting
+@pytest.mark.filterwarnings("ignore::UserWarning:megatron")
+def test_settings_of_a_gpu_do_not_change_the_parameters() -> None:
+    from megatron.core.transformer import TransformerConfig
+
+    shape = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_moe_experts": 4}
+    shape |= {"add_bias_linear": False, "normalization": "RMSNorm", "moe_ffn_hidden_size": 64}
+    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 2}
+    config = TransformerConfig(**shape, **sizes, **OF_A_GPU)
+    assert estimate_memory(config, vocab_size=100) == estimate_memory(shape, vocab_size=100, **sizes)
