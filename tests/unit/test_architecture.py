@@ -127,16 +127,11 @@ def test_arrows_point_one_way() -> None:
         part = _part(_dotted(path))
         if extra := set(map(_part, _imports_within(path))) - {part} - ARROWS[part]:
             wrong[str(path.relative_to(PACKAGE))] = extra
-    assert wrong == {}, "these imports point the wrong way; see ARROWS"
-
-
-def test_arrows_within_the_engine() -> None:
-    wrong = {}
     for path in (PACKAGE / "engine").glob("*.py"):
         imported = {name.split(".")[1] for name in _imports_within(path) if name.startswith("engine.")}
         if extra := imported - {path.stem} - ENGINE[path.stem]:
             wrong[path.stem] = extra
-    assert wrong == {}, "these imports point the wrong way; see ENGINE"
+    assert wrong == {}, "these imports point the wrong way; see ARROWS and ENGINE"
 
 
 def test_the_startup_file_imports_one_module_of_the_package() -> None:

@@ -36,15 +36,12 @@ def framework(folder: Path, text: str = "def train(model): ...") -> Path:
     return write(folder, {"mrp_framework/__init__.py": "", "mrp_framework/model.py": text})
 
 
-def test_doctor_without_a_selection_has_no_problem() -> None:
+def test_doctor_names_a_fault_of_what_is_selected(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     assert "no problems" in invoke("doctor").stdout
     diagnosis = invoke_json("doctor")
     assert diagnosis["python"] == sys.version.split()[0]
     assert diagnosis["frameworks"] == [{"name": "mrp_framework", "path": None, "version": None}]
     assert len(diagnosis["out_of_reach"]) == 4
-
-
-def test_doctor_names_a_fault_of_what_is_selected(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(framework(tmp_path, DRIFTED))
     invoke("doctor")
     monkeypatch.setenv("MEGATRON_RL_PATCHES", "1")
@@ -59,14 +56,9 @@ def test_doctor_names_a_fault_of_what_is_selected(tmp_path: Path, monkeypatch: M
 def test_check_this_environment(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     assert invoke("check").stdout.splitlines() == ["test-patch: it can be called again"]
     monkeypatch.syspath_prepend(framework(tmp_path, f"raise AssertionError('imported')\n{DRIFTED}"))
-    assert invoke("check", code=1).stdout.splitlines() == [
-        "test-patch: it can be called again",
-        "mrp_framework",
-        "patch       site                       this environment",
-        f"test-patch  {TARGET}  drifted",
-        f"test-patch: {TARGET} is drifted in this environment: it no longer takes model",
-        "",
-    ]
+    summary, *_, fault, _ = invoke("check", code=1).stdout.splitlines()
+    assert summary == "test-patch: it can be called again"
+    assert fault == f"test-patch: {TARGET} is drifted in this environment: it no longer takes model"
     (status,) = invoke_json("check", code=1)
     assert (status["source"], status["state"]) == ("this environment", "drifted")
 

@@ -177,6 +177,7 @@ def test_refusals(counter: Counter, tmp_path: Path) -> None:
         assert len(message.splitlines()) == 1
 
 
+@pytest.mark.usefixtures("one_process")
 def test_the_case_of_a_27b_teacher(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(GEMMA_3_27B))

@@ -167,7 +167,9 @@ def environ(**variables: str) -> dict[str, str]:
     return {**inherited, "PYTHONPATH": str(ROOT), **variables}
 
 
-def test_whether_the_startup_file_fires(tmp_path: Path, site_packages: Path) -> None:
+def test_whether_the_startup_file_fires(
+    tmp_path: Path, site_packages: Path, monkeypatch: MonkeyPatch
+) -> None:
     """From site-packages alone, and if nothing in it fails."""
     beside = shutil.copy(ROOT / "startup" / doctor.STARTUP_FILE, tmp_path)
     found = doctor.examine_startup(environ())
@@ -179,6 +181,9 @@ def test_whether_the_startup_file_fires(tmp_path: Path, site_packages: Path) -> 
     Path(file).write_text("import mrp_nowhere\n")
     found = doctor.examine_startup(environ())
     assert (found.file, found.fires) == (file, False) and found.reason
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    found = doctor.examine_startup({})
+    assert not found.fires and "could not be tried" in found.reason
 
 
 CODE = """
@@ -205,13 +210,6 @@ def test_a_python_without_torch_megatron_wrapt_and_startup_file(site_packages: P
         "wrapt is not installed; needed: wrapt>=1.16,<3",
         f"{NAME} is set, but the startup file does not fire: {startup['reason']}",
     ]
-
-
-def test_a_child_that_cannot_be_started(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    found = doctor.examine_startup({})
-    assert not found.fires
-    assert "could not be tried" in found.reason
 
 
 def test_roots_and_the_frameworks_of_the_patches(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -373,14 +371,11 @@ def test_where_the_variable_does_not_reach_is_shown_where_it_does_not_fire() -> 
     assert not any("python -S" in line for line in screen(show_diagnosis, replace(dead, selected=())))
 
 
-def test_problems_with_one_remedy_share_it_and_the_line_to_copy_is_not_broken() -> None:
+def test_remedies_are_shared_and_not_broken_and_paths_shortened(monkeypatch: MonkeyPatch) -> None:
     problems = [Problem("one", "unset A"), Problem("two", "unset B"), Problem("three", "unset A")]
     assert screen(show_problems, problems)[1:] == ["- one", "- three", "  unset A", "- two", "  unset B"]
     remedy = "export MEGATRON_RL_PATCHES=all,-inference-only,-lean-head,-lean-loss"
     assert f"  {remedy}" in screen(show_problems, [Problem("why", remedy)], width=40, terminal=True)
-
-
-def test_paths_are_shortened_and_brackets_are_no_markup(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
     found = replace(DIAGNOSIS, executable="/home/me/[bold]/python")
     assert "python                        ~/[bold]/python" in screen(show_diagnosis, found, terminal=True)

@@ -21,7 +21,7 @@ from megatron_rl_patches.engine.sources import open_source
 from megatron_rl_patches.engine.target_source import TargetSource, from_source, resolve
 from tests.worlds.files import write
 
-from .conftest import MODEL, PLAIN, REPLACED, Engine, Framework, patch_of, states, tag, verdicts
+from .conftest import MODEL, PATCHED, PLAIN, REPLACED, Engine, Framework, patch_of, states, tag, verdicts
 
 EVERYWHERE = """
 if fast:
@@ -157,18 +157,25 @@ def test_every_state_has_its_words_and_its_code(tagged: Framework) -> None:
     assert seen() == ("waiting", f"waits for the import of {package}.model")
     module = package.model
     assert seen() == ("applied", "in place")
-    layer, module.train = module.train, read
-    apply()
-    only_if = "in force only if that calls what it replaced"
-    assert seen() == ("lost", f"overwritten by {__name__}.read; {only_if}")
+    layer = module.train
+    module.train = lambda model: ("third", layer(model))
+    for _ in range(2):
+        overwritten = f"overwritten by {__name__}.{module.train.__qualname__}"
+        assert seen() == ("lost", f"{overwritten}; in force only if that calls what it replaced")
+        assert module.train("m") == ("third", PATCHED)
+        apply()
     module.train = 1
-    assert seen() == ("lost", f"overwritten by ?.?; {only_if}")
+    assert seen()[1].startswith("overwritten by ?.?; ")
     del module.train
     assert seen() == ("lost", f"{package}.model.train is gone")
     module.train = layer
     assert seen() == ("applied", "in place")
+    module.train = original = layer.__wrapped__
+    assert seen()[0] == "lost"
+    apply()
+    assert seen()[0] == "applied" and module.train("m") == PATCHED
     revert()
-    assert seen() == ("reverted", "reverted")
+    assert seen() == ("reverted", "reverted") and module.train is original
 
 
 def test_a_class_that_was_imported_anew(tagged: Framework) -> None:

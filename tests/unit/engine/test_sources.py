@@ -94,16 +94,13 @@ def test_the_package_that_import_would_find_wins(make: Make) -> None:
     assert not source.has_package("space") and not source.has_package("space.training")
 
 
-def test_declared_encoding_and_line_ends(tmp_path: Path) -> None:
+def test_encodings_line_ends_hidden_folders_and_loops(tmp_path: Path) -> None:
     (tmp_path / "framework.py").write_bytes("# coding: latin-1\r\nname = 'é'\r\n".encode("latin-1"))
-    assert open_source(str(tmp_path)).read("framework") == "# coding: latin-1\nname = 'é'\n"
-
-
-def test_folder_passes_over_hidden_folders_and_loops(tmp_path: Path) -> None:
-    write(tmp_path, {".venv/lib/framework/__init__.py": "", "src/other/__init__.py": ""})
+    write(tmp_path, {".venv/lib/hidden/__init__.py": "", "src/other/__init__.py": ""})
     (tmp_path / "src" / "loop").symlink_to(tmp_path)
-    assert not open_source(str(tmp_path)).has_package("framework")
-    assert open_source(str(tmp_path)).has_package("other")
+    source = open_source(str(tmp_path))
+    assert source.read("framework") == "# coding: latin-1\nname = 'é'\n"
+    assert source.has_package("other") and not source.has_package("hidden")
 
 
 def test_a_bare_repository_will_do(tmp_path: Path) -> None:
@@ -114,28 +111,20 @@ def test_a_bare_repository_will_do(tmp_path: Path) -> None:
     assert source.read("framework.sub.model") == "text = 1\n"
 
 
-NO_PLACE = "neither a folder, nor"
-NO_REVISION = r"git -C .*fatal: "
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        *((source, NO_PLACE) for source in ("", "nowhere", "nowhere@v1", "name=nowhere", "missing.whl")),
-        ("broken.whl", r"broken\.whl: File is not a zip file"),
-        (".@HEAD", "not a git repository"),
-        *(
-            (f"repository@{revision}", NO_REVISION)
-            for revision in ("v2", "--output=stolen", "HEAD:framework")
-        ),
-    ],
-)
-def test_what_is_no_source(tmp_path: Path, monkeypatch: MonkeyPatch, source: str, message: str) -> None:
+def test_what_is_no_source(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     as_git_tree(tmp_path, FILES)
     (tmp_path / "broken.whl").write_text("no archive")
-    with pytest.raises(MegatronRLPatchesError, match=message):
-        open_source(source)
+    places = ("", "nowhere", "nowhere@v1", "name=nowhere", "missing.whl")
+    revisions = ("v2", "--output=stolen", "HEAD:framework")
+    for source, message in (
+        *((place, "neither a folder, nor") for place in places),
+        ("broken.whl", r"broken\.whl: File is not a zip file"),
+        (".@HEAD", "not a git repository"),
+        *((f"repository@{revision}", r"git -C .*fatal: ") for revision in revisions),
+    ):
+        with pytest.raises(MegatronRLPatchesError, match=message):
+            open_source(source)
     assert not list(tmp_path.rglob("stolen*"))
 
 

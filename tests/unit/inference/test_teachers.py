@@ -275,11 +275,8 @@ def test_models_that_a_pool_cannot_have_are_refused(pool: TeacherPool, model: Ne
 
 
 def test_a_model_that_changed_is_refused(pool: TeacherPool, model: Net) -> None:
-    def to_float32(model: Net) -> None:
-        model.scale.data = model.scale.data.float()
-
     with pytest.raises(InvalidInputError, match=r"scale is torch\.float32 in the changed model"):
-        pool.add("d", to_float32)
+        pool.add("d", lambda model: setattr(model.scale, "data", model.scale.data.float()))
     model.register_buffer("late", torch.zeros(1))
     changed = r"no longer the one .*unexpected in the changed model \(1\): late"
     with pytest.raises(InvalidInputError, match=changed), pool.use("a"):

@@ -69,29 +69,33 @@ def test_the_loss_type_becomes_a_custom_loss(parse: Parse, settings: Settings) -
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
+    ("message", "options"),
     [
-        ("allgather_cp", True, "--allgather-cp does not go with"),
-        ("use_routing_replay", True, "--use-routing-replay does not go with"),
-        ("use_indexer_replay", True, "--use-indexer-replay does not go with"),
-        ("entropy_coef", 0.1, "--entropy-coef does not go with"),
-        ("lora_rank", 8, "--lora-rank does not go with"),
-        ("lora_adapter_path", "/adapter", "--lora-adapter-path does not go with"),
-        ("multi_lora_n_adapters", 2, "--multi-lora-n-adapters does not go with"),
-        ("enable_weights_backuper", False, "--disable-weights-backuper does not go with"),
-        ("train_backend", "fsdp", "is for --train-backend megatron"),
-        ("opd_beta", 3.0, "beta is 3.0"),
-        ("opd_divergence", "kl", r"divergence must be one of \('reverse_kl'"),
-        ("rollout_temperature", 0.0, "--rollout-temperature is 0.0, expected a positive number"),
+        (
+            "--{} does not go with",
+            [
+                *(("allgather_cp", True), ("use_routing_replay", True), ("use_indexer_replay", True)),
+                *(("entropy_coef", 0.1), ("lora_rank", 8), ("lora_adapter_path", "/adapter")),
+                ("multi_lora_n_adapters", 2),
+            ],
+        ),
+        ("--disable-weights-backuper does not go with", [("enable_weights_backuper", False)]),
+        ("is for --train-backend megatron", [("train_backend", "fsdp")]),
+        ("beta is 3.0", [("opd_beta", 3.0)]),
+        (r"divergence must be one of \('reverse_kl'", [("opd_divergence", "kl")]),
+        ("--{} is 0.0, expected a positive number", [("rollout_temperature", 0.0)]),
     ],
 )
-def test_other_options(parse: Parse, settings: Settings, option: str, value: object, message: str) -> None:
+def test_other_options(
+    parse: Parse, settings: Settings, message: str, options: list[tuple[str, Any]]
+) -> None:
     apply(NAME, settings=settings)
-    with pytest.raises(InvalidInputError, match=message):
-        parse(**{option: value})
-    parse("policy_loss", **{option: value})
-    if message == f"--{option.replace('_', '-')} does not go with":
-        parse(**{option: type(value)()})
+    for option, value in options:
+        with pytest.raises(InvalidInputError, match=message.format(option.replace("_", "-"))):
+            parse(**{option: value})
+        parse("policy_loss", **{option: value})
+        if message == "--{} does not go with":
+            parse(**{option: type(value)()})
 
 
 def test_teachers_exist_and_have_this_vocabulary(parse: Parse, settings: Settings, tmp_path: Path) -> None:
@@ -107,10 +111,7 @@ def test_teachers_exist_and_have_this_vocabulary(parse: Parse, settings: Setting
         (tmp_path / name / "config.json").write_text(json.dumps({"vocab_size": size}))
     with pytest.raises(InvalidInputError, match=r"'code' .* has a vocabulary of 12"):
         parse(hf_checkpoint=str(tmp_path))
-
-
-def test_a_file_of_the_framework_may_override_and_is_checked(parse: Parse, settings: Settings) -> None:
-    apply(NAME, settings=settings)
+    # A file of the framework may override options, and is checked.
     assert parse(opd_divergence="forward_kl").opd_divergence == "forward_kl"
     with pytest.raises(PatchError, match="opd_top_k=0: expected at least 1"):
         parse(opd_top_k=0)

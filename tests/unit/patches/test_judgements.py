@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from megatron_rl_patches.engine.target_source import from_source
 MODULE = ""
 #: target, parameters of the function, its body (or the text of the module), state or "STATE: a reason". What
 #: is not needed names its reason, or it could pass for another one.
-Case = tuple[str, str, str, str]
+Case = tuple[str, str, str | None, str]
 FITS = "fits: has the bug that the patch fixes"
 WITHOUT = "not needed: does not contain"
 MENDED = "not needed: without assuming that the hooks are"
@@ -200,6 +201,7 @@ def lean_loss() -> list[Case]:
         ),
         (verl, processor, clones.format("logits.clone()"), "fits"),
         (verl, processor, clones.format("logits"), "not needed: it does not clone the logits"),
+        (verl, MODULE, None, "not needed: no source of module"),  # verl before its engine
     ]
 
 
@@ -323,20 +325,16 @@ TABLES = (
     ("name", "target", "parameters", "text", "expected"),
     [(table.__name__.replace("_", "-"), *case) for table in TABLES for case in table()],
 )
-def test_sites_are_judged_by_code(name: str, target: str, parameters: str, text: str, expected: str) -> None:
-    """A method's class is put around it."""
+def test_sites_are_judged_by_code(name: str, target: str, parameters: str, text: Any, expected: str) -> None:
+    """A method's class is put around it; without a text there is no such module."""
     [site] = [site for site in registry.patches()[name].sites if site.target == target]
     owner, _, function = site.qualname.rpartition(".")
-    source = f"def {function}({parameters}):\n    {text}" if parameters else textwrap.dedent(text).strip()
+    source = textwrap.dedent(text or "").strip()
+    if parameters:
+        source = f"def {function}({parameters}):\n    {text}"
     if owner:
         source = f"class {owner}:\n{textwrap.indent(source, '    ')}"
-    verdict = judge(site, from_source(site.module, site.qualname, source))
+    verdict = judge(site, None if text is None else from_source(site.module, site.qualname, source))
     state, _, reason = expected.partition(": ")
     assert verdict.state == state and reason in verdict.reason, verdict
     assert reason or state != "not needed"
-
-
-def test_verl_before_its_engine_has_nothing_to_clone() -> None:
-    target = f"{ENGINE}.MegatronEngineWithLMHead._lm_head_logits_processor"
-    [site] = [site for site in registry.patches()["lean-loss"].sites if site.target == target]
-    assert judge(site, None).state == "not needed"

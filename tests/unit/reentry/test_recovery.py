@@ -82,16 +82,13 @@ def test_ranks_of_a_bucket_group_agree(mocker: MockerFixture, this_was: bool, ot
         assert stale(chunk) == [not interrupted] * 2
 
 
-def test_a_chunk_that_was_not_interrupted_is_not_gathered() -> None:
+def test_chunks_without_interrupt_or_overlap_are_not_gathered() -> None:
     interrupted, other = with_experts(), with_experts()
     for chunk in (interrupted, other):
         step(chunk)
     recovery.recover([interrupted], ERROR)
     recovery.synchronize_interrupted([interrupted, other])
     assert (stale(interrupted), stale(other)) == ([False, False], [True, True])
-
-
-def test_no_collective_without_overlap_and_without_distributed_optimizer() -> None:
     chunk = MockDDP(overlap_param_gather=False, use_distributed_optimizer=False)
     for without in (chunk, MockModule()):
         recovery.recover([without], ERROR)

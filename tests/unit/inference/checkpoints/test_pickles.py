@@ -76,16 +76,13 @@ def test_dicts_load_without_foreign_classes(evidence: Path, tmp_path: Path) -> N
     assert not evidence.exists()
 
 
-def test_what_is_no_file_of_todays_torch_save(tmp_path: Path) -> None:
+def test_what_is_no_dict_of_todays_torch_save(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     for number, content in enumerate((b"", b"garbage", b"PK\x03\x04 and no more", pickle.dumps({}))):
         (tmp_path / f"{number}.pt").write_bytes(content)
     for file in tmp_path.iterdir():
         with pytest.raises(CheckpointError, match=rf"{file.name} is corrupt or truncated"):
             _load(file)
-
-
-def test_something_else_than_a_dict(tmp_path: Path) -> None:
     torch.save((1, 2), tmp_path / "common.pt")
     with pytest.raises(CheckpointError, match="holds a tuple where Megatron saves a dict"):
         _load(tmp_path / "common.pt")

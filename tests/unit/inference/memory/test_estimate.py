@@ -93,13 +93,11 @@ def test_distributed_optimizer_pads() -> None:
     assert stage.training.parameters == stage.inference_only.parameters == 2 * 20
 
 
-def test_dtypes_and_chunks_add_up() -> None:
+def test_dtypes_chunks_and_teachers_add_up() -> None:
     mixed = torch.nn.Sequential(linear(), linear(torch.float32))
     for chunks in ([mixed, linear()], torch.nn.ModuleList([mixed, linear()])):
         assert one_stage(chunks).training.parameters == (2 + 4 + 2) * N
-
-
-def test_a_pool_takes_one_model_on_the_device_and_all_on_the_host() -> None:
+    # A pool takes one model on the device and all on the host.
     stage = one_stage(linear(), teachers=3)
     assert stage.inference_only == Memory(parameters=2 * N)
     assert stage.with_teachers.total == stage.training.total + 2 * N
@@ -107,10 +105,15 @@ def test_a_pool_takes_one_model_on_the_device_and_all_on_the_host() -> None:
     assert one_stage(linear()).with_teachers == one_stage(linear()).training
 
 
+@pytest.mark.usefixtures("one_process")
 def test_objections_are_passed_on() -> None:
     model = {"num_layers": 2, "hidden_size": 96, "num_attention_heads": 3, "vocab_size": 100}
-    with pytest.raises(InvalidInputError, match="num_attention_heads"):
+    with pytest.raises(
+        InvalidInputError, match=r"^Megatron does not build this model: .*num_attention_heads"
+    ):
         estimate_memory(model, tensor_model_parallel_size=2)
+    with pytest.raises(InvalidInputError, match="num_layers is 0; it must"):
+        estimate_memory({**model, "num_layers": 0})
     assert not torch.distributed.is_initialized()
 
 
@@ -207,16 +210,11 @@ def test_host() -> None:
     assert 0 < after.available < after.total
 
 
-@pytest.mark.parametrize("is_available", [False, True])
-def test_no_device_without_a_cuda_context(is_available: bool, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    report = memory_report()
-    assert report.device is None
-    assert str(report).startswith("host: ")
-
-
 def test_device(monkeypatch: MonkeyPatch) -> None:
+    for is_available in (False, True):  # and no context
+        monkeypatch.setattr(torch.cuda, "is_available", lambda value=is_available: value)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+        assert memory_report().device is None and str(memory_report()).startswith("host: ")
     for name, value in {"is_available": True, "is_initialized": True, "current_device": 1}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (index * GIB, 80 * GIB))

@@ -14,7 +14,6 @@ from pytest import MonkeyPatch
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import estimate_memory
-from megatron_rl_patches.inference.memory import estimate, parameters
 from megatron_rl_patches.inference.memory.estimate import OptimizerSettings, StageEstimate
 from megatron_rl_patches.inference.memory.huggingface import fields_from_hf_config
 
@@ -126,7 +125,7 @@ def test_layers_for_multi_token_prediction_are_counted_unless_set_to_0() -> None
     assert without == fields_from_hf_config(DEEPSEEK_V3)
 
 
-def test_the_text_part_counts_and_flags_fill_in() -> None:
+def test_the_text_part_counts_and_flags_fill_in_or_come_first() -> None:
     # As published: sizes that are the library's defaults are left out.
     text = dense("gemma3_text", 62, 5376, 21504, 32, 16, 0, head_dim=128)
     del text["vocab_size"], text["tie_word_embeddings"]
@@ -137,9 +136,7 @@ def test_the_text_part_counts_and_flags_fill_in() -> None:
     model = fields_from_hf_config(gemma, vocab_size=262208)
     assert (model["hidden_size"], model["vocab_size"], model["kv_channels"]) == (5376, 262208, 128)
     assert model["qk_layernorm"] and model["share_embeddings_and_output_weights"]
-
-
-def test_flags_come_first() -> None:
+    # Flags come first.
     assert fields_from_hf_config(LLAMA, num_layers=2)["num_layers"] == 2
     assert len(fields_from_hf_config(QWEN3_MOE, num_layers=2)["moe_layer_freq"]) == 2
     assert fields_from_hf_config({**LLAMA, "text_config": None}) == fields_from_hf_config(LLAMA)
@@ -209,18 +206,7 @@ def test_megatron_bridge_translates_the_models_that_it_knows(monkeypatch: Monkey
     assert fields_from_hf_config(QWEN3_MOE)["num_layers"] == 48
 
 
-# --- parameters of real models, counted in this process
-
-
-@pytest.fixture
-def one_process(monkeypatch: MonkeyPatch) -> None:
-    """Count as the child process does; test_cli_estimate.py has one."""
-    from megatron.core.ssm import gated_delta_net
-    from megatron.core.transformer import multi_latent_attention
-
-    for module, name in ((multi_latent_attention, "HAVE_TE"), (gated_delta_net, "HAVE_FLA")):
-        monkeypatch.setattr(module, name, getattr(module, name))  # put back afterwards
-    monkeypatch.setattr(estimate, "count_parameters", lambda *task: list(parameters.stages(*task)))
+# --- parameters of real models
 
 
 def one_stage(model: Any, **arguments: Any) -> StageEstimate:
@@ -228,10 +214,7 @@ def one_stage(model: Any, **arguments: Any) -> StageEstimate:
     return stage
 
 
-counting = pytest.mark.usefixtures("one_process")
-
-
-@counting
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", MODELS)
 def test_published_totals(name: str) -> None:
     config, total = MODELS[name]
@@ -241,7 +224,7 @@ def test_published_totals(name: str) -> None:
     assert stage.dense_parameters + experts * stage.expert_parameters == total
 
 
-@counting
+@pytest.mark.usefixtures("one_process")
 def test_multi_token_prediction_and_biases_of_routers() -> None:
     config = DEEPSEEK_V3 | {"num_hidden_layers": 4, "num_nextn_predict_layers": 1}
     stage = one_stage(fields_from_hf_config(config))
@@ -258,7 +241,7 @@ def test_multi_token_prediction_and_biases_of_routers() -> None:
     assert without.training.gradients == 4 * weights
 
 
-@counting
+@pytest.mark.usefixtures("one_process")
 def test_671b_over_128_ranks() -> None:
     sizes = {"pipeline_model_parallel_size": 4, "expert_model_parallel_size": 32}
     model = fields_from_hf_config(DEEPSEEK_V3, **sizes, num_layers_in_last_pipeline_stage=13)
@@ -285,7 +268,7 @@ OF_A_GPU: dict[str, Any] = {
 }
 
 
-@counting
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.filterwarnings("ignore::UserWarning:megatron")
 def test_settings_of_a_gpu_do_not_change_the_parameters() -> None:
     from megatron.core.transformer import TransformerConfig

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import io
+import sys
+from contextlib import redirect_stdout
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from pytest import MonkeyPatch
+
+
+@pytest.fixture
+def one_process(monkeypatch: MonkeyPatch) -> None:
+    """Let this process count parameters, as a child does for ``estimate``: its imports take seconds."""
+    from megatron.core.ssm import gated_delta_net
+    from megatron.core.transformer import multi_latent_attention
+
+    from megatron_rl_patches.inference.memory import parameters
+
+    def run(command: list[str], input: str, **options: Any) -> Any:
+        with mock.patch.object(sys, "stdin", io.StringIO(input)), redirect_stdout(io.StringIO()) as stdout:
+            parameters.main()
+        return SimpleNamespace(returncode=0, stdout=stdout.getvalue())
+
+    monkeypatch.setattr(parameters.subprocess, "run", run)
+    # What the child changes is put back.
+    for module, name in ((multi_latent_attention, "HAVE_TE"), (gated_delta_net, "HAVE_FLA")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    for absent in ("apex", "transformer_engine"):
+        monkeypatch.setitem(sys.modules, absent, None)
