@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 import sys
 from contextlib import redirect_stdout
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -30,3 +30,12 @@ def one_process(monkeypatch: MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, getattr(module, name))
     for absent in ("apex", "transformer_engine"):
         monkeypatch.setitem(sys.modules, absent, None)
+
+
+@pytest.fixture
+def rerun(monkeypatch: MonkeyPatch) -> Any:
+    """Megatron's module of the rerun state machine, which does not exist yet."""
+    module: Any = ModuleType("megatron.core.rerun_state_machine")
+    module._GLOBAL_RERUN_STATE_MACHINE = None
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module

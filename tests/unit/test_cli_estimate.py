@@ -7,6 +7,7 @@ import re
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pytest import MonkeyPatch
@@ -33,26 +34,18 @@ GEMMA_3_27B = {  # google/gemma-3-27b-it, the language model
 }
 
 
-class Counter:
-    """Stands in for the count of parameters: keeps its arguments, returns two stages, the second larger."""
-
-    fields: dict[str, Any]
-    dtype: str
-    error: Exception | None = None
-
-    def __call__(self, config: dict[str, Any], fields: dict[str, Any], dtype: str) -> list[Stage]:
-        self.fields, self.dtype = {**config, **fields}, dtype
-        if self.error is not None:
-            raise self.error
-        stages = ([[Parameter(numel, "bf16", False)]] for numel in (10**9, 2 * 10**9))
-        return [Stage(chunks, chunks) for chunks in stages]
-
-
 @pytest.fixture
-def counter(monkeypatch: MonkeyPatch) -> Counter:
-    counter = Counter()
+def counter(monkeypatch: MonkeyPatch) -> Mock:
+    """Stands in for the count of parameters: there are two stages, of which the second is larger."""
+    stages = ([[Parameter(numel, "bf16", False)]] for numel in (10**9, 2 * 10**9))
+    counter = Mock(return_value=[Stage(chunks, chunks) for chunks in stages])
     monkeypatch.setattr(estimate_module, "count_parameters", counter)
     return counter
+
+
+def fields(counter: Mock) -> dict[str, Any]:
+    config, described, _ = counter.call_args.args
+    return {**config, **described}
 
 
 invoke = partial(command_line.invoke, "estimate")
@@ -61,7 +54,7 @@ refuse = partial(command_line.refuse, "estimate")
 
 
 @pytest.mark.parametrize("place", ["cache", "folder", "file"])
-def test_a_model_by_its_place(counter: Counter, tmp_path: Path, monkeypatch: MonkeyPatch, place: str) -> None:
+def test_a_model_by_its_place(counter: Mock, tmp_path: Path, monkeypatch: MonkeyPatch, place: str) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     message = refuse("google/gemma")
@@ -70,9 +63,9 @@ def test_a_model_by_its_place(counter: Counter, tmp_path: Path, monkeypatch: Mon
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(GEMMA_3_27B))
     invoke({"cache": "google/gemma", "folder": folder, "file": folder / "config.json"}[place])
-    assert counter.fields["hidden_size"] == 5376
+    assert fields(counter)["hidden_size"] == 5376
     invoke("--hf-config", folder / "config.json", *assign(num_layers=2))  # which overrides it
-    assert (counter.fields["num_layers"], counter.fields["hidden_size"]) == (2, 5376)
+    assert (fields(counter)["num_layers"], fields(counter)["hidden_size"]) == (2, 5376)
 
 
 def test_every_option_is_shown_in_80_columns(monkeypatch: MonkeyPatch) -> None:
@@ -82,7 +75,7 @@ def test_every_option_is_shown_in_80_columns(monkeypatch: MonkeyPatch) -> None:
     assert [name for name in names if f" --{name}" not in shown] == []
 
 
-def test_table_of_the_worst_stage_and_totals_of_all(counter: Counter) -> None:
+def test_table_of_the_worst_stage_and_totals_of_all(counter: Mock) -> None:
     assert invoke(*SMALL, "--teachers=2").stdout.splitlines() == [
         "GB               training  inference-only  training + 2 teachers",
         "parameters       4.00      4.00            4.00",
@@ -106,7 +99,7 @@ def test_table_of_the_worst_stage_and_totals_of_all(counter: Counter) -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_a_terminal_breaks_no_word(counter: Counter, monkeypatch: MonkeyPatch, columns: int) -> None:
+def test_a_terminal_breaks_no_word(counter: Mock, monkeypatch: MonkeyPatch, columns: int) -> None:
     """The widest table there is."""
     for name, value in (("COLUMNS", columns), ("FORCE_COLOR", 1), ("TERM", "xterm")):
         monkeypatch.setenv(name, str(value))
@@ -122,7 +115,7 @@ def test_a_terminal_breaks_no_word(counter: Counter, monkeypatch: MonkeyPatch, c
     assert max(map(len, table)) <= columns
 
 
-def test_json_is_in_bytes_and_a_plot_is_drawn(counter: Counter, tmp_path: Path) -> None:
+def test_json_is_in_bytes_and_a_plot_is_drawn(counter: Mock, tmp_path: Path) -> None:
     answer = invoke_json(*SMALL)
     assert answer["worst_stage"] == 1
     assert answer["stages"][1]["inference_only"]["total"] == 4 * 10**9
@@ -131,18 +124,18 @@ def test_json_is_in_bytes_and_a_plot_is_drawn(counter: Counter, tmp_path: Path) 
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_flags_of_the_model_and_the_groups(counter: Counter) -> None:
+def test_flags_of_the_model_and_the_groups(counter: Mock) -> None:
     flags = assign(add_bias_linear="false", normalization="RMSNorm", moe_layer_freq=[0, 1])
     invoke(*SMALL, *flags, "--dtype=fp16")
     small = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
     more = {"add_bias_linear": False, "normalization": "RMSNorm", "moe_layer_freq": [0, 1]}
-    assert (counter.fields, counter.dtype) == ({**small, **more}, "fp16")
+    assert (fields(counter), counter.call_args.args[2]) == ({**small, **more}, "fp16")
     parts = invoke_json(*SMALL, "--tp=2", "--context-parallel-size=2", "--world-size=16", "--dist-opt")
-    assert counter.fields == {**small, "tensor_model_parallel_size": 2, "context_parallel_size": 2}
+    assert fields(counter) == {**small, "tensor_model_parallel_size": 2, "context_parallel_size": 2}
     assert parts["stages"][0]["training"]["exp_avg"] == 4 * 10**9 / 8
 
 
-def test_flags_of_the_optimizer(counter: Counter) -> None:
+def test_flags_of_the_optimizer(counter: Mock) -> None:
     def parts(*flags: str) -> dict[str, int]:
         device = invoke_json(*SMALL, *flags)["stages"][0]["training"]
         return {name: size // 10**9 for name, size in device.items()}
@@ -155,7 +148,7 @@ def test_flags_of_the_optimizer(counter: Counter) -> None:
     assert parts(*aware, "--set=optimizer_cpu_offload=true")["main_parameters"] == 0
 
 
-def test_refusals(counter: Counter, tmp_path: Path) -> None:
+def test_refusals(counter: Mock, tmp_path: Path) -> None:
     for arguments, message in (
         (assign(hidden_size=64, num_attention_heads=4), "missing: num_layers, vocab_size"),
         ((*SMALL, "--tp=4", "--world-size=6"), "no multiple of 4"),
@@ -171,7 +164,7 @@ def test_refusals(counter: Counter, tmp_path: Path) -> None:
         assert len(refuse("--hf-config", file).splitlines()) == 1
     assert "is not JSON" in refuse("--hf-config", file)
     for error in (ZeroDivisionError("by zero"), KeyError("x"), OSError("no"), MemoryError()):
-        counter.error = error
+        counter.side_effect = error
         message = refuse(*SMALL)
         assert f"no such model can be estimated: {type(error).__name__}" in message
         assert len(message.splitlines()) == 1

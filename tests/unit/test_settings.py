@@ -114,35 +114,24 @@ def test_options_that_are_refused(options: dict[str, Any], message: str) -> None
 
 
 def test_from_the_environment() -> None:
-    environ = {
-        "MEGATRON_RL_PATCHES_STRICT": "1",
-        "MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS": "my_rl.model:train, my_rl.loop:Trainer.fit,",
-        "MEGATRON_RL_PATCHES_WARN": "0",
-        "MEGATRON_RL_PATCHES_FINITE_STEP_LIMIT": "3",
-        "MEGATRON_RL_PATCHES_INFERENCE_ROLES": "teacher, judge",
-        "MEGATRON_RL_PATCHES_LEAN_HEAD_TILE_BYTES": "1024",
-        "MEGATRON_RL_PATCHES_LEAN_HEAD_KEEP_BYTES": "auto",
-        "MEGATRON_RL_PATCHES_OPD_TOP_K": " 32 ",
-        "MEGATRON_RL_PATCHES_OPD_COMBINE": "average",
-        "MEGATRON_RL_PATCHES_OPD_DIVERGENCE": "forward_kl",
-        "MEGATRON_RL_PATCHES_OPD_TEACHERS": "math=/teachers/math, code = /teachers/a=b",
-        "MEGATRON_RL_PATCHES_OPD_TEACHER_WEIGHTS": "2,0.5",
+    texts: dict[str, tuple[str, Any]] = {
+        "strict": ("1", True),
+        "train_functions": ("rl.model:train, rl.loop:A.fit,", ("rl.model:train", "rl.loop:A.fit")),
+        "warn": ("0", False),
+        "finite_step_limit": ("3", 3),
+        "inference_roles": ("teacher, judge", ("teacher", "judge")),
+        "lean_head_tile_bytes": ("1024", 1024),
+        "lean_head_keep_bytes": ("auto", "auto"),
+        "opd_top_k": (" 32 ", 32),
+        "opd_combine": ("average", "average"),
+        "opd_divergence": ("forward_kl", "forward_kl"),
+        "opd_teachers": ("math=/t/math, code = /t/a=b", (("math", "/t/math"), ("code", "/t/a=b"))),
+        "opd_teacher_weights": ("2,0.5", (2.0, 0.5)),
     }
+    environ = {f"MEGATRON_RL_PATCHES_{name.upper()}": text for name, (text, _) in texts.items()}
     assert {*environ, "MEGATRON_RL_PATCHES", "MEGATRON_RL_PATCHES_ROOTS"} == set(variables())
-    assert Settings.from_environment(environ) == Settings(
-        strict=True,
-        train_functions=("my_rl.model:train", "my_rl.loop:Trainer.fit"),
-        warn=False,
-        finite_step_limit=3,
-        inference_roles=("teacher", "judge"),
-        lean_head_tile_bytes=1024,
-        lean_head_keep_bytes="auto",
-        opd_top_k=32,
-        opd_combine="average",
-        opd_divergence="forward_kl",
-        opd_teachers=(("math", "/teachers/math"), ("code", "/teachers/a=b")),
-        opd_teacher_weights=(2.0, 0.5),
-    )
+    expected = Settings(**{name: value for name, (_, value) in texts.items()})
+    assert Settings.from_environment(environ) == expected
     assert Settings.from_environment(dict.fromkeys(environ, " ")) == Settings()
     assert Settings.from_environment({"MEGATRON_RL_PATCHES_INFERENCE_ROLES": "None"}).inference_roles == ()
     for text, strict in (("1", True), (" Yes", True), ("0", False), ("OFF ", False)):

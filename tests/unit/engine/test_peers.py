@@ -139,18 +139,7 @@ def test_mindspeed_replaces_after(world: tuple[Any, Any]) -> None:
     assert [id(each) for each in (model.train, actor.train, actor.run)] == [original] * 3
 
 
-def test_mindspeed_wraps_before(world: tuple[Any, Any]) -> None:
-    model, actor = world
-    train = MindSpeed(model, "train", wrapping)
-    apply()
-    assert results(world) == [ours(theirs(PLAIN)), ours(theirs(PLAIN)), PLAIN]
-    assert target()[0] == "applied" and f"but not in {actor.__name__}, with a function that" in target()[1]
-    revert()
-    assert results(world) == [theirs(PLAIN), theirs(PLAIN), PLAIN]
-    assert model.train is actor.train is train.final
-
-
-def test_mindspeed_wraps_after(world: tuple[Any, Any]) -> None:
+def test_mindspeed_wraps(world: tuple[Any, Any]) -> None:
     model, actor = world
     original = id(model.train)
     apply()

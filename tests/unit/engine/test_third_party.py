@@ -31,12 +31,10 @@ def lazily(error: BaseException) -> Callable[..., Any]:
     return lambda options: (raising(error)() for _ in range(1))
 
 
-EXITS = pytest.mark.parametrize(
-    ("error", "shown"), [(SystemExit(0), "SystemExit: 0"), (Stop("here"), "Stop: here")]
-)
+EXITS = [(SystemExit(0), "SystemExit: 0"), (Stop("here"), "Stop: here")]
 
 
-@EXITS
+@pytest.mark.parametrize(("error", "shown"), EXITS)
 @pytest.mark.parametrize("function", [raising, lazily])
 def test_configured(
     tagged: Framework, engine: Engine, caplog: Any, error: BaseException, shown: str, function: Any
@@ -52,7 +50,7 @@ def test_configured(
             must()
 
 
-@EXITS
+@pytest.mark.parametrize(("error", "shown"), EXITS)
 def test_skip_if(tagged: Framework, caplog: Any, error: BaseException, shown: str) -> None:
     package = tagged("train", skip_if=raising(error))
     apply()
@@ -63,9 +61,7 @@ def test_skip_if(tagged: Framework, caplog: Any, error: BaseException, shown: st
     assert caplog.messages == [f"megatron_rl_patches: {skipped}"]
 
 
-@pytest.mark.parametrize(
-    ("error", "shown"), [(SystemExit(0), "SystemExit: 0"), (ValueError("not today"), "ValueError: not today")]
-)
+@pytest.mark.parametrize(("error", "shown"), [*EXITS, (ValueError("no"), "ValueError: no")])
 def test_detail(tagged: Framework, caplog: Any, error: BaseException, shown: str) -> None:
     package = tagged("train", detail=raising(error))
     apply()

@@ -31,10 +31,7 @@ def states() -> dict[str, str]:
 
 
 class Pause:
-    """Where another thread waits until the main one is done, or has to wait for the lock that it holds.
-
-    It stands in for the lock of the installer, and for a finder, which another thread asks for a module.
-    """
+    """The lock of the installer, and a finder, where another thread waits until the main one is done."""
 
     def __init__(self, module: str) -> None:
         self.module = module

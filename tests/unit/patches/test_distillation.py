@@ -68,33 +68,30 @@ def test_the_loss_type_becomes_a_custom_loss(parse: Parse, settings: Settings) -
     assert not [name for name in vars(others) if name.startswith("opd")]
 
 
-@pytest.mark.parametrize(
-    ("message", "options"),
-    [
-        (
-            "--{} does not go with",
-            [
-                *(("allgather_cp", True), ("use_routing_replay", True), ("use_indexer_replay", True)),
-                *(("entropy_coef", 0.1), ("lora_rank", 8), ("lora_adapter_path", "/adapter")),
-                ("multi_lora_n_adapters", 2),
-            ],
-        ),
-        ("--disable-weights-backuper does not go with", [("enable_weights_backuper", False)]),
-        ("is for --train-backend megatron", [("train_backend", "fsdp")]),
-        ("beta is 3.0", [("opd_beta", 3.0)]),
-        (r"divergence must be one of \('reverse_kl'", [("opd_divergence", "kl")]),
-        ("--{} is 0.0, expected a positive number", [("rollout_temperature", 0.0)]),
-    ],
-)
-def test_other_options(
-    parse: Parse, settings: Settings, message: str, options: list[tuple[str, Any]]
-) -> None:
+FLAGS: dict[str, Any] = {
+    **dict.fromkeys(("allgather_cp", "use_routing_replay", "use_indexer_replay"), True),
+    "entropy_coef": 0.1,
+    "lora_rank": 8,
+    "lora_adapter_path": "/adapter",
+    "multi_lora_n_adapters": 2,
+}
+OTHERS: list[tuple[str, Any, str]] = [
+    ("enable_weights_backuper", False, "--disable-weights-backuper does not go with"),
+    ("train_backend", "fsdp", "is for --train-backend megatron"),
+    ("opd_beta", 3.0, "beta is 3.0"),
+    ("opd_divergence", "kl", r"divergence must be one of \('reverse_kl'"),
+    ("rollout_temperature", 0.0, "--rollout-temperature is 0.0, expected a positive number"),
+]
+
+
+def test_options_that_do_not_go_with_it(parse: Parse, settings: Settings) -> None:
     apply(NAME, settings=settings)
-    for option, value in options:
-        with pytest.raises(InvalidInputError, match=message.format(option.replace("_", "-"))):
+    flags = [(name, value, f"--{name.replace('_', '-')} does not go with") for name, value in FLAGS.items()]
+    for option, value, message in flags + OTHERS:
+        with pytest.raises(InvalidInputError, match=message):
             parse(**{option: value})
         parse("policy_loss", **{option: value})
-        if message == "--{} does not go with":
+        if option in FLAGS:
             parse(**{option: type(value)()})
 
 

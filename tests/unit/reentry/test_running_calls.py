@@ -86,14 +86,6 @@ def test_calls_in_a_guarded_program_follow_each_other(run: Callable[[Any], None]
     assert len(done) == 6
 
 
-def test_the_interval_timer_of_the_outer_call_goes_on() -> None:
-    timers = Timers()
-    with reentrant_train(DistributedDataParallel(), timers=timers):
-        timers.start()
-        with reentrant_train(DistributedDataParallel(), timers=timers):
-            assert timers.running() == {INTERVAL_TIMER}
-
-
 class Overlapping:
     """Guarded calls that begin and end at any time, each in a generator or in a thread of its own."""
 
@@ -184,10 +176,13 @@ def test_a_call_that_fails_leaves_the_functions_of_the_other(overlapping: Overla
 
 
 def test_a_guard_may_be_entered_twice() -> None:
-    guard = TrainGuard(DistributedDataParallel())
+    timers = Timers()
+    guard = TrainGuard(DistributedDataParallel(), timers=timers)
     with collecting(True), guard:
+        timers.start()
         gc.disable()
         with guard:
+            assert timers.running() == {INTERVAL_TIMER}  # that of the outer call goes on
             gc.enable()
         assert not gc.isenabled()
     assert gc.isenabled()

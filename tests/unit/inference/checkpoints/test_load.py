@@ -8,6 +8,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,17 @@ from megatron_rl_patches.inference.checkpoints.load import load_inference_checkp
 from megatron_rl_patches.inference.checkpoints.location import check_format, iteration_of, locate
 from megatron_rl_patches.inference.checkpoints.pickles import read_metadata
 from megatron_rl_patches.inference.weights import describe, differences
+from tests.worlds.files import write
 
 from .test_pickles import save_alone
 
 TRACKER = "latest_checkpointed_iteration.txt"
-ITERATION_7 = {TRACKER: "7", "iter_0000007/x": ""}
+META = "metadata.json"
 HUGGING_FACE = {"config.json": "", "model.safetensors": ""}
+
+
+def step(number: int) -> Any:
+    return partial(read_iteration, ckpt_step=number)
 
 
 def _torch_dist(folder: Path) -> Path:
@@ -58,47 +64,32 @@ def test_root_leads_to_the_latest_iteration_or_to_the_step_of_the_caller(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("files", "step", "message"),
+    ("look", "files", "message"),
     [
-        ({}, None, "is not a Megatron checkpoint: it is empty"),
-        ({"notes.txt": ""}, None, "is not a Megatron checkpoint: it contains notes.txt"),
-        ({TRACKER: "7"}, None, f"{TRACKER} points at iter_0000007, .* it has no iteration at all"),
-        ({TRACKER: "7", "iter_0000006/x": ""}, None, "points at iter_0000007, .* it has iter_0000006"),
-        (ITERATION_7, 8, "ckpt_step=8 asks for iter_0000008, .* it has iter_0000007"),
-        ({TRACKER: "seven"}, None, "holds 'seven'; expected an iteration or 'release'"),
-        ({TRACKER: "-1"}, None, "holds '-1'; expected"),
-        ({TRACKER: "1" * 400}, None, "holds '1{40}'; expected"),
-        ({TRACKER: "1" * 5000}, None, "holds '1{40}'; expected"),
-        ({"iter_0000003/x": ""}, None, f"has no {TRACKER}, .*it has iter_0000003: pass the folder of one"),
-        (HUGGING_FACE, None, r"is a Hugging Face checkpoint.*\(pre_wrap=\.\.\.\)"),
-        ({"metadata.json": "{}"}, 3, "ckpt_step=3 chooses among the iterations of a checkpoint root"),
+        (read_iteration, {}, "is not a Megatron checkpoint: it is empty"),
+        (read_iteration, {"notes.txt": ""}, "is not a Megatron checkpoint: it contains notes.txt"),
+        (read_iteration, {TRACKER: "7"}, f"{TRACKER} points at iter_0000007, .* it has no iteration at all"),
+        (read_iteration, {TRACKER: "7", "iter_0000006/x": ""}, "at iter_0000007, .* it has iter_0000006"),
+        (step(8), {TRACKER: "7", "iter_0000007/x": ""}, "=8 asks for iter_0000008, .* it has iter_0000007"),
+        (read_iteration, {TRACKER: "seven"}, "holds 'seven'; expected an iteration or 'release'"),
+        (read_iteration, {TRACKER: "-1"}, "holds '-1'; expected"),
+        (read_iteration, {TRACKER: "1" * 400}, "holds '1{40}'; expected"),
+        (read_iteration, {TRACKER: "1" * 5000}, "holds '1{40}'; expected"),
+        (read_iteration, {"iter_0000003/x": ""}, f"no {TRACKER}, .*it has iter_0000003: pass the folder of"),
+        (read_iteration, HUGGING_FACE, r"is a Hugging Face checkpoint.*\(pre_wrap=\.\.\.\)"),
+        (step(3), {META: "{}"}, "ckpt_step=3 chooses among the iterations of a checkpoint root"),
+        (check_format, {META: '{"sharded_backend": "zarr"}'}, "format zarr, expected torch_dist; convert it"),
+        (check_format, {META: "{}"}, "metadata.json is corrupt: KeyError"),
+        (check_format, {META: "{"}, "metadata.json is corrupt: JSONDecodeError"),
+        (check_format, {META: '"torch_dist"'}, "metadata.json is corrupt"),
+        (check_format, {".metadata": "", "__0_0.distcp": ""}, "format torch_dcp or fsdp_dtensor"),
+        (check_format, {"mp_rank_00": ""}, "format torch, expected torch_dist; .*convert-format torch_dist"),
+        (check_format, {"__0_0.distcp": ""}, "is a part of a torch_dist checkpoint"),
     ],
 )
-def test_what_is_there_instead(files: dict[str, str], step: int | None, message: str, tmp_path: Path) -> None:
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content)
+def test_what_is_there_instead(look: Any, files: dict[str, str], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
-        read_iteration(tmp_path, step)
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({"metadata.json": '{"sharded_backend": "zarr"}'}, "format zarr, expected torch_dist; convert it"),
-        ({"metadata.json": "{}"}, "metadata.json is corrupt: KeyError"),
-        ({"metadata.json": "{"}, "metadata.json is corrupt: JSONDecodeError"),
-        ({"metadata.json": '"torch_dist"'}, "metadata.json is corrupt"),
-        ({".metadata": "", "__0_0.distcp": ""}, "format torch_dcp or fsdp_dtensor"),
-        ({"mp_rank_00": ""}, "legacy format torch, expected torch_dist; .*--ckpt-convert-format torch_dist"),
-        ({"__0_0.distcp": ""}, "is a part of a torch_dist checkpoint"),
-    ],
-)
-def test_other_formats_are_named(files: dict[str, str], message: str, tmp_path: Path) -> None:
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-    with pytest.raises(CheckpointError, match=message):
-        check_format(tmp_path)
+        look(write(tmp_path, files))
 
 
 def test_without_a_process_group_the_iteration_of_a_bare_folder_is_read(tmp_path: Path) -> None:

@@ -108,9 +108,7 @@ def test_dtypes_chunks_and_teachers_add_up() -> None:
 @pytest.mark.usefixtures("one_process")
 def test_objections_are_passed_on() -> None:
     model = {"num_layers": 2, "hidden_size": 96, "num_attention_heads": 3, "vocab_size": 100}
-    with pytest.raises(
-        InvalidInputError, match=r"^Megatron does not build this model: .*num_attention_heads"
-    ):
+    with pytest.raises(InvalidInputError, match=r"does not build this model: .*num_attention_heads"):
         estimate_memory(model, tensor_model_parallel_size=2)
     with pytest.raises(InvalidInputError, match="num_layers is 0; it must"):
         estimate_memory({**model, "num_layers": 0})

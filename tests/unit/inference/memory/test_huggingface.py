@@ -254,11 +254,10 @@ def test_671b_over_128_ranks() -> None:
 
 #: Of a training run; it asks for packages that are not needed to count.
 OF_A_GPU: dict[str, Any] = {
-    "sequence_parallel": True,
-    "bf16": True,
+    **dict.fromkeys(
+        ("sequence_parallel", "bf16", "gradient_accumulation_fusion", "persist_layer_norm"), True
+    ),
     "params_dtype": torch.bfloat16,
-    "gradient_accumulation_fusion": True,
-    "persist_layer_norm": True,
     "moe_grouped_gemm": True,
     "moe_token_dispatcher_type": "alltoall",
     "variable_seq_lengths": True,

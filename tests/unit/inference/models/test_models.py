@@ -38,10 +38,6 @@ def _with_config(config: Any, pre_process: bool, *, post_process: bool, other: i
     return {"config": config, **_only_ends(pre_process, post_process)}
 
 
-def _anything(**kwargs: Any) -> Any:
-    return kwargs
-
-
 ENDS = {"pre_process", "post_process"}
 
 
@@ -53,7 +49,7 @@ ENDS = {"pre_process", "post_process"}
         (functools.wraps(_only_ends)(lambda *args, **kwargs: _only_ends(*args, **kwargs)), ENDS),
         (_with_config, {*ENDS, "config"}),
         (functools.partial(_with_config, config="a policy's"), {*ENDS, "config"}),
-        (_anything, set(ARGUMENTS)),
+        (lambda **kwargs: kwargs, set(ARGUMENTS)),
     ],
 )
 def test_a_provider_gets_what_it_takes(provider: Callable[..., Any], gets: set[str]) -> None:
@@ -62,7 +58,7 @@ def test_a_provider_gets_what_it_takes(provider: Callable[..., Any], gets: set[s
 
 def test_virtual_stages_by_argument() -> None:
     assert call_provider(lambda vp_stage: vp_stage, {"vp_stage": 1}) == 1
-    assert call_provider(_anything, {"vp_stage": 1}) == {"vp_stage": 1}
+    assert call_provider(lambda **kwargs: kwargs, {"vp_stage": 1}) == {"vp_stage": 1}
     with pytest.raises(InvalidInputError, match="takes no vp_stage"):
         call_provider(_only_ends, {**ARGUMENTS, "vp_stage": 1})
 
@@ -73,12 +69,8 @@ def test_the_dtype_is_the_copys(dtype: str, was: dict[str, Any]) -> None:
     own = inference_copy(ModelParallelConfig(**was), dtype)
     assert (own.bf16, own.fp16) == (dtype == "bf16", dtype == "fp16")
     assert own.params_dtype == own.pipeline_dtype == own.autocast_dtype == _provider.DTYPES[dtype]
-
-
-def test_members_that_cannot_be_copied_are_shared() -> None:
-    config = ModelParallelConfig()
-    config.lock = threading.Lock()
-    assert without_training(config).lock is config.lock
+    own.lock = threading.Lock()  # which cannot be copied
+    assert without_training(own).lock is own.lock
 
 
 class _Model(Module):
