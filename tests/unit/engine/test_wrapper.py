@@ -185,6 +185,7 @@ def test_the_original_runs_as_called_or_with_changes() -> None:
         Call(Trainer().fit, ("m",))(modle="n")
 
 
+@pytest.mark.usefixtures("frozen")
 def test_reading_arguments_does_not_keep_the_instance(tagged: Framework) -> None:
     package = tagged("Trainer.step", adapter=lambda call: call["x"])
     apply()

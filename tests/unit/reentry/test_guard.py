@@ -201,6 +201,7 @@ def test_other_targets_are_refused(targets: list[Any], message: str) -> None:
             reentrant_train(target)
 
 
+@pytest.mark.usefixtures("frozen")
 def test_a_function_keeps_its_attributes_and_is_kept_by_nobody(model: list[Any]) -> None:
     def fit(model: Any) -> None:
         train(model)

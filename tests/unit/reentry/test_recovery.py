@@ -106,6 +106,7 @@ def test_a_gather_in_flight_is_completed_and_no_other_started() -> None:
     assert all(group.param_gather_handle is None for group in groups)
 
 
+@pytest.mark.usefixtures("frozen")
 @pytest.mark.parametrize("name", ["", "exceptions", "__cause__", "__context__"])
 def test_only_no_sync_contexts_are_left(name: str) -> None:
     left = []

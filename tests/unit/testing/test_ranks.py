@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -62,46 +61,39 @@ def stuck_with_a_child(pid_file: str) -> None:
         waiting_for_godot()
 
 
-class Runs(NamedTuple):
-    results: list[Any]
-    error: RanksFailed
-    #: In seconds: within it, ranks surely start, however busy the machine is.
-    patience: float
-
-
-@pytest.fixture(scope="module")
-def runs() -> Runs:
-    """Run two ranks twice, once with an error; the first time takes longer."""
-    with MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("INHERITED", "yes")
-        results = spawn_ranks(on_a_rank, 2, 10, scale=2, env={"GIVEN": "too"}, timeout=240)
-    begin = time.monotonic()
-    with pytest.raises(RanksFailed, match="rank 1 failed") as error:
-        spawn_ranks(one_rank_raises, 2, timeout=240)
-    return Runs(results, error.value, round(3 * (time.monotonic() - begin) + 2))
-
-
-def test_results_come_by_rank(runs: Runs) -> None:
+def test_results_come_by_rank(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setenv("INHERITED", "yes")
+    results = spawn_ranks(on_a_rank, 2, 10, scale=2, env={"GIVEN": "too"}, timeout=240)
     ours = {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "INHERITED": "yes", "GIVEN": "too"}
-    assert runs.results == [(22, 2, {"RANK": rank, "LOCAL_RANK": rank, **ours}) for rank in "01"]
+    assert results == [(22, 2, {"RANK": rank, "LOCAL_RANK": rank, **ours}) for rank in "01"]
     assert "RANK" not in os.environ
 
 
-def test_the_root_cause_comes_first(runs: Runs) -> None:
-    assert isinstance(runs.error, MegatronRLPatchesError)
-    assert runs.error.ranks[0] == 1
-    message = str(runs.error)
-    copy = pickle.loads(pickle.dumps(runs.error))
-    assert (type(copy), str(copy), copy.ranks) == (RanksFailed, message, runs.error.ranks)
+def test_the_root_cause_comes_first() -> None:
+    with pytest.raises(RanksFailed, match="rank 1 failed") as error:
+        spawn_ranks(one_rank_raises, 2, timeout=240)
+    assert isinstance(error.value, MegatronRLPatchesError)
+    assert error.value.ranks[0] == 1
+    message = str(error.value)
+    copy = pickle.loads(pickle.dumps(error.value))
+    assert (type(copy), str(copy), copy.ranks) == (RanksFailed, message, error.value.ranks)
     first_traceback = message.split("--- rank ")[1]
     assert "LookupError: the root cause" in first_traceback and "in one_rank_raises" in first_traceback
 
 
-def test_a_timeout_tells_where_the_rank_hangs_and_leaves_no_process(tmp_path: Path, runs: Runs) -> None:
+@pytest.fixture(scope="module")
+def patience() -> float:
+    """A timeout, in seconds, within which ranks surely start, however busy the machine is."""
+    spawn_ranks(os.getpid, 1, timeout=240)  # which imports what later ranks need
+    begin = time.monotonic()
+    spawn_ranks(os.getpid, 2, timeout=240)
+    return round(3 * (time.monotonic() - begin) + 2)
+
+
+def test_a_timeout_tells_where_the_rank_hangs_and_leaves_no_process(tmp_path: Path, patience: float) -> None:
     file = tmp_path / "pids"
-    message = f"no result after {runs.patience} s; still running: rank 1"
-    with pytest.raises(RanksFailed, match=message) as error:
-        spawn_ranks(stuck_with_a_child, 2, str(file), timeout=runs.patience)
+    with pytest.raises(RanksFailed, match=f"no result after {patience} s; still running: rank 1") as error:
+        spawn_ranks(stuck_with_a_child, 2, str(file), timeout=patience)
     assert "in waiting_for_godot" in str(error.value)
     assert error.value.ranks == ()
     time.sleep(0.2)

@@ -111,7 +111,7 @@ def test_objections_are_passed_on() -> None:
     with pytest.raises(InvalidInputError, match=r"does not build this model: .*num_attention_heads"):
         estimate_memory(model, tensor_model_parallel_size=2)
     with pytest.raises(InvalidInputError, match="num_layers is 0; it must"):
-        estimate_memory({**model, "num_layers": 0})
+        estimate_memory(model, num_layers=0)
     assert not torch.distributed.is_initialized()
 
 
