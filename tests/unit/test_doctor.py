@@ -14,6 +14,7 @@ import venv
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pytest import MonkeyPatch
@@ -260,13 +261,7 @@ def test_configured_functions_of_a_framework_that_nobody_knows(
 
 def test_a_patch_whose_own_code_fails_is_alone(monkeypatch: MonkeyPatch) -> None:
     """What it makes of ``apply()`` is in ``tests/unit/engine/test_third_party.py``."""
-
-    def configured(options: object) -> tuple[Any, ...]:
-        raise ValueError("not today")
-
-    def notes(statuses: object) -> list[str]:
-        sys.exit(0)
-
+    configured, notes = (Mock(side_effect=error) for error in (ValueError("not today"), SystemExit(0)))
     broken = Patch("broken", "", configured=configured, notes=notes)
     broken.wrap("mrp_nowhere.model", "train")(lambda call: None)
     monkeypatch.setattr(registry, "patches", lambda: {"broken": broken})

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 import wrapt
@@ -59,13 +60,6 @@ def arm(monkeypatch: MonkeyPatch) -> Callable[..., list[int]]:
         return calls
 
     return arm
-
-
-def raising(error: BaseException) -> Callable[[], None]:
-    def fail() -> None:
-        raise error
-
-    return fail
 
 
 def armed() -> list[object]:
@@ -160,7 +154,7 @@ def test_root_that_activation_imports_is_executed_once(framework, arm, tmp_path,
 
 @pytest.mark.parametrize("kind", [ValueError, SystemExit])
 def test_failure_costs_one_line_and_disarms(framework, arm, capsys, kind):
-    calls = arm(raising(kind("two\nlines")))
+    calls = arm(Mock(side_effect=kind("two\nlines")))
     importlib.import_module(framework)
     importlib.import_module(f"{framework}.model")
     assert calls == [1]
@@ -173,7 +167,7 @@ def test_failure_without_anybody_to_tell(framework, arm, monkeypatch, tmp_path, 
     stream = (tmp_path / "stderr").open("w")
     stream.close()
     monkeypatch.setattr(sys, "stderr", stream if closed else None)
-    arm(raising(ZeroDivisionError()))
+    arm(Mock(side_effect=ZeroDivisionError()))
     importlib.import_module(framework)
 
 
@@ -183,7 +177,7 @@ def test_failure_without_anybody_to_tell(framework, arm, monkeypatch, tmp_path, 
 def test_strict_failure_is_raised_at_every_import(framework, arm, monkeypatch, capsys, error):
     """It cannot be mistaken for a missing framework, or for an end of the program."""
     monkeypatch.setenv("MEGATRON_RL_PATCHES_STRICT", "1")
-    calls = arm(raising(error))
+    calls = arm(Mock(side_effect=error))
     is_raised = type(error) is RuntimeError
     message = f"could not be activated: {type(error).__name__}: {error}$"
     for _ in range(2):

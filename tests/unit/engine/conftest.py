@@ -45,6 +45,14 @@ class Trainer(Base):
         return (cls.__name__, x)
 """
 ACTOR = "from .model import save, train\nfrom .model import train as run\n"
+#: For ``model``: a class that refuses to have its methods replaced.
+REFUSING = """
+class Meta(type):
+    def __setattr__(cls, name, value): raise {}
+class Trainer(metaclass=Meta):
+    def step(self, x): return x
+def train(model): return ("trained", model, 1)
+"""
 #: For ``model``: its source does not show that somebody has replaced ``train``.
 REPLACED = f"{MODEL}\nimport posixpath\nglobals()['train'] = posixpath.join"
 

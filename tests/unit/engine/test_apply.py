@@ -18,7 +18,7 @@ from megatron_rl_patches import PatchError, Settings, applied, apply, available,
 from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.wrapper import SwitchableWrapper
 
-from .conftest import PATCHED, PLAIN, Engine, Framework, patch_of, sites_in, states
+from .conftest import PATCHED, PLAIN, REFUSING, Engine, Framework, patch_of, sites_in, states
 
 ORDERS = sorted(set(itertools.permutations(("import", "apply", "apply", "revert", "revert", "apply"))))
 COPIES = "in place, but copies made before, in a table or a closure, are the original"
@@ -242,15 +242,7 @@ def test_what_does_not_use_up_the_hook(tagged: Framework, tmp_path: Path) -> Non
 
 
 def test_an_interrupt_between_two_sites_leaves_none(tagged: Framework) -> None:
-    interrupts = """
-class Meta(type):
-    def __setattr__(cls, name, value): raise KeyboardInterrupt
-
-class Trainer(metaclass=Meta):
-    def step(self, x): ...
-
-def train(model): return ("trained", model, 1)
-"""
+    interrupts = REFUSING.format("KeyboardInterrupt")
     package = tagged("train", "Trainer.step", files={"model": interrupts})
     apply()
     spec = importlib.util.find_spec(f"{package}.model")

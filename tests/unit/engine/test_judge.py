@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import FunctionType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pytest import LogCaptureFixture, MonkeyPatch
@@ -21,7 +22,7 @@ from megatron_rl_patches.engine.sources import open_source
 from megatron_rl_patches.engine.target_source import TargetSource, from_source, resolve
 from tests.worlds.files import write
 
-from .conftest import MODEL, PATCHED, PLAIN, REPLACED, Engine, Framework, patch_of, states, tag, verdicts
+from .conftest import MODEL, PLAIN, REFUSING, REPLACED, Engine, Framework, patch_of, states, tag, verdicts
 
 EVERYWHERE = """
 if fast:
@@ -162,7 +163,7 @@ def test_every_state_has_its_words_and_its_code(tagged: Framework) -> None:
     for _ in range(2):
         overwritten = f"overwritten by {__name__}.{module.train.__qualname__}"
         assert seen() == ("lost", f"{overwritten}; in force only if that calls what it replaced")
-        assert module.train("m") == ("third", PATCHED)
+        assert module.train("m") == ("third", ("patched", PLAIN))
         apply()
     module.train = 1
     assert seen()[1].startswith("overwritten by ?.?; ")
@@ -173,7 +174,7 @@ def test_every_state_has_its_words_and_its_code(tagged: Framework) -> None:
     module.train = original = layer.__wrapped__
     assert seen()[0] == "lost"
     apply()
-    assert seen()[0] == "applied" and module.train("m") == PATCHED
+    assert seen()[0] == "applied" and module.train("m") == ("patched", PLAIN)
     revert()
     assert seen() == ("reverted", "reverted") and module.train is original
 
@@ -210,11 +211,8 @@ def test_a_fault_of_this_package_costs_one_line_or_an_error_where_it_is_a_must(
     with pytest.raises(PatchError):  # which is no fault of this package
         installer.installer.add([patch_of("pathlib", "gone")], Settings(), Claim(True, lasts=True))
     apply(*["tagging"] * is_must)
-
-    def apply_ready(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("a file\nis damaged")
-
-    monkeypatch.setattr(installer.installer, "_apply_ready", apply_ready)
+    damaged = Mock(side_effect=RuntimeError("a file\nis damaged"))
+    monkeypatch.setattr(installer.installer, "_apply_ready", damaged)
     message = "internal error: RuntimeError: a file is damaged"
     if is_must:
         with pytest.raises(PatchError, match=message):
@@ -381,14 +379,9 @@ def test_strict_on_half_imported_modules_fails_no_other(tagged: Framework, caplo
 
 
 def test_a_target_that_cannot_be_wrapped_fails_and_nothing_stays(tagged: Framework) -> None:
-    frozen = (
-        "class Meta(type):\n    def __setattr__(cls, name, value): raise TypeError('frozen')\n"
-        "class Trainer(metaclass=Meta):\n    def step(self, x): return x\n"
-        "def train(m): return m"
-    )
-    package = tagged("train", "Trainer.step", files={"model": frozen})
+    package = tagged("train", "Trainer.step", files={"model": REFUSING.format("TypeError('frozen')")})
     apply()
-    assert package.model.train("m") == "m"
+    assert package.model.train("m") == PLAIN
     assert verdicts()["model.Trainer.step"] == ("failed", "wrapping it raised TypeError: frozen")
     assert states()["model.train"] == "failed"
 

@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pytest import FixtureRequest, MonkeyPatch
+from pytest_mock import MockerFixture
 
 from megatron_rl_patches.engine.sources import Environment, Source, open_source
 from megatron_rl_patches.errors import MegatronRLPatchesError
@@ -21,6 +24,7 @@ from tests.worlds.files import write
 
 Files = dict[str, str]
 
+EXPLOSIVE = "raise AssertionError('imported')\n"
 FILES: Files = {"framework/__init__.py": "", "framework/sub/model.py": "text = 1\n"}
 
 
@@ -128,118 +132,99 @@ def test_what_is_no_source(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     assert not list(tmp_path.rglob("stolen*"))
 
 
-class TestEnvironment:
-    @pytest.fixture(autouse=True)
-    def _packages(self, tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[None]:
-        explosive = "raise AssertionError('imported')\n"
-        write(
-            tmp_path / "site",
-            {
-                "mrp_framework/__init__.py": explosive,
-                "mrp_framework/sub/model.py": explosive,
-                "mrp_space/core/__init__.py": explosive,
-                "mrp_checkout/setup.py": explosive,
-                "mrp_checkout/mrp_checkout/__init__.py": explosive,
-            },
-        )
-        monkeypatch.syspath_prepend(tmp_path / "site")
-        yield
-        assert not [name for name in sys.modules if name.startswith("mrp_")]
+# --- what import would find
 
-    def test_reads_without_importing(self, tmp_path: Path) -> None:
-        assert Environment().read("mrp_framework.sub.model") == "raise AssertionError('imported')\n"
-        assert Environment().read("mrp_framework.sub.absent") is None
-        assert Environment().has_package("mrp_framework")
-        assert Environment().has_package("mrp_space.core")
-        assert not Environment().has_package("mrp_framework.absent.deeper")
-        assert not Environment().has_package("mrp_checkout"), "a checkout in the current folder is no package"
-        assert Environment().file_of("mrp_space.core") == str(tmp_path / "site/mrp_space/core/__init__.py")
-        assert Environment().file_of("mrp_space") is None
 
-    @pytest.mark.parametrize(
-        ("name", "module"),
-        [
-            ("ImportHookFinder", "wrapt.importer"),
-            ("ImportHookFinder", "vendored.wrapt.importer"),
-            ("Finder", "_megatron_rl_patches_startup"),
-        ],
-    )
-    def test_asks_no_import_hook(self, monkeypatch: MonkeyPatch, name: str, module: str) -> None:
-        def find_spec(self: object, *_: object) -> None:
-            pytest.fail("asked")
+@pytest.fixture
+def put_first(tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Puts finders first; what they or others find fails when it is imported."""
+    packages = ("mrp_framework", "mrp_framework/sub", "mrp_space/core", "mrp_checkout/mrp_checkout")
+    write(tmp_path / "site", {f"{package}/__init__.py": EXPLOSIVE for package in packages})
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    yield lambda *finders: monkeypatch.setattr(sys, "meta_path", [*finders, *sys.meta_path])
+    assert not [name for name in sys.modules if name.startswith("mrp_")]
 
-        hook = type(name, (), {"find_spec": find_spec, "__module__": module})()
-        monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
-        assert Environment().has_package("mrp_framework")
 
-    def test_asking_a_hook_that_nobody_knows_imports_no_parent(self, monkeypatch: MonkeyPatch) -> None:
-        """Such as those of tracers: they ask the others, by a function that imports the parents."""
+def test_reads_without_importing(tmp_path: Path, put_first: Any) -> None:
+    assert Environment().read("mrp_framework.sub") == EXPLOSIVE
+    assert Environment().read("mrp_framework.sub.absent") is None
+    assert Environment().has_package("mrp_framework")
+    assert Environment().has_package("mrp_space.core")
+    assert not Environment().has_package("mrp_framework.absent.deeper")
+    assert not Environment().has_package("mrp_checkout"), "a checkout in the current folder is no package"
+    assert Environment().file_of("mrp_space.core") == str(tmp_path / "site/mrp_space/core/__init__.py")
+    assert Environment().file_of("mrp_space") is None
 
-        class Tracer:
-            busy = False
 
-            def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-                if self.busy:
-                    return None
-                self.busy = True
-                try:
-                    return importlib.util.find_spec(name)
-                finally:
-                    self.busy = False
+def test_asks_no_import_hook(put_first: Any, mocker: MockerFixture) -> None:
+    """One that nobody knows, such as a tracer's, imports no parent when it asks the others."""
+    ask = mocker.Mock(side_effect=AssertionError)
+    hooks = (("ImportHookFinder", "wrapt"), ("ImportHookFinder", "vendored.wrapt"))
+    for name, module in (*hooks, ("Finder", "_megatron_rl_patches_startup")):
+        put_first(type(name, (), {"find_spec": ask, "__module__": module})())
+        assert Environment().has_package("mrp_framework") and not ask.called
+    asked: list[str] = []
 
-        monkeypatch.setattr(sys, "meta_path", [Tracer(), *sys.meta_path])
-        assert Environment().read("mrp_framework.sub.model") == "raise AssertionError('imported')\n"
-        assert Environment().has_package("mrp_space.core")
+    def trace(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if asked:
+            return None
+        asked.append(name)
+        try:
+            return importlib.util.find_spec(name)
+        finally:
+            asked.clear()
 
-    @pytest.mark.parametrize("is_instance", [True, False])
-    def test_asks_editable_finders(self, tmp_path: Path, monkeypatch: MonkeyPatch, is_instance: bool) -> None:
-        """They map names to files: setuptools' is a class, scikit-build-core's and Bazel's are instances."""
-        package = write(tmp_path, {"mrp_editable/__init__.py": "", "mrp_editable/it.py": "text = 3\n"})
-        package /= "mrp_editable"
-        places: dict[str, tuple[Path, list[str] | None]] = {
-            "mrp_editable": (package / "__init__.py", [str(package)]),
-            "mrp_space.tool": (package / "it.py", None),  # of a namespace
-        }
+    put_first(SimpleNamespace(find_spec=trace))
+    assert Environment().read("mrp_framework.sub") == EXPLOSIVE
+    assert Environment().has_package("mrp_space.core")
 
-        class EditableFinder:
-            @staticmethod
-            def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-                file, inside = places.get(name, (None, None))
-                return file and spec_from_file_location(name, file, submodule_search_locations=inside)
 
-        finder = EditableFinder() if is_instance else EditableFinder
-        monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-        assert Environment().has_package("mrp_editable")
-        assert Environment().read("mrp_editable.it") == "text = 3\n"
-        # An instance may be an import hook, so it is not asked for names whose parent is not imported.
-        assert Environment().read("mrp_space.tool") == (None if is_instance else "text = 3\n")
+@pytest.mark.parametrize("is_instance", [True, False])
+def test_asks_editable_finders(tmp_path: Path, put_first: Any, is_instance: bool) -> None:
+    """They map names to files: setuptools' is a class, scikit-build-core's and Bazel's are instances."""
+    package = write(tmp_path / "mrp_editable", {"__init__.py": "", "it.py": "text = 3\n"})
+    places: dict[str, tuple[Path, list[str] | None]] = {
+        "mrp_editable": (package / "__init__.py", [str(package)]),
+        "mrp_space.tool": (package / "it.py", None),  # of a namespace
+    }
 
-    def test_passes_over_finders_and_loaders_that_do_not_answer(self, monkeypatch: MonkeyPatch) -> None:
-        """One that raises, one of the old kind, and one that rewrites modules, whose loaders have no text."""
+    class EditableFinder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            file, inside = places.get(name, (None, None))
+            return file and spec_from_file_location(name, file, submodule_search_locations=inside)
 
-        class Broken:
-            def find_spec(self, *_: object) -> None:
-                raise ZeroDivisionError
+    put_first(EditableFinder() if is_instance else EditableFinder)
+    assert Environment().has_package("mrp_editable")
+    assert Environment().read("mrp_editable.it") == "text = 3\n"
+    # An instance may be an import hook, so it is not asked for names whose parent is not imported.
+    assert Environment().read("mrp_space.tool") == (None if is_instance else "text = 3\n")
 
-        class Rewriting:
-            def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-                spec = PathFinder.find_spec(name, path)  # type: ignore[arg-type]
-                if spec is not None:
-                    spec.loader = object()  # type: ignore[assignment]
-                return spec
 
-        monkeypatch.setattr(sys, "meta_path", [Broken(), object(), Rewriting(), *sys.meta_path])
-        assert Environment().read("mrp_framework") == "raise AssertionError('imported')\n"
-        assert not Environment().has_package("__main__.nothing")  # a loaded module without a spec
-        assert Environment().read("mrp_nowhere") is None
+def test_passes_over_finders_and_loaders_that_do_not_answer(put_first: Any, mocker: MockerFixture) -> None:
+    """One that raises, one of the old kind, and one that rewrites modules, whose loaders have no text."""
 
-    @pytest.mark.parametrize("namespace", ["mrp_spread", "mrp_outer/inner"])
-    def test_namespaces_add_up(self, tmp_path: Path, monkeypatch: MonkeyPatch, namespace: str) -> None:
-        for part in ("first", "second"):
-            write(tmp_path / part, {f"{namespace}/{part}/__init__.py": "", f"{namespace}/{part}/it.py": part})
-            monkeypatch.syspath_prepend(str(tmp_path / part))
-        names = [f"{namespace.replace('/', '.')}.{part}.it" for part in ("first", "second")]
-        assert list(map(Environment().read, names)) == ["first", "second"]
+    def rewrite(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path)  # type: ignore[arg-type]
+        if spec is not None:
+            spec.loader = object()  # type: ignore[assignment]
+        return spec
+
+    raises = SimpleNamespace(find_spec=mocker.Mock(side_effect=ZeroDivisionError))
+    put_first(raises, object(), SimpleNamespace(find_spec=rewrite))
+    assert Environment().read("mrp_framework") == EXPLOSIVE
+    assert raises.find_spec.called
+    assert not Environment().has_package("__main__.nothing")  # a loaded module without a spec
+    assert Environment().read("mrp_nowhere") is None
+
+
+@pytest.mark.parametrize("namespace", ["mrp_spread", "mrp_outer/inner"])
+def test_namespaces_add_up(tmp_path: Path, monkeypatch: MonkeyPatch, namespace: str) -> None:
+    for part in ("first", "second"):
+        write(tmp_path / part, {f"{namespace}/{part}/__init__.py": "", f"{namespace}/{part}/it.py": part})
+        monkeypatch.syspath_prepend(str(tmp_path / part))
+    names = [f"{namespace.replace('/', '.')}.{part}.it" for part in ("first", "second")]
+    assert list(map(Environment().read, names)) == ["first", "second"]
 
 
 def test_a_loaded_package_says_where_its_modules_are(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:

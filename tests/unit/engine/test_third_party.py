@@ -6,7 +6,8 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,11 +21,8 @@ class Stop(BaseException):
     """Neither an ``Exception`` nor an interrupt."""
 
 
-def raising(error: BaseException) -> Callable[..., NoReturn]:
-    def fail(*_: object) -> NoReturn:
-        raise error
-
-    return fail
+def raising(error: BaseException) -> Mock:
+    return Mock(side_effect=error)
 
 
 def lazily(error: BaseException) -> Callable[..., Any]:

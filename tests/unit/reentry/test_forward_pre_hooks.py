@@ -156,10 +156,6 @@ def test_saving_leaves_the_hooks_as_they_were(on: bool, raises: bool) -> None:
     assert not any(hooked(plain))
 
 
-class NoDataParallelWrapper:
-    def no_sync(self) -> None: ...
-
-
 @pytest.mark.parametrize("is_former", [False, True])
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_a_former_call_installed_makes_room(count: int, is_former: bool) -> None:
@@ -167,35 +163,25 @@ def test_what_a_former_call_installed_makes_room(count: int, is_former: bool) ->
     config = MockConfig()
     model = [MockDDP(config=config) for _ in range(count)]
     owners = [MockDDP() for _ in range(count)] if is_former else model
-    installed: dict[str, Any] = {
-        attribute: [getattr(chunk, method) for chunk in owners]
-        for attribute, method in SYNC_FUNCTIONS.items()
-    }
-    if count == 1:
-        installed = {attribute: functions[0] for attribute, functions in installed.items()}
-    vars(config).update(installed)
+    for attribute, method in SYNC_FUNCTIONS.items():
+        functions = [getattr(chunk, method) for chunk in owners]
+        setattr(config, attribute, functions if count > 1 else functions[0])
+    installed = {**vars(config)}
     clear_installed(model)
-    stay = {} if is_former else installed | {"no_sync_func": None}
-    assert {attribute: getattr(config, attribute) for attribute in SYNC_FUNCTIONS} == {
-        attribute: stay.get(attribute) for attribute in SYNC_FUNCTIONS
-    }
+    assert vars(config) == installed | dict.fromkeys(SYNC_FUNCTIONS if is_former else ["no_sync_func"])
 
 
-@pytest.mark.parametrize(
-    "foreign",
-    [
-        lambda chunk: lambda: None,
-        lambda chunk: functools.partial(chunk.no_sync),
-        lambda chunk: chunk.start_grad_sync,
-        lambda chunk: [chunk.no_sync, lambda: None],
-        lambda chunk: NoDataParallelWrapper().no_sync,
-    ],
-)
-def test_a_foreign_function_stays(foreign: Any) -> None:
-    chunk = MockDDP()
-    chunk.config.no_sync_func = function = foreign(chunk)
-    clear_installed([chunk])
-    assert chunk.config.no_sync_func is function
+class NoDataParallelWrapper:
+    def no_sync(self) -> None: ...
+
+
+def test_a_foreign_function_stays() -> None:
+    chunk, alien = MockDDP(), NoDataParallelWrapper()
+    partial = functools.partial(chunk.no_sync)
+    for function in (abs, partial, chunk.start_grad_sync, [chunk.no_sync, abs], alien.no_sync):
+        chunk.config.no_sync_func = function
+        clear_installed([chunk])
+        assert chunk.config.no_sync_func is function
 
 
 def _install(model: list[MockDDP]) -> None:

@@ -13,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 from types import FunctionType, MappingProxyType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,14 +21,7 @@ import torch._utils
 from pytest import MonkeyPatch
 from torch.distributed.checkpoint import FileSystemWriter, metadata, save
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_rl_patches.errors import CheckpointError
 from megatron_rl_patches.inference.checkpoints import pickles
@@ -99,7 +93,7 @@ def _index(entries: Any, places: Any) -> Callable[[Path], bytes]:
 
 
 def _of_size(size: Any, dtype: Any = torch.float32, chunks: Any = ()) -> TensorStorageMetadata:
-    return TensorStorageMetadata(TensorProperties(dtype), size, [*chunks])
+    return TensorStorageMetadata(metadata.TensorProperties(dtype), size, [*chunks])
 
 
 def _place(name: Any = "weight", file: Any = "__0_0.distcp", offset: Any = 0) -> Any:
@@ -118,14 +112,17 @@ def _place(name: Any = "weight", file: Any = "__0_0.distcp", offset: Any = 0) ->
         (lambda file: pickle.dumps(MetadataIndex("a")), r"it holds torch\..*\.MetadataIndex, no Metadata"),
         (_index(None, {}), "AttributeError"),
         (_index([], {}), "AttributeError"),
-        (_index({1: BytesStorageMetadata()}, {}), "it holds 1 where torch saves a text"),
+        (_index({1: metadata.BytesStorageMetadata()}, {}), "it holds 1 where torch saves a text"),
         (_index({"weight": {}}, {}), "it holds {}, no TensorStorageMetadata"),
         (_index({"weight": _of_size(None)}, {}), "TypeError"),
         (_index({"weight": _of_size((2, None))}, {}), "TypeError"),
         (_index({"weight": _of_size((2, -2))}, {}), r"\[2, -2\] has negative numbers"),
         (_index({"weight": _of_size((2,), torch.Size)}, {}), "it holds the dtype Size"),
         (_index({"weight": _of_size((2,), chunks=[3])}, {}), "it holds 3, no ChunkStorageMetadata"),
-        (_index({"weight": _of_size((2,), chunks=[ChunkStorageMetadata((0,), None)])}, {}), "TypeError"),
+        (
+            _index({"weight": _of_size((2,), chunks=[metadata.ChunkStorageMetadata((0,), None)])}, {}),
+            "TypeError",
+        ),
         (_index({}, None), "AttributeError"),
         (_index({}, {"weight": 3}), "it holds 3, no _StorageInfo"),
         (_index({}, _place(3)), "it holds 3 where torch saves a text"),
@@ -146,11 +143,7 @@ def test_hostile_and_damaged_metadata(content: Any, reason: str, evidence: Path,
 def test_unreadable_is_no_damage(kind: type[Exception], tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     torch.save({}, tmp_path / "common.pt")
     (tmp_path / ".metadata").touch()
-
-    def fail(*args: Any, **options: Any) -> Any:
-        raise kind
-
-    monkeypatch.setattr(pickles._Unpickler, "load", fail)
+    monkeypatch.setattr(pickles._Unpickler, "load", Mock(side_effect=kind))
     with pytest.raises(CheckpointError, match=rf"common\.pt cannot be read: {kind.__name__}"):
         _load(tmp_path / "common.pt")
     with pytest.raises(CheckpointError, match=rf"\.metadata cannot be read: {kind.__name__}"):
