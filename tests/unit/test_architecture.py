@@ -299,10 +299,9 @@ def test_benchmarks_and_tests_share_references_alone() -> None:
 
 def _loaded_after(statement: str) -> set[str]:
     script = f"import sys\n{statement}\nprint(' '.join({{m.partition('.')[0] for m in sys.modules}}))"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT, timeout=60
+    return set(
+        subprocess.check_output([sys.executable, "-c", script], text=True, cwd=ROOT, timeout=60).split()
     )
-    return set(done.stdout.split())
 
 
 PARTS = ("engine.settings", "inference", "reentry", "testing")

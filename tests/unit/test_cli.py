@@ -158,9 +158,8 @@ def test_output_that_cannot_be_written_is_refused_at_once(command: str, option: 
     source = [framework(tmp_path / "framework")] if command == "check" else []
     for file, reason in (("folder.png", "Is a directory"), ("none/file.png", "No such file or directory")):
         message = refuse(command, *source, option, tmp_path / file)
-        assert message.splitlines() == [
-            f"megatron-rl-patches: {option} is {tmp_path / file}, which cannot be written: {reason}"
-        ]
+        assert len(message.splitlines()) == 1
+        assert f": {option} is {tmp_path / file}, which cannot be written: {reason}" in message
 
 
 def test_a_check_of_the_output_leaves_it_as_it_is(tmp_path: Path) -> None:

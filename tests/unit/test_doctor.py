@@ -168,9 +168,7 @@ def environ(**variables: str) -> dict[str, str]:
     return {**inherited, "PYTHONPATH": str(ROOT), **variables}
 
 
-def test_whether_the_startup_file_fires(
-    tmp_path: Path, site_packages: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_if_the_startup_file_fires(tmp_path: Path, site_packages: Path, monkeypatch: MonkeyPatch) -> None:
     """From site-packages alone, and if nothing in it fails."""
     beside = shutil.copy(ROOT / "startup" / doctor.STARTUP_FILE, tmp_path)
     found = doctor.examine_startup(environ())

@@ -60,11 +60,7 @@ def test_is_a_frozen_value() -> None:
         ("opd_top_k", "an integer or 'full'", ("64", 64.0, True)),
         ("opd_combine", "'mixture' or 'average' or 'route'", ("mean",)),
         ("opd_divergence", "a string", (None,)),
-        (
-            "opd_teachers",
-            "a tuple of pairs of strings",
-            ([("a",)], [("a", "/", "b")], ["ab"], {"a": 1}, "a=/"),
-        ),
+        ("opd_teachers", "a tuple of pairs of strings", ([("a",)], [("a", "b", "")], ["ab"], {"a": 1}, "a")),
         ("opd_teacher_weights", "a tuple of numbers", (1.0, ["1"], [True])),
     ],
 )

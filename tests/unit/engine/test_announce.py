@@ -28,11 +28,9 @@ def single_process(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
 
 
-@pytest.mark.parametrize(
-    ("has_handler", "level"), [(True, logging.INFO), (True, logging.WARNING), (False, logging.INFO)]
-)
+@pytest.mark.parametrize(("has_handler", "level"), [(True, "INFO"), (True, "WARNING"), (False, "INFO")])
 def test_one_summary_line_at_the_first_call(
-    tagged: Framework, monkeypatch: MonkeyPatch, caplog: Any, capsys: Any, has_handler: bool, level: int
+    tagged: Framework, monkeypatch: MonkeyPatch, caplog: Any, capsys: Any, has_handler: bool, level: str
 ) -> None:
     """On stderr when no handler takes it."""
     package = tagged("train", "save")
@@ -42,7 +40,7 @@ def test_one_summary_line_at_the_first_call(
     assert package.model and caplog.messages == []
     for _ in range(3):
         package.model.train("m")
-    is_logged = has_handler and level == logging.INFO
+    is_logged = has_handler and level == "INFO"
     [line] = caplog.messages if is_logged else capsys.readouterr().err.splitlines()
     assert line.endswith(f"tagging ({package}: 2 applied)")
 
@@ -163,9 +161,8 @@ def test_what_is_said_of_used_frameworks(monkeypatch: MonkeyPatch, caplog: LogCa
     assert said(Announcer().at_exit, site("one", "slime", "waiting"), site("one", "used", "reverted")) == []
     _, *skipped = said(Announcer().once, site("one", "used", "missing"), site("one", "unused", "missing"))
     assert skipped == ["skipped one: used.train: missing: a reason"]
-    assert said(Announcer().at_exit, site("one", "used", "applied"), site("one", "unused", "applied")) == [
-        "one (used: 1 applied)"
-    ]
+    applied = [site("one", root, "applied") for root in ("used", "unused")]
+    assert said(Announcer().at_exit, *applied) == ["one (used: 1 applied)"]
     assert caplog.messages[0].startswith(f"megatron_rl_patches {__version__}: ")
     # Patched modules that never came.
     functions = [("used", "train"), ("unused", "go"), ("used", "save")]
@@ -176,22 +173,15 @@ def test_what_is_said_of_used_frameworks(monkeypatch: MonkeyPatch, caplog: LogCa
     assert said(Announcer().warn, site("one", "used", "missing")) == []
 
 
-VARIABLES = [
-    ("0", True),
-    ("1", False),
-    ("-1", True),
-    ("x", True),
-    ("²", True),
-    ("9" * 5000, True),
-    (None, True),
-]
+#: Whether a process is the first one, by its variable.
+RANKS = {**dict.fromkeys(("0", "-1", "x", "²", "9" * 5000, None), True), "1": False}
 
 
 @pytest.mark.parametrize(
     ("variable", "group", "is_first"),
     [
-        *((*row[:1], group, row[1]) for row in VARIABLES for group in (None, (True, False), (False, True))),
-        ("0", (True, True), False),
+        *((variable, group, RANKS[variable]) for variable in RANKS for group in (None, (1, 0), (0, 1))),
+        ("0", (1, 1), False),
     ],
 )
 def test_the_rank(variable: str | None, group: Any, is_first: bool, monkeypatch: MonkeyPatch) -> None:

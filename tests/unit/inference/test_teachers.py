@@ -110,10 +110,8 @@ def test_taking_turns_costs_one_copy_a_turn(pool: TeacherPool, model: Net) -> No
 @pytest.mark.parametrize(
     "setter",
     [
-        torch.Tensor.copy_,
-        lambda weight, value: weight.data.copy_(value),
-        lambda weight, value: setattr(weight, "data", value),
-        None,
+        *(torch.Tensor.copy_, lambda weight, value: weight.data.copy_(value)),
+        *(lambda weight, value: setattr(weight, "data", value), None),
     ],
     ids=["in place", "into data", "other data", "assigned"],
 )
@@ -238,9 +236,7 @@ def test_chunks_are_told_apart(container: Any) -> None:
         pool.add("wider", [STATES["a"], Net(0, width=6).state_dict()])
 
 
-def test_names_and_removed_weights_that_are_dropped_unless_still_needed(
-    pool: TeacherPool, model: Net
-) -> None:
+def test_names_and_removed_weights_that_are_kept_while_needed(pool: TeacherPool, model: Net) -> None:
     assert (pool.names, len(pool), "a" in pool, "x" in pool) == (["a", "b", "c"], 3, True, False)
     with pytest.raises(InvalidInputError, match=r"no teacher 'x'.*'a', 'b', 'c'"), pool.use("x"):
         pass

@@ -214,7 +214,8 @@ def reentrant_train() -> list[Case]:
     train = "if overlap{}:\n        {}config.no_sync_func = [chunk.no_sync for chunk in model]"
     guarded = train.format(" and config.no_sync_func is None", "")
     clears = "\n    try:\n        train_one_step(model)\n    finally:\n        config.no_sync_func = None"
-    save, saved = f"{MODEL}.save", "iteration, model, optimizer, opt_param_scheduler"
+    those = "model, optimizer, opt_param_scheduler"
+    save, saved = f"{MODEL}.save", f"iteration, {those}"
     body = (
         "disable_forward_pre_hook(model)\n    {}: save_checkpoint()\n    {}: enable_forward_pre_hook(model)"
     )
@@ -237,12 +238,7 @@ def reentrant_train() -> list[Case]:
         (f"{DDP}.enable_forward_pre_hook", "self", f"{uses}assert len({handles}) == 0", FITS),
         (f"{DDP}.enable_forward_pre_hook", "self", f"{uses}if {handles}: return", f"{MENDED} off"),
         *(
-            (
-                f"{framework}.backends.megatron_utils.model.train",
-                "rollout_id, model, optimizer, opt_param_scheduler",
-                trains,
-                expected,
-            )
+            (f"{framework}.backends.megatron_utils.model.train", f"rollout_id, {those}", trains, expected)
             for framework in ("slime", "vime", "miles")
             for trains, expected in (
                 (train.format("", "assert config.no_sync_func is None; "), FITS),

@@ -49,9 +49,7 @@ def test_a_decorated_function_takes_options(model: list[Any], installs: bool) ->
 
 
 @pytest.mark.parametrize("is_stale", [False, True])
-def test_a_body_without_install_is_warned_of(
-    model: list[Any], is_stale: bool, caplog: LogCaptureFixture
-) -> None:
+def test_bodies_without_install_warn(model: list[Any], is_stale: bool, caplog: LogCaptureFixture) -> None:
     config, function = model[0].config, DistributedDataParallel().no_sync if is_stale else model[0].no_sync
     config.no_sync_func = function
     with reentrant_train(model):
@@ -60,9 +58,7 @@ def test_a_body_without_install_is_warned_of(
     assert ("gradients were reduced after every microbatch" in caplog.text) is not is_stale
 
 
-def test_failing_clean_up_is_logged(
-    model: list[Any], mocker: MockerFixture, caplog: LogCaptureFixture
-) -> None:
+def test_failing_clean_ups_log(model: list[Any], mocker: MockerFixture, caplog: LogCaptureFixture) -> None:
     mocker.patch.object(running_calls, "restore", side_effect=RuntimeError("hook of the framework"))
     mocker.patch.object(model[0].bucket_groups[0], "reset", side_effect=RuntimeError("peer is gone"))
     reset = mocker.spy(model[0].bucket_groups[1], "reset")
@@ -97,7 +93,7 @@ def test_mxfp8_is_staged_before_it_is_gathered(mocker: MockerFixture) -> None:
     part = SimpleNamespace(_copy_main_params_to_param_buffer=lambda: order.append("stage"))
     chained = SimpleNamespace(chained_optimizers=(part, part))
     new = SimpleNamespace(
-        **vars(chained), prepare_model_params_for_param_sync=lambda: order.append("prepare")
+        prepare_model_params_for_param_sync=lambda: order.append("prepare"), **vars(chained)
     )
     recovery.recover([chunk], ZeroDivisionError())
     with pytest.raises(MegatronRLPatchesError, match="pass the optimizer"), reentrant_train(chunk):

@@ -96,6 +96,9 @@ def _of_size(size: Any, dtype: Any = torch.float32, chunks: Any = ()) -> TensorS
     return TensorStorageMetadata(metadata.TensorProperties(dtype), size, [*chunks])
 
 
+WITHOUT_SIZES = metadata.ChunkStorageMetadata((0,), None)  # type: ignore[arg-type]
+
+
 def _place(name: Any = "weight", file: Any = "__0_0.distcp", offset: Any = 0) -> Any:
     return {MetadataIndex(name): _StorageInfo(file, offset, 1)}
 
@@ -119,10 +122,7 @@ def _place(name: Any = "weight", file: Any = "__0_0.distcp", offset: Any = 0) ->
         (_index({"weight": _of_size((2, -2))}, {}), r"\[2, -2\] has negative numbers"),
         (_index({"weight": _of_size((2,), torch.Size)}, {}), "it holds the dtype Size"),
         (_index({"weight": _of_size((2,), chunks=[3])}, {}), "it holds 3, no ChunkStorageMetadata"),
-        (
-            _index({"weight": _of_size((2,), chunks=[metadata.ChunkStorageMetadata((0,), None)])}, {}),
-            "TypeError",
-        ),
+        (_index({"weight": _of_size((2,), chunks=[WITHOUT_SIZES])}, {}), "TypeError"),
         (_index({}, None), "AttributeError"),
         (_index({}, {"weight": 3}), "it holds 3, no _StorageInfo"),
         (_index({}, _place(3)), "it holds 3 where torch saves a text"),
@@ -205,10 +205,7 @@ HOSTILE: dict[str, tuple[Callable[[bytes, Path], None], bytes]] = {
     "storage of the file": (_shard, _STORAGE + _ENTRY),
     "member of an enum": (_metadata, _MEMORY_FORMATS + b"(K\x00tR" + _attribute("_value_")),
     "member of an enum, by its name": (_metadata, _named("TORCH_CHANNELS_LAST") + _ENTRY),
-    "member of an enum, as a new object": (
-        _metadata,
-        b"\x80\x02" + _MEMORY_FORMATS + b"K\x00\x85\x81" + _ENTRY,
-    ),
+    "new member of an enum": (_metadata, b"\x80\x02" + _MEMORY_FORMATS + b"K\x00\x85\x81" + _ENTRY),
     "items of a class": (_metadata, _INDEX + b"Va\nNs(Va\nNu"),
     "items of a function's result": (_shard, b"\x80\x04" + _REBUILD + b"(tRVa\nNs(Va\nNuNa(NNe(N\x90"),
 }

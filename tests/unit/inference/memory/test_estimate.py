@@ -156,6 +156,9 @@ def test_a_transformer_config_brings_its_groups(monkeypatch: MonkeyPatch) -> Non
     assert dtype == "bf16"
 
 
+EP_8: dict[str, Any] = {"expert_model_parallel_size": 8}
+
+
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
@@ -163,14 +166,8 @@ def test_a_transformer_config_brings_its_groups(monkeypatch: MonkeyPatch) -> Non
         (lambda: OptimizerSettings(optimizer_cpu_offload="False"), "optimizer_cpu_offload is 'False'"),
         (lambda: estimate_memory(linear(torch.float8_e5m2)), "parameters of dtype torch.float8_e5m2"),
         (lambda: estimate_memory(linear(), data_parallel_size=0), "data_parallel_size is 0"),
-        (
-            lambda: estimate_memory(linear(), data_parallel_size=4, expert_model_parallel_size=8),
-            "must be a multiple of 8",
-        ),
-        (
-            lambda: estimate_memory({"num_layers": 2}, vocab_size=4),
-            "missing: hidden_size, num_attention_heads",
-        ),
+        (lambda: estimate_memory(linear(), data_parallel_size=4, **EP_8), "must be a multiple of 8"),
+        (lambda: estimate_memory({"num_layers": 2}, vocab_size=4), "missing: hidden_size, num_attention_h"),
         (lambda: estimate_memory(linear(), dtype="fp64"), "dtype is 'fp64'"),
         (lambda: estimate_memory(linear(), teachers=-1), "teachers is -1"),
         (lambda: estimate_memory(linear(), vocab_size=3), "vocab_size: model chunks take only the sizes"),

@@ -156,10 +156,7 @@ def test_the_text_part_counts_and_flags_fill_in_or_come_first() -> None:
         ({**QWEN3_MOE, "mlp_only_layers": 1}, "another type"),
         ({**LLAMA, "mlp_bias": True}, "mlp_bias"),
         ({**LLAMA, "attention_bias": True}, "attention_bias"),
-        (
-            {**LLAMA, "model_type": "qwen3", "layer_types": ["linear_attention"] * 32},
-            "linear_attention: Megatron's GPTModel has no such thing",
-        ),
+        ({**LLAMA, "model_type": "qwen3", "layer_types": ["linear"] * 32}, "linear: Megatron's GPTModel has"),
         ({**LLAMA, "model_type": "qwen3"}, r"head_dim \(--set kv_channels=...\)"),
         ({name: value for name, value in LLAMA.items() if name != "hidden_size"}, "hidden_size"),
         ({name: value for name, value in QWEN3_MOE.items() if name != "num_experts"}, "num_experts"),
@@ -254,13 +251,10 @@ def test_671b_over_128_ranks() -> None:
 
 #: Of a training run; it asks for packages that are not needed to count.
 OF_A_GPU: dict[str, Any] = {
-    **dict.fromkeys(
-        ("sequence_parallel", "bf16", "gradient_accumulation_fusion", "persist_layer_norm"), True
-    ),
+    **dict.fromkeys(("sequence_parallel", "bf16", "gradient_accumulation_fusion", "moe_grouped_gemm"), True),
+    **dict.fromkeys(("persist_layer_norm", "variable_seq_lengths"), True),
     "params_dtype": torch.bfloat16,
-    "moe_grouped_gemm": True,
     "moe_token_dispatcher_type": "alltoall",
-    "variable_seq_lengths": True,
     "recompute_granularity": "full",
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
