@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import io
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from types import ModuleType, SimpleNamespace
@@ -24,10 +25,12 @@ def frozen() -> Iterator[None]:
 @pytest.fixture
 def one_process(monkeypatch: MonkeyPatch) -> None:
     """Let this process count parameters, as a child does for ``estimate``: its imports take seconds."""
-    from megatron.core.ssm import gated_delta_net
-    from megatron.core.transformer import multi_latent_attention
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's, of what is not installed
+        from megatron.core.ssm import gated_delta_net
+        from megatron.core.transformer import multi_latent_attention
 
-    from megatron_rl_patches.inference.memory import parameters
+        from megatron_rl_patches.inference.memory import parameters
 
     def run(command: list[str], input: str, **options: Any) -> Any:
         with mock.patch.object(sys, "stdin", io.StringIO(input)), redirect_stdout(io.StringIO()) as stdout:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -43,21 +44,15 @@ def framework(tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture
-def arm(monkeypatch: MonkeyPatch) -> Callable[..., list[int]]:
-    """Arms the trigger with another activation; the list that it returns counts the calls of that."""
+def arm(monkeypatch: MonkeyPatch) -> Callable[..., Mock]:
+    """Arms the trigger with another activation, which it returns; an exception is one that fails."""
 
-    def arm(activation: Callable[[], object] = lambda: None) -> list[int]:
-        calls: list[int] = []
-
-        def counted() -> None:
-            calls.append(len(calls) + 1)
-            activation()
-
-        module = ModuleType("megatron_rl_patches.engine.api")
-        module.activate_from_environment = counted  # type: ignore[attr-defined]
+    def arm(activation: object = lambda: None) -> Mock:
+        module: Any = ModuleType("megatron_rl_patches.engine.api")
+        module.activate_from_environment = Mock(side_effect=activation)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         startup.main()
-        return calls
+        return module.activate_from_environment
 
     return arm
 
@@ -84,14 +79,14 @@ def test_fires_at_the_first_import_of_a_root_and_never_again(framework, arm):
     for name, missing in ((f"{framework}_extra", f"{framework}_extra"), ("somewhere.else", "somewhere")):
         with pytest.raises(ModuleNotFoundError, match=f"No module named '{missing}'"):
             importlib.import_module(name)
-    assert not calls
+    assert not calls.called
     importlib.import_module(framework)
     importlib.import_module(f"{framework}.model")
-    assert calls == [1]
+    assert calls.call_count == 1
     startup.main()
     del sys.modules[framework]
     importlib.import_module(framework)
-    assert calls == [1]
+    assert calls.call_count == 1
 
 
 @pytest.mark.parametrize("is_namespace", [True, False])
@@ -103,9 +98,9 @@ def test_fires_for_a_submodule_of_a_namespace_or_of_an_imported_root(framework, 
         importlib.import_module(framework)
     calls = arm()
     importlib.import_module(framework)
-    assert not calls
+    assert not calls.called
     importlib.import_module(f"{framework}.model")
-    assert calls == [1]
+    assert calls.call_count == 1
 
 
 def test_leaves_no_mark_on_the_module(framework, arm):
@@ -123,12 +118,12 @@ def test_leaves_no_mark_on_the_module(framework, arm):
 def test_spec_of_a_mere_look_up_can_be_read_and_loaded(framework, arm, is_lazy):
     calls = arm()
     spec = importlib.util.find_spec(framework)
-    assert spec.loader.get_source(framework) == "" and not calls
+    assert spec.loader.get_source(framework) == "" and not calls.called
     if is_lazy:
         spec.loader = importlib.util.LazyLoader(spec.loader)
     module = sys.modules[framework] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert calls == [1] and module.__doc__ is None
+    assert calls.call_count == 1 and module.__doc__ is None
 
 
 def test_hook_that_the_activation_puts_on_the_root_itself_fires(framework, arm, mocker):
@@ -149,15 +144,15 @@ def test_root_that_activation_imports_is_executed_once(framework, arm, tmp_path,
     calls = arm(lambda: importlib.import_module(f"{framework}.model"))
     root = importlib.import_module(framework)
     assert issubclass(importlib.import_module(f"{framework}.model").Model, root.Base)
-    assert calls == [1]
+    assert calls.call_count == 1
 
 
 @pytest.mark.parametrize("kind", [ValueError, SystemExit])
 def test_failure_costs_one_line_and_disarms(framework, arm, capsys, kind):
-    calls = arm(Mock(side_effect=kind("two\nlines")))
+    calls = arm(kind("two\nlines"))
     importlib.import_module(framework)
     importlib.import_module(f"{framework}.model")
-    assert calls == [1]
+    assert calls.call_count == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "not activated" in line and f"{kind.__name__}: two lines" in line
 
@@ -167,7 +162,7 @@ def test_failure_without_anybody_to_tell(framework, arm, monkeypatch, tmp_path, 
     stream = (tmp_path / "stderr").open("w")
     stream.close()
     monkeypatch.setattr(sys, "stderr", stream if closed else None)
-    arm(Mock(side_effect=ZeroDivisionError()))
+    arm(ZeroDivisionError())
     importlib.import_module(framework)
 
 
@@ -177,14 +172,14 @@ def test_failure_without_anybody_to_tell(framework, arm, monkeypatch, tmp_path, 
 def test_strict_failure_is_raised_at_every_import(framework, arm, monkeypatch, capsys, error):
     """It cannot be mistaken for a missing framework, or for an end of the program."""
     monkeypatch.setenv("MEGATRON_RL_PATCHES_STRICT", "1")
-    calls = arm(Mock(side_effect=error))
+    calls = arm(error)
     is_raised = type(error) is RuntimeError
     message = f"could not be activated: {type(error).__name__}: {error}$"
     for _ in range(2):
         with pytest.raises(RuntimeError, match=str(error) if is_raised else message) as caught:
             importlib.import_module(framework)
         assert (caught.value if is_raised else caught.value.__cause__) is error
-    assert calls == [1, 2] and framework not in sys.modules
+    assert calls.call_count == 2 and framework not in sys.modules
     assert capsys.readouterr().err == ""
 
 
@@ -211,7 +206,7 @@ def test_second_thread_waits_for_activation_but_not_for_ever(framework, arm, mon
                 second.result(0.2)
         finish.set()
         assert first.result(30) and second.result(30)
-    assert calls == [1]
+    assert calls.call_count == 1
 
 
 def test_activation_needs_a_module_that_another_thread_is_importing(framework, arm, tmp_path, monkeypatch):
@@ -236,7 +231,7 @@ def test_activation_needs_a_module_that_another_thread_is_importing(framework, a
     threads[1].start()
     for thread in threads:
         thread.join(30)
-    assert not any(thread.is_alive() for thread in threads) and calls == [1]
+    assert not any(thread.is_alive() for thread in threads) and calls.call_count == 1
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

@@ -25,20 +25,12 @@ from megatron_rl_patches.inference.memory.huggingface import fields_from_hf_conf
 from megatron_rl_patches.inference.memory.usage import DeviceMemory, HostMemory, MemoryReport, TeacherMemory
 
 
-def dense(
-    model_type: str, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, **more: Any
-) -> dict[str, Any]:
-    return {
-        "model_type": model_type,
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        "tie_word_embeddings": False,
-        **more,
-    }
+def dense(model_type: str, *sizes: int, **more: Any) -> dict[str, Any]:
+    """Return layers, hidden size, that of the MLP, heads, groups of queries and vocabulary, and more."""
+    heads = "num_attention_heads", "num_key_value_heads"
+    names = "num_hidden_layers", "hidden_size", "intermediate_size", *heads, "vocab_size"
+    known = {"model_type": model_type, "tie_word_embeddings": False}
+    return {**known, **dict(zip(names, sizes, strict=True)), **more}
 
 
 def routed(experts: int, ffn: int, shared: int, first_dense: int) -> dict[str, Any]:
