@@ -141,7 +141,8 @@ def put_first(tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Callable[...
     packages = ("mrp_framework", "mrp_framework/sub", "mrp_space/core", "mrp_checkout/mrp_checkout")
     write(tmp_path / "site", {f"{package}/__init__.py": EXPLOSIVE for package in packages})
     monkeypatch.syspath_prepend(tmp_path / "site")
-    yield lambda *finders: monkeypatch.setattr(sys, "meta_path", [*finders, *sys.meta_path])
+    others = [*sys.meta_path]
+    yield lambda *finders: monkeypatch.setattr(sys, "meta_path", [*finders, *others])
     assert not [name for name in sys.modules if name.startswith("mrp_")]
 
 
@@ -159,8 +160,8 @@ def test_reads_without_importing(tmp_path: Path, put_first: Any) -> None:
 def test_asks_no_import_hook(put_first: Any, mocker: MockerFixture) -> None:
     """One that nobody knows, such as a tracer's, imports no parent when it asks the others."""
     ask = mocker.Mock(side_effect=AssertionError)
-    hooks = (("ImportHookFinder", "wrapt"), ("ImportHookFinder", "vendored.wrapt"))
-    for name, module in (*hooks, ("Finder", "_megatron_rl_patches_startup")):
+    hooks = (("ImportHookFinder", "wrapt.importer"), ("ImportHookFinder", "vendored.wrapt.importer"))
+    for name, module in (*hooks, ("Finder", "wrapt.importer"), ("Finder", "_megatron_rl_patches_startup")):
         put_first(type(name, (), {"find_spec": ask, "__module__": module})())
         assert Environment().has_package("mrp_framework") and not ask.called
     asked: list[str] = []
@@ -218,6 +219,7 @@ def test_passes_over_finders_and_loaders_that_do_not_answer(put_first: Any, mock
     assert Environment().read("mrp_nowhere") is None
 
 
+@pytest.mark.usefixtures("put_first")
 @pytest.mark.parametrize("namespace", ["mrp_spread", "mrp_outer/inner"])
 def test_namespaces_add_up(tmp_path: Path, monkeypatch: MonkeyPatch, namespace: str) -> None:
     for part in ("first", "second"):
