@@ -23,7 +23,7 @@ from megatron_rl_patches.engine.settings import VARIABLE, Settings, parse_select
 from tests.docs import pages
 from tests.docs.pages import ROOT, Block
 from tests.docs.sandbox import Call, Sandbox
-from tests.unit.test_cli_estimate import GEMMA_3_27B
+from tests.unit.test_cli import GEMMA_3_27B
 
 tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
 

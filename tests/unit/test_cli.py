@@ -1,19 +1,27 @@
-"""The commands, on small frameworks: what they print for people, pipes and programs, and their exit codes."""
+"""The commands: what they print for people, pipes and programs, and their exit codes."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 import types
 import zipfile
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from pytest import MonkeyPatch
 
 from megatron_rl_patches import __version__
 from megatron_rl_patches.cli.screens import check_writable
 from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.patch import Patch
+from megatron_rl_patches.inference.memory import estimate as estimate_module
+from megatron_rl_patches.inference.memory.parameters import Parameter, Stage
 from tests.worlds.command_line import invoke, invoke_json, refuse
 from tests.worlds.files import write
 
@@ -22,7 +30,7 @@ DRIFTED = "def train(chunks): ..."
 
 
 @pytest.fixture(autouse=True)
-def _one_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+def _one_patch(monkeypatch: MonkeyPatch) -> None:
     """A registry with one patch, no variables, and the output of a pipe."""
     patch = Patch("test-patch", "it can be called again", upstream=("owner/project#1",))
     patch.wrap("mrp_framework.model", "train", parameters=("model",))(lambda call: None)
@@ -35,15 +43,12 @@ def framework(folder: Path, text: str = "def train(model): ...") -> Path:
     return write(folder, {"mrp_framework/__init__.py": "", "mrp_framework/model.py": text})
 
 
-def test_doctor_without_a_selection_has_no_problem() -> None:
+def test_doctor_names_a_fault_of_what_is_selected(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     assert "no problems" in invoke("doctor").stdout
     diagnosis = invoke_json("doctor")
     assert diagnosis["python"] == sys.version.split()[0]
     assert diagnosis["frameworks"] == [{"name": "mrp_framework", "path": None, "version": None}]
     assert len(diagnosis["out_of_reach"]) == 4
-
-
-def test_doctor_names_a_fault_of_what_is_selected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(framework(tmp_path, DRIFTED))
     invoke("doctor")
     monkeypatch.setenv("MEGATRON_RL_PATCHES", "1")
@@ -55,48 +60,42 @@ def test_doctor_names_a_fault_of_what_is_selected(tmp_path: Path, monkeypatch: p
     assert {"message": message, "remedy": remedy} in invoke_json("doctor", code=1)["problems"]
 
 
-class TestCheck:
-    def test_this_environment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert invoke("check").stdout.splitlines() == ["test-patch: it can be called again"]
-        monkeypatch.syspath_prepend(framework(tmp_path, f"raise AssertionError('imported')\n{DRIFTED}"))
-        assert invoke("check", code=1).stdout.splitlines() == [
-            "test-patch: it can be called again",
-            "mrp_framework",
-            "patch       site                       this environment",
-            f"test-patch  {TARGET}  drifted",
-            f"test-patch: {TARGET} is drifted in this environment: it no longer takes model",
-            "",
-        ]
-        (status,) = invoke_json("check", code=1)
-        assert (status["source"], status["state"]) == ("this environment", "drifted")
+def test_check_this_environment(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    assert invoke("check").stdout.splitlines() == ["test-patch: it can be called again"]
+    monkeypatch.syspath_prepend(framework(tmp_path, f"raise AssertionError('imported')\n{DRIFTED}"))
+    summary, *_, fault, _ = invoke("check", code=1).stdout.splitlines()
+    assert summary == "test-patch: it can be called again"
+    assert fault == f"test-patch: {TARGET} is drifted in this environment: it no longer takes model"
+    (status,) = invoke_json("check", code=1)
+    assert (status["source"], status["state"]) == ("this environment", "drifted")
 
-    def test_a_patch_that_nobody_names_is_shown_and_no_fault(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        explicit = Patch("extra", "it trains otherwise", upstream=("owner/project#2",), explicit=True)
-        explicit.wrap("mrp_framework.model", "gone")(lambda call: None)
-        monkeypatch.setattr(registry, "patches", lambda: {"extra": explicit})
-        assert "mrp_framework.model does not define gone" in invoke("check", framework(tmp_path)).stdout
-        assert "extra (only where it is named): " in invoke("check").stdout
-        monkeypatch.setenv("MEGATRON_RL_PATCHES", "extra")
-        invoke("check", tmp_path, code=1)
 
-    def test_tables_for_people_and_for_a_page(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        places = framework(tmp_path / "one"), framework(tmp_path / "two", DRIFTED)
-        sources = [f"framework {number}={place}" for number, place in enumerate(places, 1)]
-        assert invoke("check", *sources, code=1).stdout.splitlines() == [
-            "mrp_framework",
-            "patch       site                       framework 1  framework 2",
-            f"test-patch  {TARGET}  fits         drifted",
-            f"test-patch: {TARGET} is drifted in framework 2: it no longer takes model",
-            "",
-        ]
-        page = tmp_path / "page.md"
-        invoke("check", *sources, "--markdown", page, code=1)
-        text = page.read_text()
-        assert str(tmp_path) not in text and text.startswith("# Compatibility\n")
-        assert text.endswith(
-            f"""\
+def test_a_patch_that_nobody_names_is_no_fault(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    explicit = Patch("extra", "it trains otherwise", upstream=("owner/project#2",), explicit=True)
+    explicit.wrap("mrp_framework.model", "gone")(lambda call: None)
+    monkeypatch.setattr(registry, "patches", lambda: {"extra": explicit})
+    assert "mrp_framework.model does not define gone" in invoke("check", framework(tmp_path)).stdout
+    assert "extra (only where it is named): " in invoke("check").stdout
+    monkeypatch.setenv("MEGATRON_RL_PATCHES", "extra")
+    invoke("check", tmp_path, code=1)
+
+
+def test_tables_for_people_and_for_a_page(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    places = framework(tmp_path / "one"), framework(tmp_path / "two", DRIFTED)
+    sources = [f"framework {number}={place}" for number, place in enumerate(places, 1)]
+    assert invoke("check", *sources, code=1).stdout.splitlines() == [
+        "mrp_framework",
+        "patch       site                       framework 1  framework 2",
+        f"test-patch  {TARGET}  fits         drifted",
+        f"test-patch: {TARGET} is drifted in framework 2: it no longer takes model",
+        "",
+    ]
+    page = tmp_path / "page.md"
+    invoke("check", *sources, "--markdown", page, code=1)
+    text = page.read_text()
+    assert str(tmp_path) not in text and text.startswith("# Compatibility\n")
+    assert text.endswith(
+        f"""\
 ## mrp_framework
 
 All: framework 1, framework 2.
@@ -106,54 +105,51 @@ All: framework 1, framework 2.
 | test-patch | `{TARGET}` | fits | framework 1 |
 | test-patch | `{TARGET}` | **drifted**: it no longer takes model | framework 2 |
 """
-        )
-        monkeypatch.setenv("FORCE_COLOR", "1")
-        assert "\x1b[32mfits" in invoke("check", places[0]).stdout
-
-    def test_json(self, tmp_path: Path) -> None:
-        """Of code that the parser warns of, too."""
-        (status,) = invoke_json("check", framework(tmp_path / "one", "DOT = '\\.'\ndef train(model): ..."))
-        assert status.pop("fingerprint")
-        assert status == {
-            "detail": "",
-            "because_of": "",
-            "source": "one",
-            "patch": "test-patch",
-            "framework": "mrp_framework",
-            "target": TARGET,
-            "state": "fits",
-            "reason": "has the bug that the patch fixes",
-        }
-
-    def test_sources_that_cannot_be_judged(self, tmp_path: Path) -> None:
-        (tmp_path / "empty").mkdir()
-        one, other = framework(tmp_path / "a" / "same"), framework(tmp_path / "b" / "same")
-        result = invoke("check", one, tmp_path / "empty")
-        assert "no framework that a patch knows is in empty" in result.stderr
-        assert "empty" not in result.stdout
-        assert "no framework that a patch knows" in refuse("check", tmp_path / "empty")
-        assert "called 'same'; name them: NAME=SOURCE" in refuse("check", one, other)
-        wheel, text = tmp_path / "framework-1.0-py3-none-any.whl", b"def train(model): ..."
-        with zipfile.ZipFile(wheel, "w") as archive:
-            archive.writestr("mrp_framework/__init__.py", "")
-            archive.writestr("mrp_framework/model.py", text)
-        wheel.write_bytes(wheel.read_bytes().replace(text, text.upper()))
-        assert f"{wheel}: Bad CRC-32 for file 'mrp_framework/model.py'" in refuse("check", wheel)
-
-    @pytest.mark.parametrize("is_bare_folder", [False, True])
-    def test_configured_functions_are_judged(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_bare_folder: bool
-    ) -> None:
-        monkeypatch.undo()  # the real registry: reentrant-train turns the variable into sites
-        monkeypatch.setenv("MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS", "mrp_framework.model:train")
-        source = framework(tmp_path)
-        if is_bare_folder:
-            (source / "mrp_framework" / "__init__.py").unlink()
-        statuses = invoke_json("check", source)
-        assert [f["state"] for f in statuses if f["target"] == TARGET] == ["fits"]
+    )
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b[32mfits" in invoke("check", places[0]).stdout
 
 
-def test_demo_is_handed_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_as_json(tmp_path: Path) -> None:
+    """Of code that the parser warns of, too."""
+    (status,) = invoke_json("check", framework(tmp_path / "one", "DOT = '\\.'\ndef train(model): ..."))
+    assert status.pop("fingerprint")
+    assert status == {
+        "detail": "",
+        "because_of": "",
+        "source": "one",
+        "patch": "test-patch",
+        "framework": "mrp_framework",
+        "target": TARGET,
+        "state": "fits",
+        "reason": "has the bug that the patch fixes",
+    }
+
+
+def test_sources_that_cannot_be_judged(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    one, other = framework(tmp_path / "a" / "same"), framework(tmp_path / "b" / "same")
+    result = invoke("check", one, tmp_path / "empty")
+    assert "no framework that a patch knows is in empty" in result.stderr
+    assert "empty" not in result.stdout
+    assert "no framework that a patch knows" in refuse("check", tmp_path / "empty")
+    assert "called 'same'; name them: NAME=SOURCE" in refuse("check", one, other)
+    wheel, text = tmp_path / "framework-1.0-py3-none-any.whl", b"def train(model): ..."
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("mrp_framework/__init__.py", "")
+        archive.writestr("mrp_framework/model.py", text)
+    wheel.write_bytes(wheel.read_bytes().replace(text, text.upper()))
+    assert f"{wheel}: Bad CRC-32 for file 'mrp_framework/model.py'" in refuse("check", wheel)
+
+
+def test_configured_sites(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.undo()  # the real registry: reentrant-train turns the variable into sites
+    monkeypatch.setenv("MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS", "mrp_framework.model:train")
+    statuses = invoke_json("check", framework(tmp_path))
+    assert [f["state"] for f in statuses if f["target"] == TARGET] == ["fits"]
+
+
+def test_demo_is_handed_its_options(monkeypatch: MonkeyPatch) -> None:
     given: dict[str, object] = {}
     module = types.ModuleType("megatron_rl_patches.demo")
     module.run_demo = lambda **options: given.update(options) or 3  # type: ignore[attr-defined]
@@ -169,9 +165,8 @@ def test_output_that_cannot_be_written_is_refused_at_once(command: str, option: 
     source = [framework(tmp_path / "framework")] if command == "check" else []
     for file, reason in (("folder.png", "Is a directory"), ("none/file.png", "No such file or directory")):
         message = refuse(command, *source, option, tmp_path / file)
-        assert message.splitlines() == [
-            f"megatron-rl-patches: {option} is {tmp_path / file}, which cannot be written: {reason}"
-        ]
+        assert len(message.splitlines()) == 1
+        assert f": {option} is {tmp_path / file}, which cannot be written: {reason}" in message
 
 
 def test_a_check_of_the_output_leaves_it_as_it_is(tmp_path: Path) -> None:
@@ -181,7 +176,7 @@ def test_a_check_of_the_output_leaves_it_as_it_is(tmp_path: Path) -> None:
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"old": "before"}
 
 
-def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     message = refuse("estimate", "--plot", tmp_path / "memory.png")
     assert "--plot needs matplotlib: pip install 'megatron-rl-patches[plot]'" in message
@@ -190,3 +185,168 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_version_and_help() -> None:
     assert invoke("--version").stdout == f"megatron-rl-patches {__version__}\n"
     assert all("Exit code" in invoke(command, "--help").stdout for command in ("doctor", "check"))
+
+
+def assign(**values: object) -> list[str]:
+    return [f"--set={name}={value}" for name, value in values.items()]
+
+
+SMALL = assign(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=100)
+GEMMA_3_27B = {  # google/gemma-3-27b-it, the language model
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 62,
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "vocab_size": 262208,
+}
+
+
+@pytest.fixture
+def counter(monkeypatch: MonkeyPatch) -> Mock:
+    """Stands in for the count of parameters: there are two stages, of which the second is larger."""
+    stages = ([[Parameter(numel, "bf16", False)]] for numel in (10**9, 2 * 10**9))
+    counter = Mock(return_value=[Stage(chunks, chunks) for chunks in stages])
+    monkeypatch.setattr(estimate_module, "count_parameters", counter)
+    return counter
+
+
+def fields(counter: Mock) -> dict[str, Any]:
+    config, described, _ = counter.call_args.args
+    return {**config, **described}
+
+
+estimate, estimate_json, refuse_estimate = (
+    partial(function, "estimate") for function in (invoke, invoke_json, refuse)
+)
+
+
+@pytest.mark.parametrize("place", ["cache", "folder", "file"])
+def test_a_model_by_its_place(counter: Mock, tmp_path: Path, monkeypatch: MonkeyPatch, place: str) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    message = refuse_estimate("google/gemma")
+    assert "`hf download google/gemma config.json`" in message and len(message.splitlines()) == 1
+    folder = tmp_path / "hub" / "models--google--gemma" / "snapshots" / "0123"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(GEMMA_3_27B))
+    estimate({"cache": "google/gemma", "folder": folder, "file": folder / "config.json"}[place])
+    assert fields(counter)["hidden_size"] == 5376
+    estimate("--hf-config", folder / "config.json", *assign(num_layers=2))  # which overrides it
+    assert (fields(counter)["num_layers"], fields(counter)["hidden_size"]) == (2, 5376)
+
+
+def test_every_option_is_shown_in_80_columns(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = estimate("--help").stdout
+    names = ("set", "tp", "pp", "cp", "ep", "dp", "world-size", "dist-opt", "plot", "json")
+    assert [name for name in names if f" --{name}" not in shown] == []
+
+
+def test_table_of_the_worst_stage_and_totals_of_all(counter: Mock) -> None:
+    assert estimate(*SMALL, "--teachers=2").stdout.splitlines() == [
+        "GB               training  inference-only  training + 2 teachers",
+        "parameters       4.00      4.00            4.00",
+        "gradients        8.00      -               8.00",
+        "main parameters  8.00      -               8.00",
+        "exp avg          8.00      -               8.00",
+        "exp avg sq       8.00      -               8.00",
+        "teachers         -         -               4.00",
+        "total            36.00     4.00            40.00",
+        "total in GiB     33.53     3.73            37.25",
+        "host memory      -         -               8.00",
+        "",
+        "stage, in GB  training  inference-only  training + 2 teachers",
+        "0             18.00     2.00            20.00",
+        "1             36.00     4.00            40.00",
+        "",
+        "stage 1 takes most: 36.00 GB (33.53 GiB) per device for training, 4.00 GB (3.73 GiB) inference-only "
+        "(88.9% less); activations not counted",
+        "--use-distributed-optimizer divides the states of the optimizer by the number of replicas",
+    ]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_terminal_breaks_no_word(counter: Mock, monkeypatch: MonkeyPatch, columns: int) -> None:
+    """The widest table there is."""
+    for name, value in (("COLUMNS", columns), ("FORCE_COLOR", 1), ("TERM", "xterm")):
+        monkeypatch.setenv(name, str(value))
+    shown = estimate(*SMALL, "--teachers=128", "--teacher-heads", "--set=optimizer_cpu_offload=true").stdout
+    assert "\x1b[" in shown
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()]
+    table = lines[: lines.index("")]
+    assert table[0].split("  ")[0] == "GB" and table[0].endswith("training + 128 teachers")
+    assert [line.split("  ")[0] for line in table[1:]] == [
+        *("parameters", "gradients", "main parameters", "teachers"),
+        *("total", "total in GiB", "host memory"),
+    ]
+    assert max(map(len, table)) <= columns
+
+
+def test_an_estimate_as_json_is_in_bytes_and_a_plot_is_drawn(counter: Mock, tmp_path: Path) -> None:
+    answer = estimate_json(*SMALL)
+    assert answer["worst_stage"] == 1
+    assert answer["stages"][1]["inference_only"]["total"] == 4 * 10**9
+    assert answer["teachers"] == 1
+    estimate(*SMALL, f"--plot={tmp_path / 'memory.png'}")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_flags_of_the_model_and_the_groups(counter: Mock) -> None:
+    flags = assign(add_bias_linear="false", normalization="RMSNorm", moe_layer_freq=[0, 1])
+    estimate(*SMALL, *flags, "--dtype=fp16")
+    small = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+    more = {"add_bias_linear": False, "normalization": "RMSNorm", "moe_layer_freq": [0, 1]}
+    assert (fields(counter), counter.call_args.args[2]) == ({**small, **more}, "fp16")
+    parts = estimate_json(*SMALL, "--tp=2", "--context-parallel-size=2", "--world-size=16", "--dist-opt")
+    assert fields(counter) == {**small, "tensor_model_parallel_size": 2, "context_parallel_size": 2}
+    assert parts["stages"][0]["training"]["exp_avg"] == 4 * 10**9 / 8
+
+
+def test_flags_of_the_optimizer(counter: Mock) -> None:
+    def parts(*flags: str) -> dict[str, int]:
+        device = estimate_json(*SMALL, *flags)["stages"][0]["training"]
+        return {name: size // 10**9 for name, size in device.items()}
+
+    assert parts()["gradients"] == 4
+    assert parts("--set=accumulate_allreduce_grads_in_fp32=false")["gradients"] == 2
+    assert parts("--use-distributed-optimizer", "--dp=4")["exp_avg"] == 1
+    aware = ("--use-distributed-optimizer", "--set=use_precision_aware_optimizer=true")
+    assert parts(*aware)["main_parameters"] == 2
+    assert parts(*aware, "--set=optimizer_cpu_offload=true")["main_parameters"] == 0
+
+
+def test_estimates_that_are_refused(counter: Mock, tmp_path: Path) -> None:
+    for arguments, message in (
+        (assign(hidden_size=64, num_attention_heads=4), "missing: num_layers, vocab_size"),
+        ((*SMALL, "--tp=4", "--world-size=6"), "no multiple of 4"),
+        ((*SMALL, "--dp=2", "--world-size=2"), "not both"),
+        ((*SMALL, "--dtype=fp8"), "dtype is 'fp8'"),
+        (("--set=num_layers",), "--set num_layers: expected FIELD=VALUE"),
+        ((*SMALL, f"--plot={tmp_path / 'memory.foo'}"), "ends in .png"),
+    ):
+        assert message in refuse_estimate(*arguments)
+    file = tmp_path / "config.json"
+    for content in (b"\xff\xfe", b"[" * 100_000, b"[1]", b"null", b'{"model_type": []}', b"{"):
+        file.write_bytes(content)
+        assert len(refuse_estimate("--hf-config", file).splitlines()) == 1
+    assert "is not JSON" in refuse_estimate("--hf-config", file)
+    for error in (ZeroDivisionError("by zero"), KeyError("x"), OSError("no"), MemoryError()):
+        counter.side_effect = error
+        message = refuse_estimate(*SMALL)
+        assert f"no such model can be estimated: {type(error).__name__}" in message
+        assert len(message.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("one_process")
+def test_the_case_of_a_27b_teacher(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(GEMMA_3_27B))
+    [stage] = estimate_json("--hf-config", file)["stages"]
+    assert stage["dense_parameters"] == 27_009_023_744
+    assert stage["inference_only"]["total"] == 54_018_047_488
+    training = stage["training"]
+    assert training["gradients"] == training["main_parameters"] == 2 * training["parameters"]
+    assert training["exp_avg"] + training["exp_avg_sq"] == 216_072_189_952

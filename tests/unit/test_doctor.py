@@ -1,22 +1,28 @@
-"""What doctor gathers: from small frameworks, and in fresh Pythons with and without the startup file."""
+"""What doctor gathers, in fresh Pythons, too, and its screen, which a terminal of 80 x 24 holds."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
 import shutil
+import site
 import subprocess
 import sys
 import venv
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from pytest import MonkeyPatch
+from rich.console import Console
 
 from megatron_rl_patches import doctor
-from megatron_rl_patches.doctor import Choice, Problem, Startup, choice_of, problems_of
+from megatron_rl_patches.cli.screens import show_diagnosis, show_problems
+from megatron_rl_patches.doctor import Choice, Diagnosis, Framework, Problem, Startup, choice_of, problems_of
 from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.judge import judge_all
 from megatron_rl_patches.engine.patch import Patch
@@ -27,36 +33,21 @@ from megatron_rl_patches.errors import InvalidInputError
 from tests.worlds.files import write
 
 ROOT = Path(__file__).parents[2]
-NAME = "MEGATRON_RL_PATCHES"
+NAME, ERROR = "MEGATRON_RL_PATCHES", ": no such variable;"
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "message", "remedy"),
     [
-        (
-            "#",
-            "lean-los,reentrant-train,nonsense",
-            "unknown patch 'lean-los', 'nonsense'; known: ",
-            "export #=reentrant-train",
-        ),
+        ("#", "lean-los,lean-loss,no", "unknown patch 'lean-los', 'no'; known: ", "export #=lean-loss"),
         ("#", "all,-lean-los", "unknown patch '-lean-los'; known: ", "export #=all"),
-        ("#", "nonsense", "unknown patch 'nonsense'; known: ", "export #=all"),
+        ("#", "no-patch", "unknown patch 'no-patch'; known: ", "export #=all"),
         ("#_STRICT", "maybe", "expected 1 or 0", "unset #_STRICT"),
         ("#_TRAIN_FUNCTIONS", "nonsense", "expected 'module:function'", "unset #_TRAIN_FUNCTIONS"),
         ("#_TRAIN_FUNCTIONS", "__main__:train", "decorate this one", "unset #_TRAIN_FUNCTIONS"),
-        (
-            "#_STRIKT",
-            "1",
-            "#_STRIKT: no such variable; there is #_STRICT",
-            "unset #_STRIKT; export #_STRICT=1",
-        ),
-        (
-            "MEGATRON_RL_PATCH",
-            "1",
-            "MEGATRON_RL_PATCH: no such variable; there is #",
-            "unset MEGATRON_RL_PATCH; export #=1",
-        ),
-        ("#_XYZ", "1", "#_XYZ: no such variable; known: #, ", "unset #_XYZ"),
+        ("#_STRIKT", "1", f"#_STRIKT{ERROR} there is #_STRICT", "unset #_STRIKT; export #_STRICT=1"),
+        (NAME[:-2], "1", f"{NAME[:-2]}{ERROR} there is #", f"unset {NAME[:-2]}; export #=1"),
+        ("#_XYZ", "1", f"#_XYZ{ERROR} known: #, ", "unset #_XYZ"),
     ],
 )
 def test_problems_of_variables(variable: str, value: str, message: str, remedy: str) -> None:
@@ -120,7 +111,7 @@ def test_one_line_leaves_out_all_patches_that_do_not_fit(value: str, selected: s
     assert set(choice_of({variable: value}).patches) == selected
 
 
-def test_the_remedies_name_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_remedies_name_what_is_there(monkeypatch: MonkeyPatch) -> None:
     """Of wrapt the range that is required; where there is no source tree the package is installed again."""
     assert f'"wrapt{doctor.WRAPT_RANGE}"' in (ROOT / "pyproject.toml").read_text()
     monkeypatch.setattr(doctor, "__file__", "/venv/site-packages/megatron_rl_patches/doctor.py")
@@ -131,7 +122,7 @@ def test_the_remedies_name_what_is_there(monkeypatch: pytest.MonkeyPatch) -> Non
 PACKAGE = {"mrp_framework/__init__.py": ""}
 
 
-def test_frameworks_and_their_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frameworks_and_their_versions(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """A folder that hides a package does not have its version, unless it is the one that is installed."""
     site_packages, checkout = tmp_path / "site-packages", write(tmp_path / "a checkout", PACKAGE)
     metadata = "Metadata-Version: 2.1\nName: mrp_framework\nVersion: 1.2.3\n"
@@ -159,11 +150,39 @@ def test_the_frameworks_are_those_of_the_patches() -> None:
     assert doctor.framework_names([patch], statuses) == ["framework", "megatron.core"]
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=False, symlinks=True)
+@pytest.fixture
+def site_packages(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
+    """That of a fresh Python, whose children find the package on PYTHONPATH."""
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    [folder] = tmp_path.glob("venv/lib/python*/site-packages")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
+    monkeypatch.setattr(site, "getsitepackages", lambda: [str(folder)])
+    monkeypatch.setattr(site, "ENABLE_USER_SITE", False)
+    others = [path for path in sys.path if "site-packages" not in path]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *others])
     return folder
+
+
+def environ(**variables: str) -> dict[str, str]:
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith((NAME, "PYTHON"))}
+    return {**inherited, "PYTHONPATH": str(ROOT), **variables}
+
+
+def test_if_the_startup_file_fires(tmp_path: Path, site_packages: Path, monkeypatch: MonkeyPatch) -> None:
+    """From site-packages alone, and if nothing in it fails."""
+    beside = shutil.copy(ROOT / "startup" / doctor.STARTUP_FILE, tmp_path)
+    found = doctor.examine_startup(environ())
+    assert (found.file, found.fires) == (str(beside), False)
+    assert "Python reads no .pth file there" in found.reason
+    file = str(shutil.copy(beside, site_packages))
+    reason = "a new process of this Python has the import trigger"
+    assert doctor.examine_startup(environ()) == Startup(file, True, reason)
+    Path(file).write_text("import mrp_nowhere\n")
+    found = doctor.examine_startup(environ())
+    assert (found.file, found.fires) == (file, False) and found.reason
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    found = doctor.examine_startup({})
+    assert not found.fires and "could not be tried" in found.reason
 
 
 CODE = """
@@ -175,66 +194,24 @@ print(json.dumps(dataclasses.asdict(diagnosis)))
 """
 
 
-class TestStartup:
-    """In fresh Pythons that find the package on PYTHONPATH."""
-
-    @pytest.fixture
-    def site_packages(self, environment: Path) -> Path:
-        (found,) = environment.glob("lib/python*/site-packages")
-        for file in found.glob("*megatron_rl_patches*"):
-            file.unlink()
-        return found
-
-    def examine(self, environment: Path, *path: Path, **variables: str) -> dict[str, Any]:
-        inherited = {name: text for name, text in os.environ.items() if not name.startswith((NAME, "PYTHON"))}
-        environ = {**inherited, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *path))), **variables}
-        command = [environment / "bin/python", "-c", CODE]
-        done = subprocess.run(
-            command, env=environ, cwd=environment, capture_output=True, text=True, timeout=60, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    def test_fires_from_site_packages_alone(
-        self, environment: Path, site_packages: Path, tmp_path: Path
-    ) -> None:
-        file = shutil.copy(ROOT / "startup" / doctor.STARTUP_FILE, tmp_path)
-        found = self.examine(environment, tmp_path)["startup"]
-        assert (found["file"], found["fires"]) == (str(file), False)
-        assert "Python reads no .pth file there" in found["reason"]
-        file = shutil.copy(file, site_packages)
-        reason = "a new process of this Python has the import trigger"
-        assert self.examine(environment)["startup"] == {"file": str(file), "fires": True, "reason": reason}
-
-    def test_a_startup_file_that_fails(self, environment: Path, site_packages: Path) -> None:
-        (site_packages / doctor.STARTUP_FILE).write_text("import mrp_nowhere\n")
-        found = self.examine(environment)["startup"]
-        assert (found["fires"], found["file"]) == (False, str(site_packages / doctor.STARTUP_FILE))
-        assert found["reason"]
-
-    def test_on_pythonpath_without_torch_megatron_and_wrapt(
-        self, environment: Path, site_packages: Path
-    ) -> None:
-        diagnosis = self.examine(environment, MEGATRON_RL_PATCHES="1")
-        assert diagnosis["torch"] is diagnosis["wrapt"] is None
-        assert {framework["path"] for framework in diagnosis["frameworks"]} == {None}
-        assert {site["state"] for site in diagnosis["sites"]} == {"absent"}
-        startup = diagnosis["startup"]
-        assert not startup["fires"] and "source tree; install it with pip" in startup["reason"]
-        assert [problem["message"] for problem in diagnosis["problems"]] == [
-            "wrapt is not installed; needed: wrapt>=1.16,<3",
-            f"{NAME} is set, but the startup file does not fire: {startup['reason']}",
-        ]
+def test_a_python_without_torch_megatron_wrapt_and_startup_file(site_packages: Path) -> None:
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60}
+    variables = environ(MEGATRON_RL_PATCHES="1")
+    done = subprocess.run([sys.executable, "-c", CODE], env=variables, cwd=site_packages, **options)
+    assert done.returncode == 0, done.stderr
+    diagnosis = json.loads(done.stdout)
+    assert diagnosis["torch"] is diagnosis["wrapt"] is None
+    assert {framework["path"] for framework in diagnosis["frameworks"]} == {None}
+    assert {site["state"] for site in diagnosis["sites"]} == {"absent"}
+    startup = diagnosis["startup"]
+    assert not startup["fires"] and "source tree; install it with pip" in startup["reason"]
+    assert [problem["message"] for problem in diagnosis["problems"]] == [
+        "wrapt is not installed; needed: wrapt>=1.16,<3",
+        f"{NAME} is set, but the startup file does not fire: {startup['reason']}",
+    ]
 
 
-def test_a_child_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    found = doctor.examine_startup({})
-    assert not found.fires
-    assert "could not be tried" in found.reason
-
-
-def test_roots_and_the_frameworks_of_the_patches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roots_and_the_frameworks_of_the_patches(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """A framework must be named where the trigger does not know it; a name must be one of a package."""
     monkeypatch.syspath_prepend(write(tmp_path, PACKAGE))
     status = SiteStatus("patch", "mrp_framework", "mrp_framework.loop.train", "fits", "")
@@ -254,7 +231,7 @@ def test_roots_and_the_frameworks_of_the_patches(tmp_path: Path, monkeypatch: py
     assert problems("mrp_framework") == ()
 
 
-@pytest.mark.parametrize("is_package", [True, False])
+@pytest.mark.parametrize("files", [PACKAGE, {}], ids=["package", "bare folder"])
 @pytest.mark.parametrize(
     ("functions", "problem", "others"),
     [
@@ -266,16 +243,11 @@ def test_roots_and_the_frameworks_of_the_patches(tmp_path: Path, monkeypatch: py
     ],
 )
 def test_configured_functions_of_a_framework_that_nobody_knows(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    is_package: bool,
-    functions: str,
-    problem: str,
-    others: str,
+    tmp_path: Path, monkeypatch: MonkeyPatch, files: Any, functions: str, problem: str, others: str
 ) -> None:
     train = "def train(model): ...\n"
     loop = f"{train}class Trainer:\n    def fit(self, model): ..."
-    files = {"mrp_framework/loop.py": loop, "mrp_single.py": train, **(PACKAGE if is_package else {})}
+    files = {"mrp_framework/loop.py": loop, "mrp_single.py": train, **files}
     monkeypatch.syspath_prepend(write(tmp_path, files))
     choice = choice_of({NAME: "1", f"{NAME}_TRAIN_FUNCTIONS": functions})
     statuses = judge_all(Environment(), [registry.patches()["reentrant-train"]], choice.settings)
@@ -285,15 +257,9 @@ def test_configured_functions_of_a_framework_that_nobody_knows(
     assert all(problem in one.message for one in problems)
 
 
-def test_a_patch_whose_own_code_fails_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patch_whose_own_code_fails_is_alone(monkeypatch: MonkeyPatch) -> None:
     """What it makes of ``apply()`` is in ``tests/unit/engine/test_third_party.py``."""
-
-    def configured(options: object) -> tuple[Any, ...]:
-        raise ValueError("not today")
-
-    def notes(statuses: object) -> list[str]:
-        sys.exit(0)
-
+    configured, notes = (Mock(side_effect=error) for error in (ValueError("not today"), SystemExit(0)))
     broken = Patch("broken", "", configured=configured, notes=notes)
     broken.wrap("mrp_nowhere.model", "train")(lambda call: None)
     monkeypatch.setattr(registry, "patches", lambda: {"broken": broken})
@@ -326,9 +292,101 @@ def test_what_a_command_line_switches_on(command: str, variables: dict[str, str]
         doctor.read_command(f"{command} 'x")
 
 
-def test_a_hook_needs_neither_variable_nor_startup_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_needs_neither_variable_nor_startup_file(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "examine_startup", lambda environ: DEAD)
     named = doctor.examine({}, f"python train.py --custom-megatron-init-path {HOOK}")
     assert named.hook == HOOK and "reentrant-train" in named.selected
     assert not [problem for problem in named.problems if "startup" in problem.message]
     assert [p for p in doctor.examine({NAME: "1"}).problems if "startup" in p.message]
+
+
+FITS = SiteStatus("lean-loss", "slime", "slime.loss.log_probs", "fits", "has the bug that the patch fixes")
+SITES = (
+    FITS,
+    replace(FITS, target="slime.loss.Loss.entropy"),
+    replace(FITS, target="slime.loss.gather", state="not needed", reason="it gathers nothing"),
+    replace(FITS, framework="verl", target="verl.loss", state="absent", reason="no verl here"),
+    SiteStatus("lean-head", "megatron.core", "megatron.core.gpt.GPT.forward", "drifted", "it is gone"),
+    SiteStatus("lean-head", "megatron.core", "a.b", "drifted", "another site", because_of="GPT.forward"),
+    SiteStatus("distillation", "verl", "verl.actor", "absent", "no verl here"),
+)
+DIAGNOSIS = Diagnosis(
+    version="0.2.0",
+    path="/venv/megatron_rl_patches",
+    python="3.11.7",
+    executable="/venv/bin/python",
+    torch=None,
+    wrapt="2.5.2",
+    frameworks=(Framework("slime", "/slime", None), Framework("verl", None, None)),
+    variables={"MEGATRON_RL_PATCHES": "lean-loss", "MEGATRON_RL_PATCHES_STRICT": "1"},
+    selected=("lean-loss",),
+    sites=SITES,
+    startup=Startup("/venv/startup.pth", True, ""),
+    notes=(),
+    problems=(),
+)
+
+
+def screen(show: object, *facts: object, width: int = 80, terminal: bool = False) -> list[str]:
+    """Return the lines that are printed, without trailing blanks and colors."""
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=terminal, color_system=None)
+    show(*facts, console)  # type: ignore[operator]
+    return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+def test_a_row_for_each_patch_and_framework_and_reasons_for_the_rest() -> None:
+    assert screen(show_diagnosis, DIAGNOSIS) == [
+        "megatron-rl-patches 0.2.0, Python 3.11.7, torch absent, wrapt 2.5.2",
+        "python                        /venv/bin/python",
+        "megatron_rl_patches           /venv/megatron_rl_patches",
+        "startup file         fires    /venv/startup.pth",
+        "slime                unknown  /slime",
+        "absent: verl",
+        "",
+        "MEGATRON_RL_PATCHES_STRICT=1",
+        "MEGATRON_RL_PATCHES=lean-loss: selected: lean-loss",
+        "",
+        "patch      framework      sites",
+        "lean-loss  slime          2 fit, 1 not needed",
+        "lean-head  megatron.core  2 drifted (not selected)",
+        "without a framework: distillation",
+        "lean-head: GPT.forward is drifted: it is gone",
+        "why a site is not needed: megatron-rl-patches check",
+        "",
+        "no problems in this Python with these variables",
+    ]
+
+
+def test_where_the_variable_does_not_reach_is_shown_where_it_does_not_fire() -> None:
+    dead = replace(DIAGNOSIS, startup=Startup(None, False, "why"))
+    assert "- python -S: startup files of site-packages are not read" in screen(show_diagnosis, dead)
+    assert not any("python -S" in line for line in screen(show_diagnosis, replace(dead, selected=())))
+
+
+def test_remedies_are_shared_and_not_broken_and_paths_shortened(monkeypatch: MonkeyPatch) -> None:
+    problems = [Problem("one", "unset A"), Problem("two", "unset B"), Problem("three", "unset A")]
+    assert screen(show_problems, problems)[1:] == ["- one", "- three", "  unset A", "- two", "  unset B"]
+    remedy = "export MEGATRON_RL_PATCHES=all,-inference-only,-lean-head,-lean-loss"
+    assert f"  {remedy}" in screen(show_problems, [Problem("why", remedy)], width=40, terminal=True)
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
+    found = replace(DIAGNOSIS, executable="/home/me/[bold]/python")
+    assert "python                        ~/[bold]/python" in screen(show_diagnosis, found, terminal=True)
+
+
+@pytest.mark.parametrize("value", ["", "1"])
+def test_megatron_core_alone_fits_a_terminal_of_80_by_24(monkeypatch: MonkeyPatch, value: str) -> None:
+    """23 lines, and one for the prompt."""
+    has_package = doctor.Environment.has_package
+    only_core = lambda self, name: name == "megatron.core" and has_package(self, name)  # noqa: E731
+    monkeypatch.setattr(doctor.Environment, "has_package", only_core)
+    monkeypatch.setattr(doctor, "examine_startup", lambda environ: Startup("startup.pth", True, ""))
+    found = doctor.examine({"MEGATRON_RL_PATCHES": value} if value else {})
+    assert [s.state for s in found.sites if s.framework == "megatron.core"].count("fits") >= 7
+    frameworks = [f if f.name == "megatron.core" else replace(f, path=None) for f in found.frameworks]
+    found = replace(found, path="/p", executable="/venv/bin/python", frameworks=tuple(frameworks))
+    lines = screen(show_diagnosis, found, terminal=True)
+    assert len(lines) <= 23, "\n".join(lines)
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].startswith("no problems")
+    assert value != "1" or "MEGATRON_RL_PATCHES=1: selected: all but distillation" in lines

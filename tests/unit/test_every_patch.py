@@ -16,29 +16,22 @@ from megatron_rl_patches.engine.statuses import State, status_of
 
 PATCHES = registry.patches()
 SITES = [site for patch in PATCHES.values() for site in patch.sites]
-_OWN_SAVINGS = "it holds more memory than it needs in every release"
-_SERVES_OTHERS = "it does nothing unless a framework above Megatron is patched, and that is judged by itself"
-#: Sites without a reason against them: patch and target -> why they are wanted wherever they are.
+#: Sites without a reason against them, which are wanted wherever they are: patch -> target -> frameworks.
 WANTED_EVERYWHERE = {
-    ("inference-only", "megatron.training.training.get_model"): _SERVES_OTHERS,
-    ("inference-only", "megatron.training.checkpointing.load_checkpoint"): _SERVES_OTHERS,
-    ("inference-only", "megatron.core.optimizer.get_megatron_optimizer"): _SERVES_OTHERS,
-    ("inference-only", "megatron.bridge.models.model_provider.get_model"): _SERVES_OTHERS,
-    ("lean-head", "megatron.core.models.gpt.gpt_model.GPTModel.forward"): _OWN_SAVINGS,
-    ("lean-head", "megatron.core.models.mamba.mamba_model.MambaModel.forward"): _OWN_SAVINGS,
-    ("lean-head", "megatron.core.models.hybrid.hybrid_model.HybridModel.forward"): _OWN_SAVINGS,
-    **{
-        ("lean-loss", target): _OWN_SAVINGS
-        for target in (
-            "slime.utils.ppo_utils.calculate_log_probs_and_entropy",
-            "vime.utils.ppo_utils.calculate_log_probs_and_entropy",
-            "miles.backends.training_utils.loss_hub.math_utils.calculate_log_probs_and_entropy",
-            "slime.utils.ppo_utils.compute_log_probs",
-            "vime.utils.ppo_utils.compute_log_probs",
-            "verl.utils.megatron.tensor_parallel.vocab_parallel_log_probs_from_logits",
-            "verl.utils.megatron.tensor_parallel.vocab_parallel_entropy",
-            "verl.utils.megatron.tensor_parallel.vocab_parallel_entropy_with_chunking",
-        )
+    # It does nothing unless a framework above Megatron is patched, and that is judged by itself.
+    "inference-only": {
+        "get_model": {"megatron.bridge", "megatron.training"},
+        "load_checkpoint": {"megatron.training"},
+        "get_megatron_optimizer": {"megatron.core"},
+    },
+    # What they replace holds more memory than it needs in every release.
+    "lean-head": {f"{model}Model.forward": {"megatron.core"} for model in ("GPT", "Mamba", "Hybrid")},
+    "lean-loss": {
+        "calculate_log_probs_and_entropy": {"slime", "vime", "miles"},
+        "compute_log_probs": {"slime", "vime"},
+        "vocab_parallel_log_probs_from_logits": {"verl"},
+        "vocab_parallel_entropy": {"verl"},
+        "vocab_parallel_entropy_with_chunking": {"verl"},
     },
 }
 TESTS = Path(__file__).parents[1]
@@ -59,17 +52,12 @@ def test_says_what_it_is_for_in_a_file_with_a_test_file(patch: Patch) -> None:
 
 
 def test_a_site_has_a_reason_against_it_or_names_the_sites_that_it_helps() -> None:
-    """Without either, a site fits any code that has a function of its name.
-
-    Few sites are wanted wherever the function is: :data:`WANTED_EVERYWHERE` has the reason for each. A new
-    one fails here until its patch or that table says what it is.
-    """
-    undecided = {
-        f"{site.patch}: {site.target}"
-        for site in SITES
-        if not (site.skip_if or site.helps or PATCHES[site.patch].explicit)
-    }
-    assert undecided == {f"{patch}: {target}" for patch, target in WANTED_EVERYWHERE}
+    """Without either, it fits any code that has a function of its name; WANTED_EVERYWHERE says why it may."""
+    undecided: dict[str, dict[str, set[str]]] = {}
+    for site in SITES:
+        if not (site.skip_if or site.helps or PATCHES[site.patch].explicit):
+            undecided.setdefault(site.patch, {}).setdefault(site.qualname, set()).add(site.framework)
+    assert undecided == WANTED_EVERYWHERE
 
 
 @by_patch

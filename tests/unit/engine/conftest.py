@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from pytest import MonkeyPatch
 
-from megatron_rl_patches import apply, status
+from megatron_rl_patches import status
 from megatron_rl_patches.engine import installer, registry
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.engine.patch import Patch, Site
@@ -45,6 +45,14 @@ class Trainer(Base):
         return (cls.__name__, x)
 """
 ACTOR = "from .model import save, train\nfrom .model import train as run\n"
+#: For ``model``: a class that refuses to have its methods replaced.
+REFUSING = """
+class Meta(type):
+    def __setattr__(cls, name, value): raise {}
+class Trainer(metaclass=Meta):
+    def step(self, x): return x
+def train(model): return ("trained", model, 1)
+"""
 #: For ``model``: its source does not show that somebody has replaced ``train``.
 REPLACED = f"{MODEL}\nimport posixpath\nglobals()['train'] = posixpath.join"
 
@@ -71,7 +79,7 @@ Engine = dict[str, Patch]
 
 
 @pytest.fixture
-def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Framework]:
+def framework(tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Framework]:
     """``framework(**files)`` writes a package, with modules ``model`` and ``actor`` at least."""
     names = []
 
@@ -89,7 +97,7 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Frame
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def engine(monkeypatch: MonkeyPatch) -> Iterator[Engine]:
     """A fresh engine; patches put into the dictionary are the registered ones."""
     patches: Engine = {}
     fresh = installer.Installer()
@@ -124,14 +132,6 @@ def tagged(framework: Framework, engine: Engine) -> Framework:
         return package
 
     return register
-
-
-@pytest.fixture
-def patched(tagged: Framework) -> ModuleType:
-    """The ``model`` module of a framework whose ``train`` is patched."""
-    package = tagged("train")
-    apply()
-    return package.model
 
 
 def verdicts() -> dict[str, tuple[str, str]]:

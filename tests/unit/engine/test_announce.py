@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+from pytest import CaptureFixture, LogCaptureFixture, MonkeyPatch
 
 from megatron_rl_patches import __version__, apply
 from megatron_rl_patches.common.ranks import is_rank_0
@@ -21,40 +24,30 @@ from .conftest import Framework
 
 
 @pytest.fixture(autouse=True)
-def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def single_process(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
 
 
-def test_one_summary_line_at_the_first_call(tagged: Framework, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("has_handler", "level"), [(True, "INFO"), (True, "WARNING"), (False, "INFO")])
+def test_one_summary_line_at_the_first_call(
+    tagged: Framework, monkeypatch: MonkeyPatch, caplog: Any, capsys: Any, has_handler: bool, level: str
+) -> None:
+    """On stderr when no handler takes it."""
     package = tagged("train", "save")
-    caplog.set_level(logging.INFO, "megatron_rl_patches")
+    monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: has_handler)
+    caplog.set_level(level)
     apply()
     assert package.model and caplog.messages == []
     for _ in range(3):
         package.model.train("m")
-    [line] = caplog.messages
+    is_logged = has_handler and level == "INFO"
+    [line] = caplog.messages if is_logged else capsys.readouterr().err.splitlines()
     assert line.endswith(f"tagging ({package}: 2 applied)")
-
-
-@pytest.mark.parametrize("has_handler", [True, False])
-def test_stderr_when_no_handler_takes_the_line(
-    tagged: Framework,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-    has_handler: bool,
-) -> None:
-    package = tagged("train")
-    monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: has_handler)
-    caplog.set_level(logging.WARNING if has_handler else logging.INFO)
-    apply()
-    package.model.train("m")
-    assert capsys.readouterr().err.count("1 applied") == 1
 
 
 @pytest.mark.parametrize("level", [logging.ERROR, logging.WARNING])
 def test_a_skipped_site_is_warned_of_once_unless_our_logger_is_quiet(
-    tagged: Framework, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], level: int
+    tagged: Framework, caplog: LogCaptureFixture, capsys: CaptureFixture[str], level: int
 ) -> None:
     package = tagged("run")
     caplog.set_level(level, "megatron_rl_patches")
@@ -69,66 +62,72 @@ def test_a_skipped_site_is_warned_of_once_unless_our_logger_is_quiet(
 
 
 AT_EXIT = """
-import io, logging, sys
-from megatron_rl_patches import Patch
-from megatron_rl_patches.engine import installer, registry
-{handler}
+import io, logging, os, sys, tempfile
+import megatron_rl_patches
+from megatron_rl_patches.engine import registry
+for number, (handler, at_the_end) in enumerate({cases}):
+    if not os.fork():
+        os.dup2(os.open(f"{{__file__}}.{{number}}", os.O_WRONLY | os.O_CREAT), 2)
+        break
+    assert os.wait()[1] == 0
+else:
+    sys.exit()
+exec(handler)
 registry.patches = lambda: {{"tagging": patch}}
-patch = Patch("tagging", "")
+patch = megatron_rl_patches.Patch("tagging", "")
 patch.wrap("exiting_framework.model", "train")(lambda call: None)
 patch.wrap("exiting_framework.other", "train")(lambda call: None)
 patch.wrap("exiting_framework.optional", "train", optional_module=True)(lambda *call: None)
-import megatron_rl_patches
 megatron_rl_patches.apply()
 import exiting_framework.model
-{at_the_end}
+exec(at_the_end)
 """
-SAID = "tagging (exiting_framework: 1 applied)"
+IS_SAID, IS_LOST = True, False
+#: What makes a handler, what the program does before its exit, and whether a line is said.
+EXITS = [
+    ("", "", IS_SAID),
+    ("logging.basicConfig(level=20)", "", IS_SAID),
+    ("stream = io.StringIO(); logging.basicConfig(level=20, stream=stream)", "stream.close()", IS_LOST),
+    # As pytest does it: what was stderr when the handler was made is a file that is closed in the end.
+    (
+        "true_stderr, sys.stderr = sys.stderr, tempfile.TemporaryFile('w+')\n"
+        "logging.basicConfig(level=20); captured, sys.stderr = sys.stderr, true_stderr",
+        "captured.close()",
+        IS_LOST,
+    ),
+    # As pytest's own handler, which lets a test fail whose messages cannot be formatted.
+    (
+        "class Raising(logging.Handler):\n    def emit(self, record): raise RuntimeError\n"
+        "logging.getLogger('megatron_rl_patches').addHandler(Raising(0)); logging.root.setLevel(20)",
+        "",
+        IS_LOST,
+    ),
+    # What a closed handler loses, another one says.
+    (
+        "stream = io.StringIO(); logging.basicConfig(level=20, stream=stream)\n"
+        "logging.root.addHandler(logging.StreamHandler())",
+        "stream.close()",
+        IS_SAID,
+    ),
+    ("", "sys.stderr.close()", IS_LOST),
+    ("", "sys.stderr = None", IS_LOST),
+]
 
 
-@pytest.mark.parametrize(
-    ("handler", "at_the_end", "stderr"),
-    [
-        ("", "", SAID),
-        ("logging.basicConfig(level=20)", "", SAID),
-        ("stream = io.StringIO(); logging.basicConfig(level=20, stream=stream)", "stream.close()", ""),
-        # As pytest does it: what was stderr when the handler was made is a file that is closed in the end.
-        (
-            "import tempfile; true_stderr, sys.stderr = sys.stderr, tempfile.TemporaryFile('w+')\n"
-            "logging.basicConfig(level=20); captured, sys.stderr = sys.stderr, true_stderr",
-            "captured.close()",
-            "",
-        ),
-        # As pytest's own handler, which lets a test fail whose messages cannot be formatted.
-        (
-            "class Raising(logging.Handler):\n    def emit(self, record): raise RuntimeError\n"
-            "logging.getLogger('megatron_rl_patches').addHandler(Raising(0)); logging.root.setLevel(20)",
-            "",
-            "",
-        ),
-        # What a closed handler loses, another one says.
-        (
-            "stream = io.StringIO(); logging.basicConfig(level=20, stream=stream)\n"
-            "logging.root.addHandler(logging.StreamHandler())",
-            "stream.close()",
-            SAID,
-        ),
-        ("", "sys.stderr.close()", ""),
-        ("", "sys.stderr = None", ""),
-    ],
-)
-def test_at_exit_a_line_is_said_or_lost_in_silence(
-    tmp_path: Path, handler: str, at_the_end: str, stderr: str
-) -> None:
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_at_exit_a_line_is_said_or_lost_in_silence(tmp_path: Path) -> None:
+    """In children of one process."""
     modules = ("__init__", "model", "other", "optional")
     files = {f"exiting_framework/{module}.py": "def train(): ..." for module in modules}
-    program = AT_EXIT.format(handler=handler, at_the_end=at_the_end)
+    program = AT_EXIT.format(cases=[exit[:2] for exit in EXITS])
     done = run_program(tmp_path, {**files, "program.py": program})
-    assert done.returncode == 0
-    # Some releases do without the optional module, and so may a program.
-    unwanted = ("Logging error", "Traceback", "internal error", "exiting_framework.optional")
-    assert not [text for text in unwanted if text in done.stderr]
-    assert (stderr in done.stderr) if stderr else (done.stderr == "")
+    assert (done.returncode, done.stderr) == (0, "")
+    for number, (*_, is_said) in enumerate(EXITS):
+        stderr = (tmp_path / f"program.py.{number}").read_text()
+        assert ("tagging (exiting_framework: 1 applied)" if is_said else "") in stderr
+        # Some releases do without the optional module, and so may a program.
+        unwanted = ("Logging error", "Traceback", "internal error", "exiting_framework.optional")
+        assert not [text for text in unwanted if text in stderr] and bool(stderr) is is_said
 
 
 def site(patch: str, framework: str, state: str, function: str = "train") -> SiteStatus:
@@ -149,9 +148,7 @@ def test_summary_counts_states_by_framework() -> None:
     assert summary([], "1.2") == "megatron_rl_patches 1.2: nothing selected"
 
 
-def test_what_is_said_of_used_frameworks(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_said_of_used_frameworks(monkeypatch: MonkeyPatch, caplog: LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "used", ModuleType("used"))
     caplog.set_level(logging.INFO, "megatron_rl_patches")
 
@@ -164,9 +161,8 @@ def test_what_is_said_of_used_frameworks(
     assert said(Announcer().at_exit, site("one", "slime", "waiting"), site("one", "used", "reverted")) == []
     _, *skipped = said(Announcer().once, site("one", "used", "missing"), site("one", "unused", "missing"))
     assert skipped == ["skipped one: used.train: missing: a reason"]
-    assert said(Announcer().at_exit, site("one", "used", "applied"), site("one", "unused", "applied")) == [
-        "one (used: 1 applied)"
-    ]
+    applied = [site("one", root, "applied") for root in ("used", "unused")]
+    assert said(Announcer().at_exit, *applied) == ["one (used: 1 applied)"]
     assert caplog.messages[0].startswith(f"megatron_rl_patches {__version__}: ")
     # Patched modules that never came.
     functions = [("used", "train"), ("unused", "go"), ("used", "save")]
@@ -177,26 +173,24 @@ def test_what_is_said_of_used_frameworks(
     assert said(Announcer().warn, site("one", "used", "missing")) == []
 
 
+#: Whether a process is the first one, by its variable.
+RANKS = {**dict.fromkeys(("0", "-1", "x", "²", "9" * 5000, None), True), "1": False}
+
+
 @pytest.mark.parametrize(
-    ("variable", "is_first"),
-    [("0", True), ("1", False), ("-1", True), ("x", True), ("²", True), ("9" * 5000, True), (None, True)],
+    ("variable", "group", "is_first"),
+    [
+        *((variable, group, RANKS[variable]) for variable in RANKS for group in (None, (1, 0), (0, 1))),
+        ("0", (1, 1), False),
+    ],
 )
-@pytest.mark.parametrize("has_torch", [True, False])
-def test_the_rank_by_its_variable(
-    variable: str | None, is_first: bool, has_torch: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rank(variable: str | None, group: Any, is_first: bool, monkeypatch: MonkeyPatch) -> None:
+    """By the variable, unless torch.distributed, which may not be imported, is available and initialized."""
+    monkeypatch.delitem(sys.modules, "torch.distributed", raising=False)
+    if group:
+        answers = dict(zip(("is_available", "is_initialized", "get_rank"), (*group, 2), strict=True))
+        functions = {name: lambda answer=answer: answer for name, answer in answers.items()}
+        monkeypatch.setitem(sys.modules, "torch.distributed", SimpleNamespace(**functions))  # type: ignore[arg-type]
     if variable:
         monkeypatch.setenv("RANK", variable)
-    if not has_torch:
-        monkeypatch.delitem(sys.modules, "torch.distributed", raising=False)
     assert is_rank_0() is is_first
-
-
-@pytest.mark.parametrize(("available", "initialized"), [(True, True), (True, False), (False, True)])
-def test_the_rank_by_the_process_group(
-    available: bool, initialized: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group = {"is_available": lambda: available, "is_initialized": lambda: initialized, "get_rank": lambda: 2}
-    monkeypatch.setitem(sys.modules, "torch.distributed", SimpleNamespace(**group))  # type: ignore[arg-type]
-    monkeypatch.setenv("RANK", "0")
-    assert is_rank_0() is not (available and initialized)

@@ -1,23 +1,28 @@
-"""Judging code, and telling of it: each verdict with its words, its state and its fingerprint."""
+"""Judging code: verdicts and their words, and what asking by name, for all and strictly makes of them."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from pytest import LogCaptureFixture, MonkeyPatch
 
 from megatron_rl_patches import PatchError, Settings, apply, revert, status
 from megatron_rl_patches.engine import installer
+from megatron_rl_patches.engine.api import activate_from_environment
 from megatron_rl_patches.engine.judge import judge_all, judge_site
-from megatron_rl_patches.engine.patch import Site
+from megatron_rl_patches.engine.patch import Patch, Site
 from megatron_rl_patches.engine.records import Claim
 from megatron_rl_patches.engine.sources import open_source
 from megatron_rl_patches.engine.target_source import TargetSource, from_source, resolve
 from tests.worlds.files import write
 
-from .conftest import MODEL, Engine, Framework, patch_of, states, tag, verdicts
+from .conftest import MODEL, PLAIN, REFUSING, REPLACED, Engine, Framework, patch_of, states, tag, verdicts
 
 EVERYWHERE = """
 if fast:
@@ -43,10 +48,6 @@ def train(model, optimizer, wide=False):
     finally:
         chunk.enable()
 """
-
-
-def test_somewhere_else() -> None:
-    """A function of another file."""
 
 
 def read(text: str, name: str = "train") -> TargetSource:
@@ -86,50 +87,23 @@ def test_where_a_definition_is_found() -> None:
 def test_where_a_live_function_comes_from(framework: Framework) -> None:
     module = framework().model
     found = from_source(module.__name__, "train", MODEL)
-    # The last one is a function without Python code.
-    for live, replaced_by in (
-        (module.train, None),
-        (test_somewhere_else, f"{__name__}.test_somewhere_else"),
-        (len, None),
-    ):
+    for live, replaced_by in ((module.train, None), (read, f"{__name__}.read"), (len, None)):
         module.train = live
         assert found.with_live(module, "train").replaced_by == replaced_by
     with pytest.raises(AttributeError, match=r"Trainer'> does not define 'fit'"):
         resolve(module, "Trainer.fit")  # which is inherited
 
 
-GENERATOR = "it is a generator or a coroutine function: it runs after the call is over"
-CONFIG = "def train(model): return model.config"
-
-
-@pytest.mark.parametrize(
-    ("text", "options", "state", "reason"),
-    [
-        (CONFIG, {"parameters": ("data", "steps")}, "drifted", "it no longer takes data, steps"),
-        (
-            CONFIG,
-            {"requires_names": ("data", "config", "steps")},
-            "drifted",
-            "its body no longer uses data, steps",
-        ),
-        ("def train(model): yield", {}, "drifted", GENERATOR),
-        ("async def train(model): ...", {}, "drifted", GENERATOR),
-        ("def train(model:", {}, "failed", "framework.model cannot be parsed: "),
-    ],
-)
-def test_words(text: str, options: Any, state: str, reason: str, tmp_path: Path) -> None:
-    source = open_source(str(write(tmp_path, {"framework/__init__.py": "", "framework/model.py": text})))
-    judgement = judge_site(Site("framework.model", "train", tag, **options), source)
-    assert len(judgement.fingerprint) in (0, 12)
-    assert judgement.state == state and judgement.reason.startswith(reason)
-
-
-def test_in_the_source_but_not_in_the_module(framework: Framework, tmp_path: Path) -> None:
+def test_the_source_and_the_module_differ_or_do_not_parse(framework: Framework, tmp_path: Path) -> None:
     module = framework().model
     del module.train
     judgement = judge_site(Site(module.__name__, "train", tag), open_source(str(tmp_path)), module)
     words = f"{module.__name__}.train is in the source but not in the module: <module"
     assert judgement.state == "missing" and judgement.reason.startswith(words)
+    write(tmp_path, {f"{module.__name__.replace('.', '/')}.py": "def train(model:"})
+    judgement = judge_site(Site(module.__name__, "train", tag), open_source(str(tmp_path)))
+    assert judgement.state == "failed"
+    assert judgement.reason.startswith(f"{module.__name__} cannot be parsed: ")
 
 
 PROPERTIES = """
@@ -179,47 +153,47 @@ def test_every_state_has_its_words_and_its_code(tagged: Framework) -> None:
         return site.state, site.reason
 
     expected = from_source(f"{package}.model", "train", MODEL).fingerprint
+    assert len(expected) == 12
     apply()
     assert seen() == ("waiting", f"waits for the import of {package}.model")
     module = package.model
     assert seen() == ("applied", "in place")
-    layer, module.train = module.train, test_somewhere_else
-    apply()
-    only_if = "in force only if that calls what it replaced"
-    assert seen() == ("lost", f"overwritten by {__name__}.test_somewhere_else; {only_if}")
+    layer = module.train
+    module.train = lambda model: ("third", layer(model))
+    for _ in range(2):
+        overwritten = f"overwritten by {__name__}.{module.train.__qualname__}"
+        assert seen() == ("lost", f"{overwritten}; in force only if that calls what it replaced")
+        assert module.train("m") == ("third", ("patched", PLAIN))
+        apply()
     module.train = 1
-    assert seen() == ("lost", f"overwritten by ?.?; {only_if}")
+    assert seen()[1].startswith("overwritten by ?.?; ")
     del module.train
     assert seen() == ("lost", f"{package}.model.train is gone")
     module.train = layer
     assert seen() == ("applied", "in place")
+    module.train = original = layer.__wrapped__
+    assert seen()[0] == "lost"
+    apply()
+    assert seen()[0] == "applied" and module.train("m") == ("patched", PLAIN)
     revert()
-    assert seen() == ("reverted", "reverted")
+    assert seen() == ("reverted", "reverted") and module.train is original
 
 
 def test_a_class_that_was_imported_anew(tagged: Framework) -> None:
     package = tagged("Trainer.step")
     apply()
     module = package.model
-    _execute_again(module)
+    module.__spec__.loader.exec_module(module)  # as a reload, which no import hook sees
     anew = f"{package}.model was imported anew; call apply() again"
     assert verdicts() == {"model.Trainer.step": ("lost", anew)}
-    module.Trainer.step = test_somewhere_else
+    module.Trainer.step = read
     apply()
     assert states() == {"model.Trainer.step": "conflict"}
 
 
-def _execute_again(module: ModuleType) -> None:
-    """As a reload, which no import hook sees."""
-    assert module.__spec__ is not None and module.__spec__.loader is not None
-    module.__spec__.loader.exec_module(module)
-
-
-def test_a_call_that_was_refused_leaves_no_must_behind(
-    engine: Engine, framework: Framework, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_call_leaves_no_must(engine: Engine, framework: Framework, tmp_path: Path) -> None:
     module = framework().model
-    module.train = test_somewhere_else
+    module.train = read
     engine["tagging"] = patch_of("later_framework", "train")
     apply()
     engine["tagging"].wrap(module.__name__, "train")(tag)
@@ -231,17 +205,14 @@ def test_a_call_that_was_refused_leaves_no_must_behind(
 
 @pytest.mark.parametrize("is_must", [False, True])
 def test_a_fault_of_this_package_costs_one_line_or_an_error_where_it_is_a_must(
-    tagged: Framework, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_must: bool
+    tagged: Framework, monkeypatch: MonkeyPatch, caplog: LogCaptureFixture, is_must: bool
 ) -> None:
     package = tagged("train")
     with pytest.raises(PatchError):  # which is no fault of this package
         installer.installer.add([patch_of("pathlib", "gone")], Settings(), Claim(True, lasts=True))
     apply(*["tagging"] * is_must)
-
-    def apply_ready(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("a file\nis damaged")
-
-    monkeypatch.setattr(installer.installer, "_apply_ready", apply_ready)
+    damaged = Mock(side_effect=RuntimeError("a file\nis damaged"))
+    monkeypatch.setattr(installer.installer, "_apply_ready", damaged)
     message = "internal error: RuntimeError: a file is damaged"
     if is_must:
         with pytest.raises(PatchError, match=message):
@@ -269,9 +240,7 @@ def test_every_site_of_every_patch_is_judged(framework: Framework, tmp_path: Pat
     assert [bool(f.fingerprint) for f in statuses] == [False, False, True, False]
 
 
-def test_a_site_that_only_helps_is_not_needed_where_what_it_helps_is_not(
-    tagged: Framework, tmp_path: Path, engine: Engine
-) -> None:
+def test_a_site_that_helps_nothing_is_not_needed(tagged: Framework, tmp_path: Path, engine: Engine) -> None:
     package = tagged("train", skip_if=lambda code: "it is fine")
     patch = engine["tagging"]
     patch.wrap(f"{package}.model", "save", helps=["train", "gone"])(tag)
@@ -291,9 +260,7 @@ def test_a_site_that_only_helps_is_not_needed_where_what_it_helps_is_not(
     assert [s.state for s in statuses] == ["not needed"] * 3 + ["missing"] * 2
 
 
-def test_what_only_helps_is_taken_away_when_what_it_helps_turns_out_not_to_be_needed(
-    tagged: Framework, engine: Engine, tmp_path: Path
-) -> None:
+def test_what_helps_goes_with_what_it_helps(tagged: Framework, engine: Engine, tmp_path: Path) -> None:
     needed = {"actor": "def evaluate(): return 1"}
     package = tagged("train", files=needed, skip_if=lambda code: None if code.mentions("model") else "fine")
     engine["tagging"].wrap(f"{package}.actor", "evaluate", helps="train")(tag)
@@ -304,3 +271,150 @@ def test_what_only_helps_is_taken_away_when_what_it_helps_turns_out_not_to_be_ne
     assert package.model
     assert list(states().values()) == ["not needed"] * 2
     assert actor.evaluate() == 1 and type(actor.evaluate).__name__ == "function"
+
+
+def test_states_print_as_a_table(framework: Framework, engine: Engine) -> None:
+    assert str(status()) == "no patch is selected"
+    package = framework()
+    engine["tagging"] = patch_of(package, "train", "save")
+    engine["other"] = patch_of(package, "run", name="other")
+    engine["nowhere"] = patch_of("no_such_framework", "train", name="nowhere")
+    assert package.model
+    apply()
+    header, *rows, idle, fault = str(status()).splitlines()
+    assert header.split() == ["patch", package.name]
+    assert [row.split(maxsplit=1) for row in rows] == [["tagging", "2 applied"], ["other", "1 missing"]]
+    assert idle == "no framework for these is here: nowhere"
+    assert "does not define run" in fault
+    revert()
+    assert [(site.patch, site.state) for site in status()] == [("tagging", "reverted")] * 2
+
+
+GENERATOR = "it is a generator or a coroutine function: it runs after the call is over"
+CONFIG = "def train(model): return model.config"
+
+
+@pytest.mark.parametrize(
+    ("text", "site", "options", "state", "reason"),
+    [
+        (MODEL, "run", {}, "missing", "{}.model does not define run"),
+        (MODEL, "Trainer.run", {}, "missing", "{}.model does not define Trainer.run"),
+        (CONFIG, "train", {"parameters": ("a", "model", "b")}, "drifted", "it no longer takes a, b"),
+        (CONFIG, "train", {"requires_names": ("a", "config")}, "drifted", "its body no longer uses a"),
+        (CONFIG, "train", {"skip_if": lambda facts: 1 / 0}, "failed", "judging it raised ZeroDivisionError"),
+        ("def train(model): yield", "train", {}, "drifted", GENERATOR),
+        ("async def train(model): ...", "train", {}, "drifted", GENERATOR),
+        ("from .loop import train", "train", {}, "drifted", "moved: {}.model imports it from .loop"),
+    ],
+)
+@pytest.mark.parametrize("imported_first", [True, False])
+def test_a_site_that_does_not_fit_is_left_alone(
+    tagged: Framework, text: str, site: str, options: Any, state: str, reason: str, imported_first: bool
+) -> None:
+    package = tagged(site, files={"model": text, "loop": CONFIG}, **options)
+    assert not imported_first or package.model
+    apply()
+    assert type(package.model.train) is FunctionType
+    [(found, because)] = verdicts().values()
+    assert found == state and because.startswith(reason.format(package))
+
+
+def test_a_missing_module_shows_before_anything_is_imported(framework: Framework, engine: Engine) -> None:
+    patch = engine["tagging"] = Patch("tagging", "")
+    patch.wrap(f"{framework()}.gone", "train")(tag)
+    add = installer.installer.add
+    for must in (lambda: apply("tagging"), lambda: add([patch], Settings(), Claim(True, lasts=True))):
+        with pytest.raises(PatchError, match=r"no source of module \w+\.gone is found"):
+            must()
+        assert status() == []
+    apply()
+    assert states() == {"gone.train": "missing"}
+
+
+def test_absent_and_not_needed_are_never_an_error(engine: Engine, tagged: Framework) -> None:
+    engine["nowhere"] = patch_of("no_such_framework", "train", name="nowhere")
+    package = tagged("save", skip_if=lambda facts: "mended upstream")
+    apply("tagging", "nowhere", strict=True)
+    assert package.model.train("m") == PLAIN
+    not_needed, absent = ("not needed", "mended upstream"), ("absent", "no_such_framework is not installed")
+    assert verdicts() == {"model.save": not_needed, "model.train": absent}
+
+
+@pytest.mark.parametrize("first", ["model", "other"])
+@pytest.mark.parametrize(("model", "state"), [(None, "missing"), (REPLACED, "conflict")])
+def test_all_or_none(engine: Engine, tagged: Framework, first: str, model: str | None, state: str) -> None:
+    """Whatever is imported first, and whether the source shows the fault or the live module."""
+    files = {"other": "def go(model):\n    return 'gone'", **({"model": model} if model else {})}
+    package = tagged("train", *([] if model else ["run"]), files=files)
+    engine["tagging"].wrap(f"{package}.other", "go")(tag)
+    apply()
+    for module in (first, "model", "other"):
+        importlib.import_module(f"{package}.{module}")
+    assert set(states().values()) == {state}
+    assert package.other.go("m") == "gone"
+    if not model:
+        assert package.model.train("m") == PLAIN
+        for target in ("model.train", "other.go"):
+            reason = verdicts()[target][1]
+            assert reason.startswith(f"another site cannot take effect: {package}.model.run")
+
+
+@pytest.mark.parametrize("calls", [[(), ("tagging",)], [("tagging",), ()]])
+def test_by_name_is_a_must_whatever_else_is_asked(tagged: Framework, calls: list[tuple[str, ...]]) -> None:
+    package = tagged("train", files={"model": REPLACED})
+    for names in calls:
+        apply(*names)
+    for _ in range(2):
+        with pytest.raises(PatchError, match="conflict"):
+            package.model  # noqa: B018
+
+
+def test_strict_on_half_imported_modules_fails_no_other(tagged: Framework, caplog: LogCaptureFixture) -> None:
+    half = "import megatron_rl_patches\nmegatron_rl_patches.apply(strict=True)\nglobals()['train'] = len\n"
+    package = tagged("train", files={"model": half + REPLACED, "later": ""})
+    assert package.model and package.later
+    assert "conflict" in caplog.text
+
+
+def test_a_target_that_cannot_be_wrapped_fails_and_nothing_stays(tagged: Framework) -> None:
+    package = tagged("train", "Trainer.step", files={"model": REFUSING.format("TypeError('frozen')")})
+    apply()
+    assert package.model.train("m") == PLAIN
+    assert verdicts()["model.Trainer.step"] == ("failed", "wrapping it raised TypeError: frozen")
+    assert states()["model.train"] == "failed"
+
+
+def test_frameworks_stand_alone_but_by_name_all_are_a_must(framework: Framework, engine: Engine) -> None:
+    good, bad = framework(), framework(model="")
+    engine["tagging"] = patch_of(good, "train")
+    engine["tagging"].wrap(f"{bad}.model", "train")(tag)
+    original = good.model.train
+    with pytest.raises(PatchError, match=f"{bad}.model.train: missing") as caught:
+        apply("tagging")
+    lines = str(caught.value).splitlines()
+    assert [line[:10] for line in lines] == ["cannot tak", "  tagging:", "The code o"]
+    assert lines[-1].endswith("or use a release in docs/compatibility.md.")
+    assert "(apply(exclude=...), MEGATRON_RL_PATCHES=all,-NAME)" in lines[-1]
+    assert isinstance(caught.value, RuntimeError) and not isinstance(caught.value, ImportError)
+    assert good.model.train is original
+    assert status() == []
+    apply()
+    assert good.model.train("m")[0] == "patched" and bad.model
+    assert [site.state for site in status()] == ["applied", "missing"]
+
+
+def test_for_all_is_a_may_unless_strict(tagged: Framework) -> None:
+    package = tagged("run")
+    apply()
+    revert()
+    for options in ({"strict": True}, {"settings": Settings(strict=True)}):
+        with pytest.raises(PatchError):
+            apply(**options)
+    apply(strict=False, settings=Settings(strict=True))
+    revert()
+    activate_from_environment({"MEGATRON_RL_PATCHES": "1", "MEGATRON_RL_PATCHES_STRICT": "1"})
+    with pytest.raises(PatchError, match="missing"):
+        package.model  # noqa: B018
+    assert f"{package}.model" not in sys.modules
+    revert()
+    assert package.model

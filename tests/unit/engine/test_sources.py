@@ -11,8 +11,12 @@ from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from pytest import FixtureRequest, MonkeyPatch
+from pytest_mock import MockerFixture
 
 from megatron_rl_patches.engine.sources import Environment, Source, open_source
 from megatron_rl_patches.errors import MegatronRLPatchesError
@@ -20,6 +24,7 @@ from tests.worlds.files import write
 
 Files = dict[str, str]
 
+EXPLOSIVE = "raise AssertionError('imported')\n"
 FILES: Files = {"framework/__init__.py": "", "framework/sub/model.py": "text = 1\n"}
 
 
@@ -54,7 +59,7 @@ Make = Callable[[Files], Source]
 
 
 @pytest.fixture(params=[as_folder, as_wheel, as_git_tree])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+def make(request: FixtureRequest, tmp_path: Path) -> Make:
     return lambda files: request.param(tmp_path, files)
 
 
@@ -93,16 +98,13 @@ def test_the_package_that_import_would_find_wins(make: Make) -> None:
     assert not source.has_package("space") and not source.has_package("space.training")
 
 
-def test_declared_encoding_and_line_ends(tmp_path: Path) -> None:
+def test_encodings_line_ends_hidden_folders_and_loops(tmp_path: Path) -> None:
     (tmp_path / "framework.py").write_bytes("# coding: latin-1\r\nname = 'é'\r\n".encode("latin-1"))
-    assert open_source(str(tmp_path)).read("framework") == "# coding: latin-1\nname = 'é'\n"
-
-
-def test_folder_passes_over_hidden_folders_and_loops(tmp_path: Path) -> None:
-    write(tmp_path, {".venv/lib/framework/__init__.py": "", "src/other/__init__.py": ""})
+    write(tmp_path, {".venv/lib/hidden/__init__.py": "", "src/other/__init__.py": ""})
     (tmp_path / "src" / "loop").symlink_to(tmp_path)
-    assert not open_source(str(tmp_path)).has_package("framework")
-    assert open_source(str(tmp_path)).has_package("other")
+    source = open_source(str(tmp_path))
+    assert source.read("framework") == "# coding: latin-1\nname = 'é'\n"
+    assert source.has_package("other") and not source.has_package("hidden")
 
 
 def test_a_bare_repository_will_do(tmp_path: Path) -> None:
@@ -113,154 +115,121 @@ def test_a_bare_repository_will_do(tmp_path: Path) -> None:
     assert source.read("framework.sub.model") == "text = 1\n"
 
 
-NO_PLACE = "neither a folder, nor"
-NO_REVISION = r"git -C .*fatal: "
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        *((source, NO_PLACE) for source in ("", "nowhere", "nowhere@v1", "name=nowhere", "missing.whl")),
-        ("broken.whl", r"broken\.whl: File is not a zip file"),
-        (".@HEAD", "not a git repository"),
-        *(
-            (f"repository@{revision}", NO_REVISION)
-            for revision in ("v2", "--output=stolen", "HEAD:framework")
-        ),
-    ],
-)
-def test_what_is_no_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
-) -> None:
+def test_what_is_no_source(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     as_git_tree(tmp_path, FILES)
     (tmp_path / "broken.whl").write_text("no archive")
-    with pytest.raises(MegatronRLPatchesError, match=message):
-        open_source(source)
+    places = ("", "nowhere", "nowhere@v1", "name=nowhere", "missing.whl")
+    revisions = ("v2", "--output=stolen", "HEAD:framework")
+    for source, message in (
+        *((place, "neither a folder, nor") for place in places),
+        ("broken.whl", r"broken\.whl: File is not a zip file"),
+        (".@HEAD", "not a git repository"),
+        *((f"repository@{revision}", r"git -C .*fatal: ") for revision in revisions),
+    ):
+        with pytest.raises(MegatronRLPatchesError, match=message):
+            open_source(source)
     assert not list(tmp_path.rglob("stolen*"))
 
 
-class TestEnvironment:
-    @pytest.fixture(autouse=True)
-    def _packages(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        explosive = "raise AssertionError('imported')\n"
-        write(
-            tmp_path / "site",
-            {
-                "mrp_framework/__init__.py": explosive,
-                "mrp_framework/sub/model.py": explosive,
-                "mrp_space/core/__init__.py": explosive,
-                "mrp_checkout/setup.py": explosive,
-                "mrp_checkout/mrp_checkout/__init__.py": explosive,
-            },
-        )
-        monkeypatch.syspath_prepend(tmp_path / "site")
-        yield
-        assert not [name for name in sys.modules if name.startswith("mrp_")]
-
-    def test_reads_without_importing(self, tmp_path: Path) -> None:
-        assert Environment().read("mrp_framework.sub.model") == "raise AssertionError('imported')\n"
-        assert Environment().read("mrp_framework.sub.absent") is None
-        assert Environment().has_package("mrp_framework")
-        assert Environment().has_package("mrp_space.core")
-        assert not Environment().has_package("mrp_framework.absent.deeper")
-        assert not Environment().has_package("mrp_checkout"), "a checkout in the current folder is no package"
-        assert Environment().file_of("mrp_space.core") == str(tmp_path / "site/mrp_space/core/__init__.py")
-        assert Environment().file_of("mrp_space") is None
-
-    @pytest.mark.parametrize(
-        ("name", "module"),
-        [
-            ("ImportHookFinder", "wrapt.importer"),
-            ("ImportHookFinder", "vendored.wrapt.importer"),
-            ("Finder", "_megatron_rl_patches_startup"),
-        ],
-    )
-    def test_asks_no_import_hook(self, monkeypatch: pytest.MonkeyPatch, name: str, module: str) -> None:
-        def find_spec(self: object, *_: object) -> None:
-            pytest.fail("asked")
-
-        hook = type(name, (), {"find_spec": find_spec, "__module__": module})()
-        monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
-        assert Environment().has_package("mrp_framework")
-
-    def test_asking_a_hook_that_nobody_knows_imports_no_parent(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Such as those of tracers: they ask the others, by a function that imports the parents."""
-
-        class Tracer:
-            busy = False
-
-            def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-                if self.busy:
-                    return None
-                self.busy = True
-                try:
-                    return importlib.util.find_spec(name)
-                finally:
-                    self.busy = False
-
-        monkeypatch.setattr(sys, "meta_path", [Tracer(), *sys.meta_path])
-        assert Environment().read("mrp_framework.sub.model") == "raise AssertionError('imported')\n"
-        assert Environment().has_package("mrp_space.core")
-
-    @pytest.mark.parametrize("is_instance", [True, False])
-    def test_asks_the_finders_of_editable_installs(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_instance: bool
-    ) -> None:
-        """They map names to files: setuptools' is a class, scikit-build-core's and Bazel's are instances."""
-        package = write(tmp_path, {"mrp_editable/__init__.py": "", "mrp_editable/it.py": "text = 3\n"})
-        package /= "mrp_editable"
-        places: dict[str, tuple[Path, list[str] | None]] = {
-            "mrp_editable": (package / "__init__.py", [str(package)]),
-            "mrp_space.tool": (package / "it.py", None),  # of a namespace
-        }
-
-        class EditableFinder:
-            @staticmethod
-            def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-                file, inside = places.get(name, (None, None))
-                return file and spec_from_file_location(name, file, submodule_search_locations=inside)
-
-        finder = EditableFinder() if is_instance else EditableFinder
-        monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-        assert Environment().has_package("mrp_editable")
-        assert Environment().read("mrp_editable.it") == "text = 3\n"
-        # An instance may be an import hook, so it is not asked for names whose parent is not imported.
-        assert Environment().read("mrp_space.tool") == (None if is_instance else "text = 3\n")
-
-    def test_passes_over_finders_and_loaders_that_do_not_answer(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """One that raises, one of the old kind, and one that rewrites modules, whose loaders have no text."""
-
-        class Broken:
-            def find_spec(self, *_: object) -> None:
-                raise ZeroDivisionError
-
-        class Rewriting:
-            def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-                spec = PathFinder.find_spec(name, path)  # type: ignore[arg-type]
-                if spec is not None:
-                    spec.loader = object()  # type: ignore[assignment]
-                return spec
-
-        monkeypatch.setattr(sys, "meta_path", [Broken(), object(), Rewriting(), *sys.meta_path])
-        assert Environment().read("mrp_framework") == "raise AssertionError('imported')\n"
-        assert not Environment().has_package("__main__.nothing")  # a loaded module without a spec
-        assert Environment().read("mrp_nowhere") is None
-
-    @pytest.mark.parametrize("namespace", ["mrp_spread", "mrp_outer/inner"])
-    def test_portions_of_a_namespace_add_up(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str
-    ) -> None:
-        for part in ("first", "second"):
-            write(tmp_path / part, {f"{namespace}/{part}/__init__.py": "", f"{namespace}/{part}/it.py": part})
-            monkeypatch.syspath_prepend(str(tmp_path / part))
-        names = [f"{namespace.replace('/', '.')}.{part}.it" for part in ("first", "second")]
-        assert list(map(Environment().read, names)) == ["first", "second"]
+# --- what import would find
 
 
-def test_a_loaded_package_says_where_its_modules_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def put_first(tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Puts finders first; what they or others find fails when it is imported."""
+    packages = ("mrp_framework", "mrp_framework/sub", "mrp_space/core", "mrp_checkout/mrp_checkout")
+    write(tmp_path / "site", {f"{package}/__init__.py": EXPLOSIVE for package in packages})
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    others = [*sys.meta_path]
+    yield lambda *finders: monkeypatch.setattr(sys, "meta_path", [*finders, *others])
+    assert not [name for name in sys.modules if name.startswith("mrp_")]
+
+
+def test_reads_without_importing(tmp_path: Path, put_first: Any) -> None:
+    assert Environment().read("mrp_framework.sub") == EXPLOSIVE
+    assert Environment().read("mrp_framework.sub.absent") is None
+    assert Environment().has_package("mrp_framework")
+    assert Environment().has_package("mrp_space.core")
+    assert not Environment().has_package("mrp_framework.absent.deeper")
+    assert not Environment().has_package("mrp_checkout"), "a checkout in the current folder is no package"
+    assert Environment().file_of("mrp_space.core") == str(tmp_path / "site/mrp_space/core/__init__.py")
+    assert Environment().file_of("mrp_space") is None
+
+
+def test_asks_no_import_hook(put_first: Any, mocker: MockerFixture) -> None:
+    """One that nobody knows, such as a tracer's, imports no parent when it asks the others."""
+    ask = mocker.Mock(side_effect=AssertionError)
+    hooks = (("ImportHookFinder", "wrapt.importer"), ("ImportHookFinder", "vendored.wrapt.importer"))
+    for name, module in (*hooks, ("Finder", "wrapt.importer"), ("Finder", "_megatron_rl_patches_startup")):
+        put_first(type(name, (), {"find_spec": ask, "__module__": module})())
+        assert Environment().has_package("mrp_framework") and not ask.called
+    asked: list[str] = []
+
+    def trace(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if asked:
+            return None
+        asked.append(name)
+        try:
+            return importlib.util.find_spec(name)
+        finally:
+            asked.clear()
+
+    put_first(SimpleNamespace(find_spec=trace))
+    assert Environment().read("mrp_framework.sub") == EXPLOSIVE
+    assert Environment().has_package("mrp_space.core")
+
+
+@pytest.mark.parametrize("is_instance", [True, False])
+def test_asks_editable_finders(tmp_path: Path, put_first: Any, is_instance: bool) -> None:
+    """They map names to files: setuptools' is a class, scikit-build-core's and Bazel's are instances."""
+    package = write(tmp_path / "mrp_editable", {"__init__.py": "", "it.py": "text = 3\n"})
+    places: dict[str, tuple[Path, list[str] | None]] = {
+        "mrp_editable": (package / "__init__.py", [str(package)]),
+        "mrp_space.tool": (package / "it.py", None),  # of a namespace
+    }
+
+    class EditableFinder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            file, inside = places.get(name, (None, None))
+            return file and spec_from_file_location(name, file, submodule_search_locations=inside)
+
+    put_first(EditableFinder() if is_instance else EditableFinder)
+    assert Environment().has_package("mrp_editable")
+    assert Environment().read("mrp_editable.it") == "text = 3\n"
+    # An instance may be an import hook, so it is not asked for names whose parent is not imported.
+    assert Environment().read("mrp_space.tool") == (None if is_instance else "text = 3\n")
+
+
+def test_passes_over_finders_and_loaders_that_do_not_answer(put_first: Any, mocker: MockerFixture) -> None:
+    """One that raises, one of the old kind, and one that rewrites modules, whose loaders have no text."""
+
+    def rewrite(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path)  # type: ignore[arg-type]
+        if spec is not None:
+            spec.loader = object()  # type: ignore[assignment]
+        return spec
+
+    raises = SimpleNamespace(find_spec=mocker.Mock(side_effect=ZeroDivisionError))
+    put_first(raises, object(), SimpleNamespace(find_spec=rewrite))
+    assert Environment().read("mrp_framework") == EXPLOSIVE
+    assert raises.find_spec.called
+    assert not Environment().has_package("__main__.nothing")  # a loaded module without a spec
+    assert Environment().read("mrp_nowhere") is None
+
+
+@pytest.mark.usefixtures("put_first")
+@pytest.mark.parametrize("namespace", ["mrp_spread", "mrp_outer/inner"])
+def test_namespaces_add_up(tmp_path: Path, monkeypatch: MonkeyPatch, namespace: str) -> None:
+    for part in ("first", "second"):
+        write(tmp_path / part, {f"{namespace}/{part}/__init__.py": "", f"{namespace}/{part}/it.py": part})
+        monkeypatch.syspath_prepend(str(tmp_path / part))
+    names = [f"{namespace.replace('/', '.')}.{part}.it" for part in ("first", "second")]
+    assert list(map(Environment().read, names)) == ["first", "second"]
+
+
+def test_a_loaded_package_says_where_its_modules_are(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     write(tmp_path, {"moved/__init__.py": "", "moved/it.py": "old", "elsewhere/it.py": "new"})
     monkeypatch.syspath_prepend(str(tmp_path))
     package = importlib.import_module("moved")
@@ -271,7 +240,7 @@ def test_a_loaded_package_says_where_its_modules_are(tmp_path: Path, monkeypatch
     assert Environment().read("moved.it") == "new"
 
 
-def test_what_reports_call_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_reports_call_a_source(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     (tmp_path / "at=home").mkdir()
     assert as_folder(tmp_path / "at=home", FILES).name == "checkout"
     assert as_wheel(tmp_path, FILES).name == "framework 1.2"

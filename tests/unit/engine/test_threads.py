@@ -1,22 +1,27 @@
-"""Calls of several threads: each undoes what it did, and is judged on what it asked for."""
+"""Calls of several threads, each of which undoes what it did; forks, and ranks that differ."""
 
 from __future__ import annotations
 
 import importlib
+import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_rl_patches import PatchError, Settings, applied, apply, revert, status
+from megatron_rl_patches import PatchError, Settings, applied, apply, revert, status, verify_ranks
 from megatron_rl_patches.engine import installer
 from megatron_rl_patches.engine.api import activate_from_environment
 from megatron_rl_patches.engine.records import Claim
 from megatron_rl_patches.engine.settings import VARIABLE, variable_of
+from megatron_rl_patches.testing import spawn_ranks
+from tests.worlds.program import run_program
 
 from .conftest import PATCHED, PLAIN, REPLACED, Engine, Framework, patch_of
 
@@ -26,10 +31,7 @@ def states() -> dict[str, str]:
 
 
 class Pause:
-    """Where another thread waits until the main one is done, or has to wait for the lock that it holds.
-
-    It stands in for the lock of the installer, and for a finder, which another thread asks for a module.
-    """
+    """The lock of the installer, and a finder, where another thread waits until the main one is done."""
 
     def __init__(self, module: str) -> None:
         self.module = module
@@ -74,9 +76,7 @@ def good(framework: Framework, engine: Engine) -> Any:
 
 
 @pytest.mark.parametrize("first_out", ["this", "other", "alone"])
-def test_a_call_that_fails_takes_away_nothing_that_another_call_asked_for(
-    engine: Engine, broken: Pause, good: Any, first_out: str
-) -> None:
+def test_a_failing_call_leaves_others_alone(engine: Engine, broken: Pause, good: Any, first_out: str) -> None:
     names = ("broken",) if first_out == "alone" else ("good", "broken")
     patches = [engine[name] for name in names]
     with ThreadPoolExecutor(1) as other:
@@ -125,9 +125,8 @@ def test_a_site_that_is_gone_again_holds_nobody_back(engine: Engine, good: Any, 
 def train(framework: Framework, engine: Engine) -> Callable[[], Any]:
     """A function whose adapter returns an option."""
     package = framework()
-    engine["roles"] = patch_of(
-        package, "train", name="roles", adapter=lambda call: call.options.inference_roles
-    )
+    adapter = lambda call: call.options.inference_roles  # noqa: E731
+    engine["roles"] = patch_of(package, "train", name="roles", adapter=adapter)
     engine["tagging"] = patch_of(package, "save")
     return lambda: package.model.train("m")
 
@@ -148,73 +147,72 @@ def test_adapters_get_the_options_that_their_patch_was_last_applied_with(train: 
     assert train() == ("b",)
 
 
-class TestApplied:
-    """Blocks of two threads that overlap."""
+# --- blocks of two threads that overlap
 
-    def test_the_last_one_out_takes_the_patch_away(self, train: Callable[[], Any]) -> None:
-        apply("roles", settings=chosen("a"))
-        first, second = (applied("roles", settings=chosen("b")) for _ in range(2))
-        first.__enter__()
-        second.__enter__()
-        first.__exit__(None, None, None)
-        assert train() == ("b",)
-        second.__exit__(None, None, None)
-        assert train() == ("a",)
-        with applied("roles", settings=chosen("b")):
-            revert("roles")
-        assert train() == PLAIN
 
-    @pytest.mark.parametrize("is_block", [True, False])
-    def test_other_options_than_those_of_a_running_block_are_refused(
-        self, train: Callable[[], Any], is_block: bool
-    ) -> None:
-        blocks = ExitStack()
+def test_the_last_one_out_takes_the_patch_away(train: Callable[[], Any]) -> None:
+    apply("roles", settings=chosen("a"))
+    first, second = (applied("roles", settings=chosen("b")) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert train() == ("b",)
+    second.__exit__(None, None, None)
+    assert train() == ("a",)
+    with applied("roles", settings=chosen("b")):
+        revert("roles")
+    assert train() == PLAIN
 
-        def by(*names: str, **options: Any) -> None:
-            blocks.enter_context(applied(*names, **options)) if is_block else apply(*names, **options)
 
-        message = r"roles is in an applied\(\) block .*'a'.*cannot .*'b'.*end of that block"
-        with applied("roles", settings=chosen("a")):
-            for names in ((), ("roles",), ("tagging", "roles")):
-                with pytest.raises(PatchError, match=message):
-                    by(*names, settings=chosen("b"))
-                assert train() == ("a",)
-                assert states() == {"roles": "applied"}
-            by("roles")  # says nothing of options
-            by("roles", settings=chosen("a"))
-            by("tagging", settings=chosen("b"))  # of another patch
+@pytest.mark.parametrize("is_block", [True, False])
+def test_other_options_in_a_block_are_refused(train: Callable[[], Any], is_block: bool) -> None:
+    blocks = ExitStack()
+
+    def by(*names: str, **options: Any) -> None:
+        blocks.enter_context(applied(*names, **options)) if is_block else apply(*names, **options)
+
+    message = r"roles is in an applied\(\) block .*'a'.*cannot .*'b'.*end of that block"
+    with applied("roles", settings=chosen("a")):
+        for names in ((), ("roles",), ("tagging", "roles")):
+            with pytest.raises(PatchError, match=message):
+                by(*names, settings=chosen("b"))
             assert train() == ("a",)
+            assert states() == {"roles": "applied"}
+        by("roles")  # says nothing of options
+        by("roles", settings=chosen("a"))
+        by("tagging", settings=chosen("b"))  # of another patch
         assert train() == ("a",)
-        blocks.close()
-        assert train() == (PLAIN if is_block else ("a",))
+    assert train() == ("a",)
+    blocks.close()
+    assert train() == (PLAIN if is_block else ("a",))
 
-    def test_calls_inside_a_block_stay(self, train: Callable[[], Any]) -> None:
-        with applied("roles", settings=chosen("a")):
-            apply("roles")
-        assert train() == ("a",)
-        with applied("roles", settings=chosen("b")):
-            with applied("roles"):
-                apply("roles")
-            assert train() == ("b",)
-        assert train() == ("a",)
-        revert()
-        with applied("roles"):
-            revert("roles")
-            assert train() == PLAIN
-            apply("roles", settings=chosen("c"))
-        assert train() == ("c",)
 
-    def test_required_for_the_length_of_a_block_only(
-        self, engine: Engine, framework: Framework, train: Callable[[], Any]
-    ) -> None:
+def test_calls_inside_a_block_stay(train: Callable[[], Any]) -> None:
+    with applied("roles", settings=chosen("a")):
         apply("roles")
-        replaced = framework(model=REPLACED)
-        engine["late"] = patch_of(replaced, "train", name="late")
-        apply()
-        with applied("late"):
-            assert installer.installer._records["late", f"{replaced}.model.train"].is_required
-        assert replaced.model  # a warning, as it would have been before the block
-        assert train() == ()
+    assert train() == ("a",)
+    with applied("roles", settings=chosen("b")):
+        with applied("roles"):
+            apply("roles")
+        assert train() == ("b",)
+    assert train() == ("a",)
+    revert()
+    with applied("roles"):
+        revert("roles")
+        assert train() == PLAIN
+        apply("roles", settings=chosen("c"))
+    assert train() == ("c",)
+
+
+def test_required_in_a_block(engine: Engine, framework: Framework, train: Callable[[], Any]) -> None:
+    apply("roles")
+    replaced = framework(model=REPLACED)
+    engine["late"] = patch_of(replaced, "train", name="late")
+    apply()
+    with applied("late"):
+        assert installer.installer._records["late", f"{replaced}.model.train"].is_required
+    assert replaced.model  # a warning, as it would have been before the block
+    assert train() == ()
 
 
 def test_no_thread_waits_for_the_engine_while_it_holds_the_import_lock(tagged: Framework) -> None:
@@ -234,3 +232,51 @@ def test_no_thread_waits_for_the_engine_while_it_holds_the_import_lock(tagged: F
     later.join(10)
     other.join(10)
     assert not later.is_alive() and not other.is_alive()
+
+
+HOLDS_THE_LOCK = """
+import os, threading
+from megatron_rl_patches.engine import installer
+held = threading.Event()
+
+def hold():
+    with installer.installer._lock:
+        held.set()
+        threading.Event().wait(60)
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+pid = os.fork()
+if pid == 0:
+    installer.installer.status()
+    os._exit(0)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_child_forked_while_another_thread_holds_the_lock_goes_on(tmp_path: Path) -> None:
+    assert run_program(tmp_path, {"program.py": HOLDS_THE_LOCK}).returncode == 0
+
+
+def _verify() -> list[str]:
+    import torch.distributed as dist
+
+    messages = []
+    for different_rank in (None, 1):
+        apply("reentrant-train")
+        if dist.get_rank() == different_rank:
+            revert()
+        try:
+            verify_ranks()
+        except PatchError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_ranks_that_agree_and_ranks_that_differ() -> None:
+    """The latter are named on every rank."""
+    [message], *others = spawn_ranks(_verify, 3, timeout=60)
+    assert others == [[message]] * 2
+    place = r"slime\.backends\.megatron_utils\.model\.train"
+    by_rank = r"not selected on rank 1; absent \(code \w+\) on rank 0, 2"
+    assert re.search(f"{place}: {by_rank}$", message, re.MULTILINE)

@@ -1,14 +1,16 @@
-"""The wrapper is invisible to what frameworks do with functions, and can be switched off anywhere."""
+"""The wrapper is invisible to what frameworks do with functions; what an adapter can ask of a call."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import gc
 import importlib
 import inspect
 import pickle
 import py_compile
 import sys
+import weakref
 import zipfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 import wrapt
+from pytest import MonkeyPatch
 
 from megatron_rl_patches import apply, revert
 from megatron_rl_patches.engine.call import Call
@@ -98,9 +101,7 @@ def test_functions_pickle_and_copy_as_before(module: ModuleType) -> None:
     assert pickle.loads(data) is module.train
 
 
-def test_a_copied_bound_method_is_that_of_the_class_and_belongs_to_the_copied_instance(
-    module: ModuleType,
-) -> None:
+def test_a_copied_bound_method_belongs_to_the_copied_instance(module: ModuleType) -> None:
     trainer = module.Trainer()
     step = trainer.step
     copied = copy.deepcopy({"trainer": trainer, "step": step})
@@ -112,17 +113,12 @@ def test_a_copied_bound_method_is_that_of_the_class_and_belongs_to_the_copied_in
 
 
 def test_a_cycle_of_layers_ends() -> None:
-    def first() -> None: ...
-
-    def second() -> None: ...
-
-    first.__wrapped__, second.__wrapped__ = second, first  # type: ignore[attr-defined]
-    assert [*layers(first)] == [first, second]
+    first, second = SimpleNamespace(), SimpleNamespace()
+    first.__wrapped__, second.__wrapped__ = second, first
+    assert [*map(id, layers(first))] == [id(first), id(second)]
 
 
-def test_a_module_that_is_only_bytecode_in_a_zip_is_no_conflict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Engine
-) -> None:
+def test_bytecode_in_a_zip_is_no_conflict(tmp_path: Path, monkeypatch: MonkeyPatch, engine: Engine) -> None:
     (tmp_path / "zipped.py").write_text(MODEL)
     compiled = py_compile.compile(str(tmp_path / "zipped.py"), str(tmp_path / "zipped.pyc"))
     with zipfile.ZipFile(tmp_path / "code.zip", "w") as archive:
@@ -154,3 +150,48 @@ def test_torch_compile_neither_breaks_nor_sees_the_layer(module: ModuleType) -> 
     tag, x = compiled(torch.ones(2))
     assert (tag, x.tolist()) == ("step", [2.0, 2.0])
     assert len(graphs) == 1
+
+
+def target(model: Any, *rest: Any, steps: int = 1, **more: Any) -> tuple[Any, ...]:
+    return model, rest, steps, more
+
+
+class Trainer:
+    def fit(self, model: Any, steps: int = 1) -> tuple[Any, ...]:
+        return model, steps
+
+
+def test_arguments_by_name() -> None:
+    call = Call(target, ("m", 2), {"other": 3})
+    assert call.arguments == {"model": "m", "rest": (2,), "steps": 1, "more": {"other": 3}}
+    assert (call["model"], call["steps"], call.get("optimizer")) == ("m", 1, None)
+    assert call.passed() == {"model": "m", "rest": (2,), "more": {"other": 3}}
+    assert call.changed() == {"model", "rest", "more"}
+    assert Call(Trainer().fit, ("m",)).arguments == {"model": "m", "steps": 1}
+    with pytest.raises(KeyError, match="optimizer"):
+        call["optimizer"]
+    with pytest.raises(TypeError, match="model"):
+        Call(target)["model"]
+
+
+def test_the_original_runs_as_called_or_with_changes() -> None:
+    call = Call(target, ("m", 2), {"other": 3})
+    for _ in range(2):
+        assert call() == ("m", (2,), 1, {"other": 3})
+        assert call(steps=5) == ("m", (2,), 5, {"other": 3})
+        assert call(model="n") == ("n", (2,), 1, {"other": 3})
+    assert Call(Trainer().fit, ("m",))(steps=2) == ("m", 2)
+    with pytest.raises(TypeError, match="has no parameter modle"):
+        Call(Trainer().fit, ("m",))(modle="n")
+
+
+@pytest.mark.usefixtures("frozen")
+def test_reading_arguments_does_not_keep_the_instance(tagged: Framework) -> None:
+    package = tagged("Trainer.step", adapter=lambda call: call["x"])
+    apply()
+    trainer = package.model.Trainer()
+    assert trainer.step(3) == 3
+    gone = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert gone() is None

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 
 from megatron_rl_patches.errors import InferenceOnlyError, InvalidInputError
 from megatron_rl_patches.inference import TeacherPool
@@ -40,11 +41,8 @@ STATES["a"]["embedding"].view(torch.int32)[0, 0] = 0x7FC12345
 
 def holds(model: torch.nn.Module, name: str) -> bool:
     state = model.state_dict()
-    return all(
-        torch.equal(state[key].view(torch.uint8), value.view(torch.uint8))
-        for key, value in STATES[name].items()
-        if value.numel()
-    )
+    pairs = ((state[key], value) for key, value in STATES[name].items() if value.numel())
+    return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
 
 
 @pytest.fixture
@@ -66,7 +64,10 @@ def copies() -> Any:
 
 
 def test_nested_uses_put_back_what_the_outer_ones_had(pool: TeacherPool, model: Net) -> None:
+    tensors, scratch = (*model.parameters(), *model.buffers()), model.scratch.clone()
+    storages = [tensor.data_ptr() for tensor in tensors]
     with pytest.raises(ZeroDivisionError), pool.use("a"):
+        assert model.head is model.embedding and torch.equal(model.scratch, scratch)
         with pytest.raises(KeyError), pool.use("b"):
             with pool.use("a"), pool.use("a") as used:
                 assert used is model and holds(model, "a") and pool.resident == "a"
@@ -75,6 +76,7 @@ def test_nested_uses_put_back_what_the_outer_ones_had(pool: TeacherPool, model: 
         assert holds(model, "a")
         raise ZeroDivisionError
     assert holds(model, "own") and pool.resident is None
+    assert [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())] == storages
 
 
 def test_a_head_whose_memory_was_dropped_is_written_again(pool: TeacherPool, model: Net) -> None:
@@ -108,10 +110,8 @@ def test_taking_turns_costs_one_copy_a_turn(pool: TeacherPool, model: Net) -> No
 @pytest.mark.parametrize(
     "setter",
     [
-        torch.Tensor.copy_,
-        lambda weight, value: weight.data.copy_(value),
-        lambda weight, value: setattr(weight, "data", value),
-        None,
+        *(torch.Tensor.copy_, lambda weight, value: weight.data.copy_(value)),
+        *(lambda weight, value: setattr(weight, "data", value), None),
     ],
     ids=["in place", "into data", "other data", "assigned"],
 )
@@ -154,15 +154,6 @@ def test_rows_that_change_places_are_noticed() -> None:
         model.weight.data.copy_(weight)
         with pool.use("a"):
             assert torch.equal(model.weight, before)
-
-
-def test_parameters_keep_their_storages_and_buffers_outside_the_state(pool: TeacherPool, model: Net) -> None:
-    before = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
-    scratch = model.scratch.clone()
-    with pool.use("a"):
-        assert model.head is model.embedding
-        assert torch.equal(model.scratch, scratch)
-    assert [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())] == before
 
 
 def test_a_model_that_was_built_and_not_loaded_has_nothing_to_lose(model: Net) -> None:
@@ -245,15 +236,12 @@ def test_chunks_are_told_apart(container: Any) -> None:
         pool.add("wider", [STATES["a"], Net(0, width=6).state_dict()])
 
 
-def test_names(pool: TeacherPool) -> None:
+def test_names_and_removed_weights_that_are_kept_while_needed(pool: TeacherPool, model: Net) -> None:
     assert (pool.names, len(pool), "a" in pool, "x" in pool) == (["a", "b", "c"], 3, True, False)
     with pytest.raises(InvalidInputError, match=r"no teacher 'x'.*'a', 'b', 'c'"), pool.use("x"):
         pass
     with pytest.raises(InvalidInputError, match="there is a teacher 'a' already"):
         pool.add("a", STATES["a"])
-
-
-def test_removed_weights_are_dropped_unless_they_are_still_needed(pool: TeacherPool, model: Net) -> None:
     pool.remove("b")
     assert pool.names == ["a", "c"]
     with pool.use("a"), pytest.raises(InvalidInputError, match="'a' is in use"):
@@ -283,18 +271,15 @@ def test_models_that_a_pool_cannot_have_are_refused(pool: TeacherPool, model: Ne
 
 
 def test_a_model_that_changed_is_refused(pool: TeacherPool, model: Net) -> None:
-    def to_float32(model: Net) -> None:
-        model.scale.data = model.scale.data.float()
-
     with pytest.raises(InvalidInputError, match=r"scale is torch\.float32 in the changed model"):
-        pool.add("d", to_float32)
+        pool.add("d", lambda model: setattr(model.scale, "data", model.scale.data.float()))
     model.register_buffer("late", torch.zeros(1))
     changed = r"no longer the one .*unexpected in the changed model \(1\): late"
     with pytest.raises(InvalidInputError, match=changed), pool.use("a"):
         pass
 
 
-def test_copies_cross_block_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_cross_block_boundaries(monkeypatch: MonkeyPatch) -> None:
     for size in (1, 7, 16, 1000):
         monkeypatch.setattr(_weights, "_BLOCK_BYTES", size)
         storages = [torch.arange(n, dtype=torch.uint8) for n in (16, 1, 30)]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 
 from megatron_rl_patches import PatchError, Settings, apply, revert, status
 from megatron_rl_patches.engine import installer
@@ -27,7 +28,7 @@ Parse = Callable[..., Any]
 
 
 @pytest.fixture
-def parse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parse]:
+def parse(monkeypatch: MonkeyPatch) -> Iterator[Parse]:
     """Parse slime's command line, with further values of its configuration file."""
     monkeypatch.syspath_prepend(str(STAND_INS))
     for name in [name for name in sys.modules if name.partition(".")[0] == "slime"]:
@@ -67,37 +68,34 @@ def test_the_loss_type_becomes_a_custom_loss(parse: Parse, settings: Settings) -
     assert not [name for name in vars(others) if name.startswith("opd")]
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("allgather_cp", True, "--allgather-cp does not go with"),
-        ("use_routing_replay", True, "--use-routing-replay does not go with"),
-        ("use_indexer_replay", True, "--use-indexer-replay does not go with"),
-        ("entropy_coef", 0.1, "--entropy-coef does not go with"),
-        ("lora_rank", 8, "--lora-rank does not go with"),
-        ("lora_adapter_path", "/adapter", "--lora-adapter-path does not go with"),
-        ("multi_lora_n_adapters", 2, "--multi-lora-n-adapters does not go with"),
-        ("enable_weights_backuper", False, "--disable-weights-backuper does not go with"),
-        ("train_backend", "fsdp", "is for --train-backend megatron"),
-        ("opd_beta", 3.0, "beta is 3.0"),
-        ("opd_divergence", "kl", r"divergence must be one of \('reverse_kl'"),
-        ("rollout_temperature", 0.0, "--rollout-temperature is 0.0, expected a positive number"),
-    ],
-)
-def test_options_that_do_not_go_with_it(
-    parse: Parse, settings: Settings, option: str, value: object, message: str
-) -> None:
+FLAGS: dict[str, Any] = {
+    **dict.fromkeys(("allgather_cp", "use_routing_replay", "use_indexer_replay"), True),
+    "entropy_coef": 0.1,
+    "lora_rank": 8,
+    "lora_adapter_path": "/adapter",
+    "multi_lora_n_adapters": 2,
+}
+OTHERS: list[tuple[str, Any, str]] = [
+    ("enable_weights_backuper", False, "--disable-weights-backuper does not go with"),
+    ("train_backend", "fsdp", "is for --train-backend megatron"),
+    ("opd_beta", 3.0, "beta is 3.0"),
+    ("opd_divergence", "kl", r"divergence must be one of \('reverse_kl'"),
+    ("rollout_temperature", 0.0, "--rollout-temperature is 0.0, expected a positive number"),
+]
+
+
+def test_options_that_do_not_go_with_it(parse: Parse, settings: Settings) -> None:
     apply(NAME, settings=settings)
-    with pytest.raises(InvalidInputError, match=message):
-        parse(**{option: value})
-    parse("policy_loss", **{option: value})
-    if message == f"--{option.replace('_', '-')} does not go with":
-        parse(**{option: type(value)()})
+    flags = [(name, value, f"--{name.replace('_', '-')} does not go with") for name, value in FLAGS.items()]
+    for option, value, message in flags + OTHERS:
+        with pytest.raises(InvalidInputError, match=message):
+            parse(**{option: value})
+        parse("policy_loss", **{option: value})
+        if option in FLAGS:
+            parse(**{option: type(value)()})
 
 
-def test_teachers_must_be_given_and_exist_and_have_this_vocabulary(
-    parse: Parse, settings: Settings, tmp_path: Path
-) -> None:
+def test_teachers_exist_and_have_this_vocabulary(parse: Parse, settings: Settings, tmp_path: Path) -> None:
     apply(NAME)
     with pytest.raises(InvalidInputError, match="MEGATRON_RL_PATCHES_OPD_TEACHERS=name=path"):
         parse()
@@ -110,23 +108,18 @@ def test_teachers_must_be_given_and_exist_and_have_this_vocabulary(
         (tmp_path / name / "config.json").write_text(json.dumps({"vocab_size": size}))
     with pytest.raises(InvalidInputError, match=r"'code' .* has a vocabulary of 12"):
         parse(hf_checkpoint=str(tmp_path))
-
-
-def test_a_file_of_the_framework_may_override_and_is_checked(parse: Parse, settings: Settings) -> None:
-    apply(NAME, settings=settings)
+    # A file of the framework may override options, and is checked.
     assert parse(opd_divergence="forward_kl").opd_divergence == "forward_kl"
     with pytest.raises(PatchError, match="opd_top_k=0: expected at least 1"):
         parse(opd_top_k=0)
 
 
-@pytest.mark.parametrize(
-    ("variable", "selected"),
-    [("1", False), ("all", False), (NAME, True), (f"all,{NAME}", True), (f"all,-{NAME}", False)],
-)
-def test_the_variable(parse: Parse, variable: str, selected: bool) -> None:
+@pytest.mark.parametrize("variable", ["1", "all", NAME, f"all,{NAME}", f"all,-{NAME}"])
+def test_the_variable(parse: Parse, variable: str) -> None:
     from megatron_rl_patches.doctor import choice_of
     from megatron_rl_patches.engine.api import activate_from_environment
 
+    selected = variable in (NAME, f"all,{NAME}")
     activate_from_environment({"MEGATRON_RL_PATCHES": variable})
     assert (NAME in {site.patch for site in status()}) is selected
     choice = choice_of({"MEGATRON_RL_PATCHES": variable})

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pytest import MonkeyPatch
 
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.frameworks import scheduler_resume
 
 
 @pytest.fixture(autouse=True)
-def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_process(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")  # or Megatron warns that it cannot tell
 
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pytest import LogCaptureFixture
 
-from megatron_rl_patches import PatchError, Settings
 from megatron_rl_patches.errors import NonFiniteGradients
 from megatron_rl_patches.reentry import finite_step
 from megatron_rl_patches.testing import MockDDP, MockOptimizer
@@ -78,7 +78,7 @@ def test_the_limit_counts_skips_in_a_row(optimizer: Optimizer) -> None:
     assert not finite_step.step(optimizer, limit=0)[0]
 
 
-def test_names_are_those_of_bad_gradients(optimizer: Optimizer, caplog: pytest.LogCaptureFixture) -> None:
+def test_names_are_those_of_bad_gradients(optimizer: Optimizer, caplog: LogCaptureFixture) -> None:
     [chunk] = optimizer.model_chunks
     name, parameter = list(chunk.named_parameters())[1]
     parameter.main_grad.fill_(math.nan)
@@ -110,8 +110,3 @@ def test_for_callers_that_assert_success_the_schedule_waits(optimizer: Optimizer
     assert [result[0] for result in results] == [True] * 3
     assert [math.isnan(result[1]) for result in results] == [False, True, True]
     assert advanced == [0, 1, 4]
-
-
-def test_a_negative_limit_is_refused() -> None:
-    with pytest.raises(PatchError, match="finite_step_limit is -1"):
-        Settings(finite_step_limit=-1)

@@ -1,8 +1,10 @@
-"""Enabling and disabling in any order, against mocked DDP."""
+"""Forward pre-hooks, switched in any order, and functions in configs, ours or foreign, on mocked DDP."""
 
 from __future__ import annotations
 
+import functools
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest_mock import MockerFixture
 
+from megatron_rl_patches.common.chunks import SYNC_FUNCTIONS, config_of
 from megatron_rl_patches.reentry import forward_pre_hooks, preserved_hooks
-from megatron_rl_patches.testing import MockDDP, MockModule, MockOptimizer
+from megatron_rl_patches.reentry.sync_functions import clear_installed, install_per_config
+from megatron_rl_patches.testing import MockConfig, MockDDP, MockModule, MockOptimizer
 
 
 def enable(chunk: MockDDP) -> None:
@@ -121,13 +125,10 @@ def test_a_submodule_added_or_taken_away_since(change: str, place: int) -> None:
     assert chunk.remove_forward_pre_hook_handles == {}
 
 
-@pytest.mark.parametrize("action", [enable, disable])
-def test_the_assertion_on_use_forward_hook_stays(action: Any) -> None:
-    with pytest.raises(AssertionError):
-        action(MockDDP(overlap_param_gather=False))
-
-
-def test_errors_of_the_gather_itself_are_not_swallowed(mocker: MockerFixture) -> None:
+def test_errors_of_megatron_itself_are_not_swallowed(mocker: MockerFixture) -> None:
+    for action in (enable, disable):
+        with pytest.raises(AssertionError):
+            action(MockDDP(overlap_param_gather=False))
     for error in (KeyError("bucket"), AssertionError("in flight")):
         chunk = MockDDP()
         mocker.patch.object(chunk, "start_param_sync", side_effect=error)
@@ -153,3 +154,75 @@ def test_saving_leaves_the_hooks_as_they_were(on: bool, raises: bool) -> None:
     for chunk in overlapping:
         assert set(hooked(chunk)) == {on}
     assert not any(hooked(plain))
+
+
+@pytest.mark.parametrize("is_former", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_a_former_call_installed_makes_room(count: int, is_former: bool) -> None:
+    """No framework asserts on functions other than ``no_sync``, so they stay with their own model."""
+    config = MockConfig()
+    model = [MockDDP(config=config) for _ in range(count)]
+    owners = [MockDDP() for _ in range(count)] if is_former else model
+    for attribute, method in SYNC_FUNCTIONS.items():
+        functions = [getattr(chunk, method) for chunk in owners]
+        setattr(config, attribute, functions if count > 1 else functions[0])
+    installed = {**vars(config)}
+    clear_installed(model)
+    assert vars(config) == installed | dict.fromkeys(SYNC_FUNCTIONS if is_former else ["no_sync_func"])
+
+
+class NoDataParallelWrapper:
+    def no_sync(self) -> None: ...
+
+
+def test_a_foreign_function_stays() -> None:
+    chunk, alien = MockDDP(), NoDataParallelWrapper()
+    partial = functools.partial(chunk.no_sync)
+    for function in (abs, partial, chunk.start_grad_sync, [chunk.no_sync, abs], alien.no_sync):
+        chunk.config.no_sync_func = function
+        clear_installed([chunk])
+        assert chunk.config.no_sync_func is function
+
+
+def _install(model: list[MockDDP]) -> None:
+    """In the shape of verl's installer: one round per chunk, an assertion in each."""
+    for chunk in model:
+        assert chunk.config.no_sync_func is None, "When overlap_grad_reduce is True"
+        for attribute in ("no_sync_func", "grad_sync_func"):
+            functions = [getattr(each, SYNC_FUNCTIONS[attribute]) for each in model]
+            setattr(chunk.config, attribute, functions if len(model) > 1 else functions[0])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_all_functions_are_installed_in_each_config(shared: bool) -> None:
+    config = MockConfig()
+    model = [MockDDP(config=config if shared else None) for _ in range(3)]
+    if shared:
+        with pytest.raises(AssertionError):
+            _install(model)
+    for _ in range(2 if shared else 1):
+        install_per_config(_install, model)
+        for chunk in model:
+            assert chunk.config.no_sync_func == [c.no_sync for c in model]
+            assert chunk.config.grad_sync_func == [c.start_grad_sync for c in model]
+            assert chunk.config.param_sync_func is None
+    [alone] = model[:1]
+    install_per_config(_install, [alone])
+    assert alone.config.no_sync_func == alone.no_sync  # of one chunk, as upstream does it
+
+
+def test_a_foreign_function_and_nothing_to_install_stay() -> None:
+    config = MockConfig()
+    model = [MockDDP(config=config) for _ in range(2)]
+    install_per_config(lambda chunks: None, model)
+    assert config == MockConfig()
+    config.no_sync_func = lambda: None
+    with pytest.raises(AssertionError, match="overlap_grad_reduce"):
+        install_per_config(_install, model)
+
+
+def test_the_config_is_that_of_the_wrapped_model() -> None:
+    config = object()
+    wrapped = SimpleNamespace(module=SimpleNamespace(config=config))
+    assert config_of(SimpleNamespace(config=None, module=wrapped)) is config
+    assert config_of(SimpleNamespace()) is None

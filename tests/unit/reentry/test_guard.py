@@ -1,4 +1,4 @@
-"""One call of a train-like function, against mocked DDP: entry, end, exception, and what is refused."""
+"""One call of a train-like function, against mocked DDP: what is refused, and what it leaves as it was."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pytest import LogCaptureFixture
 from pytest_mock import MockerFixture
 
 from megatron_rl_patches import MegatronRLPatchesError
-from megatron_rl_patches.reentry import recovery, reentrant_train, running_calls
+from megatron_rl_patches.reentry import guard, recovery, reentrant_train, running_calls
+from megatron_rl_patches.reentry.timers import INTERVAL_TIMER
 from megatron_rl_patches.testing import MockConfig, MockDDP, MockOptimizer
-from tests.worlds.guarded import DistributedDataParallel, failing, train
+from tests.worlds.guarded import DistributedDataParallel, State, Timers, failing, train, two_models
 
 
 @pytest.fixture
@@ -47,9 +49,7 @@ def test_a_decorated_function_takes_options(model: list[Any], installs: bool) ->
 
 
 @pytest.mark.parametrize("is_stale", [False, True])
-def test_a_body_that_does_not_install_is_warned_of_and_the_function_put_back(
-    model: list[Any], is_stale: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bodies_without_install_warn(model: list[Any], is_stale: bool, caplog: LogCaptureFixture) -> None:
     config, function = model[0].config, DistributedDataParallel().no_sync if is_stale else model[0].no_sync
     config.no_sync_func = function
     with reentrant_train(model):
@@ -58,9 +58,7 @@ def test_a_body_that_does_not_install_is_warned_of_and_the_function_put_back(
     assert ("gradients were reduced after every microbatch" in caplog.text) is not is_stale
 
 
-def test_a_clean_up_that_fails_is_logged_and_hides_nothing(
-    model: list[Any], mocker: MockerFixture, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failing_clean_ups_log(model: list[Any], mocker: MockerFixture, caplog: LogCaptureFixture) -> None:
     mocker.patch.object(running_calls, "restore", side_effect=RuntimeError("hook of the framework"))
     mocker.patch.object(model[0].bucket_groups[0], "reset", side_effect=RuntimeError("peer is gone"))
     reset = mocker.spy(model[0].bucket_groups[1], "reset")
@@ -95,7 +93,7 @@ def test_mxfp8_is_staged_before_it_is_gathered(mocker: MockerFixture) -> None:
     part = SimpleNamespace(_copy_main_params_to_param_buffer=lambda: order.append("stage"))
     chained = SimpleNamespace(chained_optimizers=(part, part))
     new = SimpleNamespace(
-        **vars(chained), prepare_model_params_for_param_sync=lambda: order.append("prepare")
+        prepare_model_params_for_param_sync=lambda: order.append("prepare"), **vars(chained)
     )
     recovery.recover([chunk], ZeroDivisionError())
     with pytest.raises(MegatronRLPatchesError, match="pass the optimizer"), reentrant_train(chunk):
@@ -107,13 +105,9 @@ def test_mxfp8_is_staged_before_it_is_gathered(mocker: MockerFixture) -> None:
         order.clear()
 
 
-def test_locals_that_dislike_being_looked_at_are_left_alone(model: list[Any]) -> None:
-    class Prickly:
-        def __getattr__(self, name: str) -> Any:
-            raise RuntimeError(name)
-
+def test_locals_that_dislike_being_looked_at_are_left_alone(model: list[Any], mocker: MockerFixture) -> None:
     with pytest.raises(ZeroDivisionError), reentrant_train(model):
-        prickly = Prickly()
+        prickly = type("Prickly", (), {"__getattr__": mocker.Mock(side_effect=RuntimeError)})()
         raise ZeroDivisionError(id(prickly))
 
 
@@ -127,31 +121,14 @@ class Trainer:
         train(model)
 
 
-@pytest.mark.parametrize(
-    ("wrap", "takes_model"),
-    [
-        (lambda model: partial(train), True),
-        (lambda model: partial(train, fails=False), True),
-        (lambda model: partial(partial(train, optimizer=None), model), False),
-        (lambda model: partial(train, model=model), False),
-        (lambda model: Trainer(), True),
-        (lambda model: Trainer().__call__, True),
-        (lambda model: partial(Trainer()), True),
-    ],
-)
-def test_partials_and_callable_objects(model: list[Any], wrap: Any, takes_model: bool) -> None:
-    guarded = reentrant_train(wrap(model))
-    for _ in range(2):
-        guarded(model) if takes_model else guarded()
-    assert model[0].config.no_sync_func == model[0].no_sync
-
-
-def test_attributes_of_a_function_are_kept_and_those_of_an_object_are_not() -> None:
-    def fit(model: Any) -> None: ...
-
-    fit.tag = "mine"  # type: ignore[attr-defined]
-    assert vars(reentrant_train(fit))["tag"] == "mine"
-    assert "config" not in vars(reentrant_train(Trainer()))
+def test_partials_and_callable_objects(model: list[Any]) -> None:
+    bound = partial(partial(train, optimizer=None), model), partial(train, model=model)
+    trainer, fails = Trainer(), partial(train, fails=False)
+    for target in (partial(train), fails, trainer, trainer.__call__, partial(trainer), *bound):
+        model[0].config.no_sync_func = None
+        for _ in range(2):
+            reentrant_train(target)(*[model] * (target not in bound))
+        assert model[0].config.no_sync_func == model[0].no_sync
 
 
 def test_the_context_manager_takes_one_chunk_or_any_container(model: list[Any]) -> None:
@@ -201,10 +178,7 @@ NO_MODEL = " has no parameter named 'model' .*; use 'with .*:' inside it instead
         ([Fitter()], rf"Fitter.__call__\(chunks: .*{NO_MODEL}"),
         ([max], r"^max has no signature.*; use 'with .*:' inside it"),
         ([Trainer, partial(Trainer), partial(partial(Trainer), 1)], "Trainer is a class"),
-        (
-            [batches, fit_later, stream, partial(batches, []), Batches()],
-            r"runs after the call; use 'with reentrant_train\(model\):' inside",
-        ),
+        ([batches, fit_later, stream, partial(batches, []), Batches()], "runs after the call; use 'with ree"),
         ([5, "x", object(), [5], {"model": "x"}, classmethod(train)], "is no model chunk"),
     ],
 )
@@ -214,12 +188,104 @@ def test_other_targets_are_refused(targets: list[Any], message: str) -> None:
             reentrant_train(target)
 
 
-def test_a_function_is_kept_alive_by_nobody(model: list[Any]) -> None:
+@pytest.mark.usefixtures("frozen")
+def test_a_function_keeps_its_attributes_and_is_kept_by_nobody(model: list[Any]) -> None:
     def fit(model: Any) -> None:
         train(model)
 
+    fit.tag = "mine"  # type: ignore[attr-defined]
+    assert vars(reentrant_train(fit))["tag"] == "mine"
+    assert "config" not in vars(reentrant_train(Trainer()))  # the attributes of an object are its own
     reference = weakref.ref(fit)
     reentrant_train(fit)(model)
     del fit
     gc.collect()
     assert reference() is None
+
+
+def test_configs_and_whether_gradients_are_all_reduced() -> None:
+    chunk, framework_config = DistributedDataParallel(), MockConfig()
+    chunk.config.timers = timers = object()
+    for reducing in (False, True):
+        chunk.force_all_reduce = reducing
+        with failing(chunk, config=framework_config):
+            chunk.force_all_reduce = not reducing
+            for config in (chunk.config, framework_config):
+                config.no_sync_func, config.grad_sync_func, config.timers = chunk.no_sync, abs, None
+        assert chunk.force_all_reduce is reducing
+        assert vars(chunk.config) == vars(MockConfig(timers=timers))
+        assert vars(framework_config) == vars(MockConfig())
+
+
+def test_attributes_that_were_absent_are_deleted() -> None:
+    config = SimpleNamespace(no_sync_func=None)
+    chunk: Any = DistributedDataParallel(config)
+    del chunk.force_all_reduce
+    with failing(chunk):
+        config.grad_sync_func = config.timers = abs
+        chunk.force_all_reduce = True
+    assert vars(config) == {"no_sync_func": None}
+    assert not hasattr(chunk, "force_all_reduce")
+
+
+def test_the_optimizers_step_that_a_schedule_had_replaced(mocker: MockerFixture) -> None:
+    chunk = DistributedDataParallel()
+    optimizer: Any = MockOptimizer([chunk])
+    with failing(chunk, optimizer=optimizer):
+        optimizer.step = print
+    assert "step" not in vars(optimizer)
+    optimizer.step = mine = mocker.stub()
+    with failing(chunk, optimizer=optimizer):
+        optimizer.step = print
+    assert optimizer.step is mine
+    for without_step in (None, type("Slotted", (), {"__slots__": ()})()):
+        with failing(chunk, optimizer=without_step):
+            pass
+
+
+def test_the_rerun_state_machine(rerun: Any) -> None:
+    chunk = DistributedDataParallel()
+    with failing(chunk):
+        machine = rerun._GLOBAL_RERUN_STATE_MACHINE = SimpleNamespace(state=State.RERUNNING, mode="reports")
+    assert machine.state is State.NOT_RUNNING_YET  # this call has made it
+    machine.state = State.RERUNNING
+    with failing(chunk):
+        machine.state, machine.mode = State.NOT_RUNNING_YET, "disabled"
+    assert (machine.state, machine.mode) == (State.RERUNNING, "reports")
+
+
+def test_modes_are_restored_module_by_module() -> None:
+    """A frozen vision tower that is in eval mode while the rest trains stays in eval mode."""
+    evaluating, training, modeless = model = [DistributedDataParallel() for _ in range(3)]
+    evaluating.eval()
+    vision_tower = next(training.module.children())
+    vision_tower.eval()
+    del modeless.training
+    with failing(model):
+        evaluating.train()
+        training.eval()
+    assert not any(module.training for module in evaluating.modules())
+    assert all(module.training is not (module is vision_tower) for module in training.modules())
+    assert not hasattr(modeless, "training")
+
+
+@pytest.mark.parametrize("in_config", [False, True])
+def test_timers(in_config: bool) -> None:
+    timers = Timers("mine", "evaluate", running=(INTERVAL_TIMER, "mine"))
+    model = [DistributedDataParallel() for _ in range(2)]
+    model[1].config.timers = timers if in_config else Timers()
+    with failing(model, timers=None if in_config else timers):
+        assert timers.running() == {"mine"}
+        timers.start(INTERVAL_TIMER, "evaluate")
+    assert timers.running() == {"mine", INTERVAL_TIMER}
+
+
+def test_an_entry_that_fails_changes_nothing(mocker: MockerFixture) -> None:
+    timers = Timers(running=(INTERVAL_TIMER,))
+    chunk, _ = two_models(MockConfig(timers=timers))
+    chunk.config.no_sync_func = chunk.no_sync
+    mocker.patch.object(guard, "synchronize_interrupted", side_effect=ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError), reentrant_train(chunk):
+        pass
+    assert chunk.config.no_sync_func == chunk.no_sync
+    assert timers.running() == {INTERVAL_TIMER}

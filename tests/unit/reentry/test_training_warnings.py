@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import LogCaptureFixture
 
 from megatron_rl_patches.reentry import TrainGuard, reentrant_train, training_warnings
 from megatron_rl_patches.reentry.training_warnings import note_tokens, reported
@@ -40,7 +41,7 @@ def train(model: Any, counts: list[int], optimizer: Any = None) -> None:
         note(model, *counts)
 
 
-def test_the_largest_dropout_of_the_chunks_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_largest_dropout_of_the_chunks_is_reported_once(caplog: LogCaptureFixture) -> None:
     model = [*(chunk(attention_dropout=rate) for rate in (0.0, 0.2, None)), chunk()]
     with caplog.at_level(logging.WARNING, "megatron_rl_patches"):
         for _ in range(2):
@@ -63,9 +64,7 @@ def test_the_largest_dropout_of_the_chunks_is_reported_once(caplog: pytest.LogCa
         ([4] * 63 + [6], {}, True),
     ],
 )
-def test_microbatches_of_different_lengths(
-    counts: list[int], config: dict[str, Any], is_reported: bool
-) -> None:
+def test_microbatches_of_other_lengths(counts: list[int], config: dict[str, Any], is_reported: bool) -> None:
     train(chunk(**config), counts)
     messages = reported()
     assert len(messages) == is_reported

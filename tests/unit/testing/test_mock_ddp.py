@@ -14,9 +14,8 @@ from megatron_rl_patches.testing import MockConfig, MockDDP, MockDDPConfig, Mock
 
 
 def test_a_forward_without_hooks_after_a_step_is_stale_but_where_the_optimizer_gathers() -> None:
-    ddp = MockDDP()
+    ddp, gathered = MockDDP(), MockDDP(overlap_param_gather=False)
     ddp.disable_forward_pre_hook(param_sync=False)
-    gathered = MockDDP(overlap_param_gather=False)
     for chunk in (ddp, gathered):
         MockOptimizer([chunk]).step()
         chunk()
@@ -42,8 +41,12 @@ def test_a_module_of_torch_trains_and_keeps_its_names() -> None:
 
 
 def test_buckets() -> None:
+    ddp_config = MockDDPConfig(overlap_grad_reduce=True, overlap_param_gather=True)
+    for last in (False, True):  # as set-up code builds it
+        ddp = MockDDP(MockConfig(), ddp_config, module=MockModule.tiny(), disable_bucketing=last)
+        ddp.broadcast_params()
+        assert (len(ddp.bucket_groups), ddp.calls) == (1 if last else 4, [("broadcast_params", {})])
     assert len(MockDDP().bucket_groups) == 4
-    assert len(MockDDP(disable_bucketing=True).bucket_groups) == 1
     assert len(MockDDP(overlap_grad_reduce=False).bucket_groups) == 1
     frozen = MockModule(MockModule(params=1), MockModule(params=1))
     next(frozen.parameters()).requires_grad = False
@@ -58,13 +61,12 @@ def test_buckets() -> None:
         ddp.finish_grad_sync()
 
 
-@pytest.mark.parametrize("in_fp32", [True, False])
-def test_main_grad_has_the_dtype_that_gradients_are_reduced_in(in_fp32: bool) -> None:
-    module = torch.nn.Linear(2, 1, bias=False).bfloat16()
-    ddp = MockDDP(MockConfig(), MockDDPConfig(grad_reduce_in_fp32=in_fp32), module)
-    ddp(torch.ones(1, 2).bfloat16()).sum().backward()
-    assert module.weight.main_grad.dtype == (torch.float32 if in_fp32 else torch.bfloat16)
-    assert module.weight.main_grad.sum() == 2
+def test_main_grad_has_the_dtype_that_gradients_are_reduced_in() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        module = torch.nn.Linear(2, 1, bias=False).bfloat16()
+        ddp = MockDDP(MockConfig(), MockDDPConfig(grad_reduce_in_fp32=dtype == torch.float32), module)
+        ddp(torch.ones(1, 2).bfloat16()).sum().backward()
+        assert module.weight.main_grad.dtype == dtype and module.weight.main_grad.sum() == 2
 
 
 def test_optimizer() -> None:
@@ -78,8 +80,7 @@ def test_optimizer() -> None:
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == 0.1
     chunk = MockDDP()
-    failing = MockOptimizer([chunk], result=(False, None, None))
-    assert failing.step() == (False, None, None)
+    assert MockOptimizer([chunk], result=(False, None, None)).step() == (False, None, None)
     assert not any(group.is_stale for group in chunk.bucket_groups)
 
 
@@ -127,20 +128,7 @@ def test_buffers_hold_gradients_and_parameters(distributed: bool) -> None:
         assert buffer.params == list(module.parameters())
         module.weight.main_grad += 1  # type: ignore[operator]
         assert buffer.grad_data.sum() == module.weight.numel()
+        assert (buffer.param_data is not None) is distributed
         if distributed:
             buffer.param_data.fill_(3)
             assert module.bias[0] == 3
-        else:
-            assert buffer.param_data is None
-
-
-def test_as_set_up_code_builds_it() -> None:
-    ddp_config = MockDDPConfig(overlap_grad_reduce=True, overlap_param_gather=True)
-    model = [
-        MockDDP(config=MockConfig(), ddp_config=ddp_config, module=MockModule.tiny(), disable_bucketing=last)
-        for last in (False, True)
-    ]
-    for chunk in model:
-        chunk.broadcast_params()
-    assert [len(chunk.bucket_groups) for chunk in model] == [4, 1]
-    assert model[0].calls == [("broadcast_params", {})]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.testing import NormalizationReport, Split, check_normalization
@@ -55,13 +56,10 @@ def loss_func(microbatch: Any, logits: Any) -> None:
         ({"splits": {"more": Split(microbatches=7, even=False)}}, "a multiple of 7, or as many at least"),
     ],
 )
-def test_bad_input_is_refused_before_a_rank_starts(
-    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_starts_no_rank(changes: dict[str, Any], message: str, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(module, "spawn_ranks", loss_func)
-    arguments = {"loss_func_or_train_step": loss_func, "batch": BATCH, **changes}
     with pytest.raises(InvalidInputError, match=message):
-        check_normalization(**arguments)
+        check_normalization(loss_func, **{"batch": BATCH, **changes})
 
 
 def test_a_report_is_a_table() -> None:

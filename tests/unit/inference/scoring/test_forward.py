@@ -22,9 +22,7 @@ PACKED: dict[str, Any] = {"tokens": torch.arange(8)[None], "lengths": [3, 4], "r
         (PACKED, True, [1, 4, 5], [2, 5, 6]),
     ],
 )
-def test_rows_and_what_they_predict(
-    batch: dict[str, Any], packing: bool, rows: list[int], targets: list[int]
-) -> None:
+def test_rows_that_predict(batch: dict[str, Any], packing: bool, rows: list[int], targets: list[int]) -> None:
     first, second = parse_microbatches([batch, batch], Limits(packing, 50))
     assert first.layout.response_rows.tolist() == rows
     assert first.targets_n.tolist() == targets
@@ -36,16 +34,8 @@ def test_rows_and_what_they_predict(
     [
         ([], {}, "no microbatches"),
         ([PADDED, PADDED | {"lengths": [7, 4]}], {}, "microbatch 1: lengths"),
-        (
-            [PADDED],
-            {"sequence_parallel_size": 4},
-            r"multiple of 4 \(tensor-parallel size 4, for sequence parallelism\)",
-        ),
-        (
-            [PADDED],
-            {"sequence_parallel_size": 2, "cp_size": 2},
-            r"multiple of 8 \(2 × context-parallel size 2 × tensor-par",
-        ),
+        ([PADDED], {"sequence_parallel_size": 4}, r"4 \(tensor-parallel size 4, for sequence parallelism\)"),
+        ([PADDED], {"sequence_parallel_size": 2, "cp_size": 2}, r"8 \(2 × context-parallel size 2 × tensor"),
     ],
 )
 def test_what_is_refused(batches: list[dict[str, Any]], sizes: dict[str, int], message: str) -> None:

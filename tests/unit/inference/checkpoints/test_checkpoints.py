@@ -1,0 +1,486 @@
+"""Finding and telling checkpoints apart; reading a file runs no code, and changes nothing, that it names."""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import os
+import pickle
+import re
+import warnings
+import zipfile
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from types import FunctionType, MappingProxyType
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch._utils
+import torch.distributed as dist
+from pytest import LogCaptureFixture, MonkeyPatch
+from torch.distributed.checkpoint import FileSystemWriter, metadata, save
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from megatron_rl_patches.errors import CheckpointError, InvalidInputError
+from megatron_rl_patches.inference.checkpoints import pickles
+from megatron_rl_patches.inference.checkpoints.load import load_inference_checkpoint, read_iteration
+from megatron_rl_patches.inference.checkpoints.location import check_format, iteration_of, locate
+from megatron_rl_patches.inference.checkpoints.pickles import read_metadata, unpickle_dict
+from megatron_rl_patches.inference.weights import describe, differences
+from tests.worlds.files import write
+
+
+class _CreatesAFile:
+    """Creates a file when it is unpickled as itself."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.file,)
+
+
+class _OfAFramework:
+    def __init__(self) -> None:
+        self.value = 1
+
+
+class _Kind(Enum):
+    ONE = 1
+
+
+@pytest.fixture
+def evidence(tmp_path: Path) -> Path:
+    return tmp_path / "code of the checkpoint ran"
+
+
+def _load(file: Path) -> dict[str, Any]:
+    return unpickle_dict(file.read_bytes(), file)
+
+
+def test_dicts_load_without_foreign_classes(evidence: Path, tmp_path: Path) -> None:
+    content = {
+        "args": Namespace(framework=_OfAFramework(), code=_CreatesAFile(evidence), kind=_Kind.ONE, sizes={1}),
+        "iteration": 3,
+        "content_metadata": {"chained_optim_avoid_prefix": True, "kind": "dp_reshardable"},
+        "weight": torch.arange(4.0),
+    }
+    torch.save(content, tmp_path / "common.pt")
+    loaded = _load(tmp_path / "common.pt")
+    assert loaded["iteration"] == 3
+    assert loaded["content_metadata"] == content["content_metadata"]
+    assert not evidence.exists()
+
+
+def test_what_is_no_dict_of_todays_torch_save(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for number, content in enumerate((b"", b"garbage", b"PK\x03\x04 and no more", pickle.dumps({}))):
+        (tmp_path / f"{number}.pt").write_bytes(content)
+    for file in tmp_path.iterdir():
+        with pytest.raises(CheckpointError, match=rf"{file.name} is corrupt or truncated"):
+            _load(file)
+    torch.save((1, 2), tmp_path / "common.pt")
+    with pytest.raises(CheckpointError, match="holds a tuple where Megatron saves a dict"):
+        _load(tmp_path / "common.pt")
+
+
+def save_alone(state: dict[str, Any], folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        save(state, storage_writer=FileSystemWriter(folder))
+
+
+def _index(entries: Any, places: Any) -> Callable[[Path], bytes]:
+    return lambda file: pickle.dumps(Metadata(entries, storage_data=places))
+
+
+def _of_size(size: Any, dtype: Any = torch.float32, chunks: Any = ()) -> TensorStorageMetadata:
+    return TensorStorageMetadata(metadata.TensorProperties(dtype), size, [*chunks])
+
+
+WITHOUT_SIZES = metadata.ChunkStorageMetadata((0,), None)  # type: ignore[arg-type]
+
+
+def _place(name: Any = "weight", file: Any = "__0_0.distcp", offset: Any = 0) -> Any:
+    return {MetadataIndex(name): _StorageInfo(file, offset, 1)}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (lambda file: pickle.dumps(_CreatesAFile(file)), r"it names pathlib\.Path\.touch"),
+        (lambda file: pickle.dumps(Metadata({}, _CreatesAFile(file))), r"it names pathlib\.Path\.touch"),
+        (lambda file: b"cos\nsystem\n(Vtrue\ntR.", r"it names (os|posix)\.system"),
+        (lambda file: b"\x80garbage", ""),
+        (lambda file: b"", "EOFError"),
+        (lambda file: pickle.dumps({}), "it holds {}, no Metadata"),
+        (lambda file: pickle.dumps(MetadataIndex("a")), r"it holds torch\..*\.MetadataIndex, no Metadata"),
+        (_index(None, {}), "AttributeError"),
+        (_index([], {}), "AttributeError"),
+        (_index({1: metadata.BytesStorageMetadata()}, {}), "it holds 1 where torch saves a text"),
+        (_index({"weight": {}}, {}), "it holds {}, no TensorStorageMetadata"),
+        (_index({"weight": _of_size(None)}, {}), "TypeError"),
+        (_index({"weight": _of_size((2, None))}, {}), "TypeError"),
+        (_index({"weight": _of_size((2, -2))}, {}), r"\[2, -2\] has negative numbers"),
+        (_index({"weight": _of_size((2,), torch.Size)}, {}), "it holds the dtype Size"),
+        (_index({"weight": _of_size((2,), chunks=[3])}, {}), "it holds 3, no ChunkStorageMetadata"),
+        (_index({"weight": _of_size((2,), chunks=[WITHOUT_SIZES])}, {}), "TypeError"),
+        (_index({}, None), "AttributeError"),
+        (_index({}, {"weight": 3}), "it holds 3, no _StorageInfo"),
+        (_index({}, _place(3)), "it holds 3 where torch saves a text"),
+        (_index({}, _place(file=3)), "it holds 3 where torch saves a text"),
+        (_index({}, _place(file=".metadata")), r"it names the file '\.metadata', expected \*\.distcp"),
+        (_index({}, _place(offset=-1)), r"\[-1, 1\] has negative numbers"),
+        (_index({}, _place(offset=1.5)), "TypeError"),
+    ],
+)
+def test_hostile_and_damaged_metadata(content: Any, reason: str, evidence: Path, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(content(evidence))
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/\.metadata is corrupt.*{reason}"):
+        read_metadata(tmp_path)
+    assert not evidence.exists()
+
+
+@pytest.mark.parametrize("kind", [PermissionError, MemoryError])
+def test_unreadable_is_no_damage(kind: type[Exception], tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    torch.save({}, tmp_path / "common.pt")
+    (tmp_path / ".metadata").touch()
+    monkeypatch.setattr(pickles._Unpickler, "load", Mock(side_effect=kind))
+    with pytest.raises(CheckpointError, match=rf"common\.pt cannot be read: {kind.__name__}"):
+        _load(tmp_path / "common.pt")
+    with pytest.raises(CheckpointError, match=rf"\.metadata cannot be read: {kind.__name__}"):
+        read_metadata(tmp_path)
+
+
+def _metadata(content: bytes, folder: Path) -> None:
+    (folder / ".metadata").write_bytes(content)
+    read_metadata(folder)
+
+
+def _shard(content: bytes, folder: Path) -> None:
+    """Read a file of ``torch.save`` with a storage, and with another pickle."""
+    torch.save({"weight": torch.ones(1)}, plain := io.BytesIO())
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(changed := io.BytesIO(), "w") as target:
+        for name in source.namelist():
+            target.writestr(name, content if name.endswith("/data.pkl") else source.read(name))
+    unpickle_dict(changed.getvalue(), folder)
+
+
+def _state() -> list[Any]:
+    """Return what can be changed of our own class and of what a file names: of members and methods, too."""
+    kinds = metadata._MEM_FORMAT_ENCODING
+    watched: list[Any] = [pickles.Record, MetadataIndex, torch._utils._rebuild_tensor_v2, kinds, *kinds]
+    watched += [value for value in vars(MetadataIndex).values() if isinstance(value, FunctionType)]
+    # Reading annotations adds an empty dict, so they come first.
+    names = ("__annotations__", "__dict__", "__defaults__", "__kwdefaults__", "__code__", "__class__")
+    attributes = [getattr(value, name, None) for value in watched for name in names]
+    return [_items(one) if isinstance(one, (dict, MappingProxyType)) else one for one in attributes]
+
+
+def _items(values: Mapping[str, Any]) -> dict[str, Any]:
+    # Python itself adds these when it pickles the first object of a class.
+    return {name: value for name, value in values.items() if name != "__slotnames__"}
+
+
+_REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
+_INDEX = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+_MEMORY_FORMATS = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+_ENTRY = b"(Va\nNdb"  # BUILD with {"a": None}
+_STORAGE = b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nK\x01tQ"  # by its persistent id
+
+
+def _attribute(name: str) -> bytes:
+    """BUILD with ``(None, {name: None})``, which sets the attribute."""
+    return f"(N(V{name}\nNdtb".encode()
+
+
+def _named(attribute: str) -> bytes:
+    return b"cbuiltins\ngetattr\n(" + _MEMORY_FORMATS + f"V{attribute}\ntR".encode()
+
+
+HOSTILE: dict[str, tuple[Callable[[bytes, Path], None], bytes]] = {
+    "attribute of a class": (_metadata, _INDEX + _attribute("__hash__")),
+    "attribute of a class, memorized": (_metadata, _INDEX + b"q\x01(h\x01" + _attribute("__eq__") + b"t"),
+    "attribute of a function": (_shard, _REBUILD + _attribute("__defaults__")),
+    "dict of a function": (_shard, _REBUILD + _ENTRY),
+    "attribute of a function's result": (_shard, _REBUILD + b"(tR" + _attribute("__class__")),
+    "storage of the file": (_shard, _STORAGE + _ENTRY),
+    "member of an enum": (_metadata, _MEMORY_FORMATS + b"(K\x00tR" + _attribute("_value_")),
+    "member of an enum, by its name": (_metadata, _named("TORCH_CHANNELS_LAST") + _ENTRY),
+    "new member of an enum": (_metadata, b"\x80\x02" + _MEMORY_FORMATS + b"K\x00\x85\x81" + _ENTRY),
+    "items of a class": (_metadata, _INDEX + b"Va\nNs(Va\nNu"),
+    "items of a function's result": (_shard, b"\x80\x04" + _REBUILD + b"(tRVa\nNs(Va\nNuNa(NNe(N\x90"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_a_file_names_is_not_changed(name: str, tmp_path: Path) -> None:
+    load, content = HOSTILE[name]
+    before = _state()
+    with pytest.raises(CheckpointError):
+        load(content + b".", tmp_path)
+    assert _state() == before
+
+
+def test_no_class_comes_from_the_registry_of_extensions(tmp_path: Path) -> None:
+    copyreg.add_extension("torch", "Size", 1)
+    try:
+        with pytest.raises(CheckpointError, match="extension"):
+            _shard(b"\x80\x02\x82\x01.", tmp_path)
+    finally:
+        copyreg.remove_extension("torch", "Size", 1)
+        copyreg.clear_extension_cache()
+
+
+TRACKER = "latest_checkpointed_iteration.txt"
+META = "metadata.json"
+HUGGING_FACE = {"config.json": "", "model.safetensors": ""}
+
+
+def step(number: int) -> Any:
+    return partial(read_iteration, ckpt_step=number)
+
+
+def _torch_dist(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (folder / ".metadata").touch()
+    return folder
+
+
+def test_root_leads_to_the_latest_iteration_or_to_the_step_of_the_caller(tmp_path: Path) -> None:
+    earlier, latest = (_torch_dist(tmp_path / f"iter_{step:07d}") for step in (5, 12_345_678))
+    assert read_iteration(tmp_path, ckpt_step=5) == 5  # without a tracker
+    (tmp_path / TRACKER).write_text("5")
+    assert locate(tmp_path) == earlier  # the latest one is still being written
+    (tmp_path / TRACKER).write_text("12345678\n")
+    assert locate(tmp_path) == latest and iteration_of(latest.name) == 12_345_678
+    assert locate(str(tmp_path), ckpt_step=5) == locate(earlier) == earlier
+    assert read_iteration(tmp_path) == 12_345_678
+    release = _torch_dist(tmp_path / "release")
+    (tmp_path / TRACKER).write_text("release")
+    assert locate(tmp_path) == release and iteration_of(release.name) == 0
+    assert read_iteration(release) == 0
+    bare = _torch_dist(tmp_path / "teacher")
+    assert locate(bare) == bare and iteration_of(bare.name) is None
+    for path, message in ((tmp_path / "nowhere", "no such folder"), (tmp_path / TRACKER, "not a folder")):
+        with pytest.raises(CheckpointError, match=message):
+            locate(path)
+
+
+@pytest.mark.parametrize(
+    ("look", "files", "message"),
+    [
+        (read_iteration, {}, "is not a Megatron checkpoint: it is empty"),
+        (read_iteration, {"notes.txt": ""}, "is not a Megatron checkpoint: it contains notes.txt"),
+        (read_iteration, {TRACKER: "7"}, f"{TRACKER} points at iter_0000007, .* it has no iteration at all"),
+        (read_iteration, {TRACKER: "7", "iter_0000006/x": ""}, "at iter_0000007, .* it has iter_0000006"),
+        (step(8), {TRACKER: "7", "iter_0000007/x": ""}, "=8 asks for iter_0000008, .* it has iter_0000007"),
+        (read_iteration, {TRACKER: "seven"}, "holds 'seven'; expected an iteration or 'release'"),
+        (read_iteration, {TRACKER: "-1"}, "holds '-1'; expected"),
+        (read_iteration, {TRACKER: "1" * 400}, "holds '1{40}'; expected"),
+        (read_iteration, {TRACKER: "1" * 5000}, "holds '1{40}'; expected"),
+        (read_iteration, {"iter_0000003/x": ""}, f"no {TRACKER}, .*it has iter_0000003: pass the folder of"),
+        (read_iteration, HUGGING_FACE, r"is a Hugging Face checkpoint.*\(pre_wrap=\.\.\.\)"),
+        (step(3), {META: "{}"}, "ckpt_step=3 chooses among the iterations of a checkpoint root"),
+        (check_format, {META: '{"sharded_backend": "zarr"}'}, "format zarr, expected torch_dist; convert it"),
+        (check_format, {META: "{}"}, "metadata.json is corrupt: KeyError"),
+        (check_format, {META: "{"}, "metadata.json is corrupt: JSONDecodeError"),
+        (check_format, {META: '"torch_dist"'}, "metadata.json is corrupt"),
+        (check_format, {".metadata": "", "__0_0.distcp": ""}, "format torch_dcp or fsdp_dtensor"),
+        (check_format, {"mp_rank_00": ""}, "format torch, expected torch_dist; .*convert-format torch_dist"),
+        (check_format, {"__0_0.distcp": ""}, "is a part of a torch_dist checkpoint"),
+    ],
+)
+def test_what_is_there_instead(look: Any, files: dict[str, str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        look(write(tmp_path, files))
+
+
+def test_without_a_process_group_the_iteration_of_a_bare_folder_is_read(tmp_path: Path) -> None:
+    folder = _one_rank_checkpoint(tmp_path / "teacher")
+    assert read_iteration(folder) == 7
+    with pytest.raises(InvalidInputError, match="init_process_group"):
+        load_inference_checkpoint(_Embedding(), folder)
+    for no_number in ("abc", "1" * 5000, [3], float("inf")):
+        torch.save({"iteration": no_number}, folder / "common.pt")
+        with pytest.raises(CheckpointError, match=rf"{folder}: its iteration is .*, expected a number"):
+            read_iteration(folder)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """Initialize a process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _one_rank_checkpoint(folder: Path, weight: torch.Tensor | None = None) -> Path:
+    save_alone({"weight": torch.ones(6, 2) if weight is None else weight}, _torch_dist(folder))
+    torch.save({"iteration": 7}, folder / "common.pt")
+    return folder
+
+
+@pytest.fixture
+def folder(group: None, tmp_path: Path) -> Path:
+    """Return the folder of a checkpoint of one weight, of six rows."""
+    return _one_rank_checkpoint(tmp_path / "iter_0000007")
+
+
+class _Embedding(torch.nn.Module):
+    """A model of one weight, whose rows Megatron pads."""
+
+    def __init__(self, rows: int = 6, width: int = 2, is_padded: bool = True, scales: int = 0) -> None:
+        super().__init__()
+        self.is_padded, self.scales = is_padded, torch.zeros(scales)
+        self.weight = torch.nn.Parameter(torch.full((rows, width), 9.0))
+
+    def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+        padded = {"allow_shape_mismatch": self.is_padded}
+        weight = ShardedTensor.from_rank_offsets("weight", self.weight.data, **padded)
+        return {"weight": weight, "_extra_state": ShardedObject("_extra_state", self.scales, (1,), (0,))}
+
+
+def test_another_padding_of_the_vocabulary(folder: Path, caplog: LogCaptureFixture) -> None:
+    padded, wider = _Embedding(8, scales=3), _Embedding(8, 3)
+    with caplog.at_level("WARNING", "megatron_rl_patches"):
+        assert load_inference_checkpoint(padded, folder) == 7
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert messages == [
+        "scales of Transformer Engine (_extra_state) are not loaded: the model keeps its own",
+        "weight has 6 rows in the checkpoint and 8 in the model",
+    ]
+    assert padded.weight.tolist() == [[1.0, 1.0]] * 6 + [[0.0, 0.0]] * 2
+    with pytest.raises(CheckpointError, match=r"every rank: the checkpoint is of another model; .*\[8, 3\]"):
+        load_inference_checkpoint(wider, folder)
+    assert wider.weight.eq(9).all()
+
+
+def test_megatrons_loader_does_not_see_what_savers_planned(folder: Path, tmp_path: Path) -> None:
+    """The allowed names of plans lead to others, by which Megatron's loader would run code."""
+    evidence = tmp_path / "code ran"
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = _Runs(f"touch '{evidence}'")
+    content = pickle.dumps(metadata, protocol=3)
+    content = b"\x80\x04" + content[2:].replace(
+        f"c{os.system.__module__}\nsystem\n".encode(),
+        b"cmegatron.core.dist_checkpointing.strategies.torch\nos.system\n",
+    )
+    (folder / ".metadata").write_bytes(content)
+    pickle.loads(content)
+    evidence.unlink()
+    model = _Embedding()
+    assert load_inference_checkpoint(model, folder) == 7
+    assert model.weight.eq(1).all() and not evidence.exists()
+
+
+class _Runs:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, (self.command,)
+
+
+def test_a_dangling_link_is_no_part_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
+    model = _Embedding()
+    (folder / "notes").symlink_to("nowhere")
+    assert load_inference_checkpoint(model, folder) == 7
+    assert model.weight.eq(1).all()
+    (folder / "__0_0.distcp").rename(tmp_path / "moved")
+    (folder / "__0_0.distcp").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=r"1 missing \(__0_0\.distcp\)"):
+        load_inference_checkpoint(model, folder)
+
+
+def _store_pieces(folder: Path, pieces: list[tuple[ChunkStorageMetadata, Any]]) -> None:
+    """Replace the weight of the checkpoint by these pieces, each with what its index says."""
+    metadata = read_metadata(folder)
+    [place] = metadata.storage_data.values()
+    metadata.state_dict_metadata["weight"].chunks = [chunk for chunk, _ in pieces]
+    metadata.storage_meta, metadata.storage_data = None, {}
+    with (folder / place.relative_path).open("wb") as file:
+        for chunk, content in pieces:
+            torch.save(content, stream := io.BytesIO())
+            index = MetadataIndex("weight", chunk.offsets)
+            metadata.storage_data[index] = replace(place, offset=file.tell(), length=len(stream.getvalue()))
+            file.write(stream.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _rows(start: int, size: int) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size([start, 0]), torch.Size([size, 2]))
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("rows", [((0, 3), (0, 3)), ((0, 4), (1, 2)), ((3, 3),)])
+def test_every_row_must_be_stored(rows: tuple[tuple[int, int], ...], is_padded: bool, folder: Path) -> None:
+    _store_pieces(folder, [(_rows(start, size), torch.ones(size, 2)) for start, size in rows])
+    with pytest.raises(CheckpointError, match="weight is not stored as a whole"):
+        load_inference_checkpoint(_Embedding(6 + 2 * is_padded, is_padded=is_padded), folder)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("piece", "message"),
+    [
+        (torch.ones(5, 2), "Megatron's loader fails"),
+        (torch.ones(600, 1), "a piece of weight is not stored as a whole"),
+        (torch.ones(600, 2, dtype=torch.bool), "a piece of weight is not stored as a whole"),
+        (torch.ones(600, 2, dtype=torch.bfloat16), "a piece of weight is not stored as a whole"),
+        ([1.0] * 600, "Megatron's loader fails"),
+    ],
+)
+def test_a_piece_that_is_not_what_the_index_says(piece: Any, message: str, tmp_path: Path) -> None:
+    rows = max(6, len(piece))
+    folder = _one_rank_checkpoint(tmp_path / "iter_0000007", torch.ones(rows, 2))
+    model = _Embedding(rows)
+    _store_pieces(folder, [(_rows(0, rows), piece)])
+    with pytest.raises(CheckpointError, match=message):
+        load_inference_checkpoint(model, folder)
+    assert model.weight.eq(9).all()
+
+
+@pytest.mark.usefixtures("group")
+def test_weights_of_another_kind_of_number(tmp_path: Path) -> None:
+    for dtype in (torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64):
+        folder = _one_rank_checkpoint(tmp_path / str(dtype) / "iter_0000007", torch.ones(6, 2).to(dtype))
+        with pytest.raises(CheckpointError, match=f"weight is {dtype} in the checkpoint and torch.float32"):
+            load_inference_checkpoint(_Embedding(), folder)
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "__0_0.distcp", "common.pt", ".metadata"])
+def test_a_pipe_is_not_read(name: str, folder: Path) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        load_inference_checkpoint(_Embedding(), folder)
+
+
+def test_differences_show_the_first_ten_of_each_kind_and_their_number() -> None:
+    model = {f"m{n:02}": torch.ones(1) for n in range(12)} | {"s": torch.ones(2, 4)}
+    differing = differences({"u": torch.ones(1), "s": torch.ones(2, 3)}, model, "the checkpoint")
+    text = describe(differing)
+    names = ", ".join(f"m{n:02}" for n in range(10))
+    assert f"missing in the checkpoint (12): {names} and 2 more;" in text
+    assert "unexpected in the checkpoint (1): u" in text
+    assert "s is [2, 3] in the checkpoint and [2, 4] in the model" in text
+    assert describe(differences(model, model, "the checkpoint")) == ""
+    halves = {name: value.half() for name, value in model.items()}
+    assert not differences(halves, model, "the checkpoint", dtypes=False)
+    assert len(differences(halves, model, "the checkpoint")) == len(model)

@@ -1,0 +1,275 @@
+"""How a model is built: its provider, parameters on the meta device, and nothing of it elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import ModelParallelConfig
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.tensor_parallel import random as megatron_random
+from pytest import MonkeyPatch
+from torch.nn import Linear, Module, Parameter
+
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.inference.models import provider as _provider
+from megatron_rl_patches.inference.models.isolation import original_of, preserved_rng, replaced_in_this_thread
+from megatron_rl_patches.inference.models.meta_device import NeedsValuesError, construction, materialize
+from megatron_rl_patches.inference.models.provider import call_provider, inference_copy, without_training
+from megatron_rl_patches.testing import cpu_backend
+
+ARGUMENTS = {"pre_process": True, "post_process": False, "config": "own", "pg_collection": "groups"}
+
+
+def _only_ends(pre_process: bool = True, post_process: bool = True) -> Any:
+    return {"pre_process": pre_process, "post_process": post_process}
+
+
+def _with_config(config: Any, pre_process: bool, *, post_process: bool, other: int = 0) -> Any:
+    return {"config": config, **_only_ends(pre_process, post_process)}
+
+
+ENDS = {"pre_process", "post_process"}
+
+
+@pytest.mark.parametrize(
+    ("provider", "gets"),
+    [
+        (_only_ends, ENDS),
+        (type("Callable", (), {"__call__": staticmethod(_only_ends)})(), ENDS),
+        (functools.wraps(_only_ends)(lambda *args, **kwargs: _only_ends(*args, **kwargs)), ENDS),
+        (_with_config, {*ENDS, "config"}),
+        (functools.partial(_with_config, config="a policy's"), {*ENDS, "config"}),
+        (lambda **kwargs: kwargs, set(ARGUMENTS)),
+    ],
+)
+def test_a_provider_gets_what_it_takes(provider: Callable[..., Any], gets: set[str]) -> None:
+    assert call_provider(provider, ARGUMENTS) == {name: ARGUMENTS[name] for name in gets}
+
+
+def test_virtual_stages_by_argument() -> None:
+    assert call_provider(lambda vp_stage: vp_stage, {"vp_stage": 1}) == 1
+    assert call_provider(lambda **kwargs: kwargs, {"vp_stage": 1}) == {"vp_stage": 1}
+    with pytest.raises(InvalidInputError, match="takes no vp_stage"):
+        call_provider(_only_ends, {**ARGUMENTS, "vp_stage": 1})
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("was", [{}, {"bf16": True, "params_dtype": torch.bfloat16}])
+def test_the_dtype_is_the_copys(dtype: str, was: dict[str, Any]) -> None:
+    own = inference_copy(ModelParallelConfig(**was), dtype)
+    assert (own.bf16, own.fp16) == (dtype == "bf16", dtype == "fp16")
+    assert own.params_dtype == own.pipeline_dtype == own.autocast_dtype == _provider.DTYPES[dtype]
+    own.lock = threading.Lock()  # which cannot be copied
+    assert without_training(own).lock is own.lock
+
+
+class _Model(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = Linear(3, 3)
+        weight = Parameter(torch.empty(2, 3))
+        self.weight = weight
+        weight.partition_dim = 1  # on the object that it made, not on the one that is registered
+        self.tied = self.weight
+        self.held_elsewhere = {"weight": self.weight}
+        self.register_buffer("counts", torch.ones(4))
+        self.inv_freq = 1.0 / torch.arange(1, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tied @ x
+
+
+def _replaced() -> dict[str, Any]:
+    """What a build replaces for its own thread, as it is now."""
+    return {
+        "Parameter": vars(Parameter)["__new__"],
+        "all_reduce": torch.distributed.all_reduce,
+        "cuda": torch.Tensor.cuda,
+        "current_device": torch.cuda.current_device,
+        "Stream": torch.cuda.Stream,
+        "Stream()": vars(torch.cuda.Stream)["__new__"],
+        "DDP": vars(_BaseDataParallel)["__init__"],
+        "tracker": megatron_random._CUDA_RNG_STATE_TRACKER,
+    }
+
+
+def test_parameters_are_on_meta_and_the_rest_is_real() -> None:
+    before, state = _replaced(), torch.get_rng_state()
+    with construction(on_meta=True, use_cuda=False):
+        model = _Model()
+        assert model.weight.cuda() is model.weight
+        torch.distributed.all_reduce(model.weight.data)  # would raise: there is no process group
+        assert torch.cuda.current_device() == torch.device("cpu")
+        torch.cuda.Stream()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.counts.sum() == 4 and model.inv_freq[0] == 1
+    assert torch.equal(torch.get_rng_state(), state)
+    assert _replaced() == before
+    assert not Parameter(torch.ones(1)).is_meta
+
+
+def _behavior() -> list[str]:
+    """What this thread gets from the functions that a build replaces for its own."""
+    functions: list[Callable[[], object]] = [
+        lambda: Parameter(torch.ones(1)).device,
+        torch.ones(1).cuda,
+        torch.cuda.current_device,
+        torch.cuda.Stream,
+        lambda: torch.distributed.all_reduce(torch.ones(1, device="meta")),
+        lambda: megatron_random.get_cuda_rng_tracker().fork().__enter__(),
+    ]
+    outcomes = []
+    for function in functions:
+        try:
+            outcomes.append(str(function()))
+        except Exception as error:
+            outcomes.append(repr(error))
+    return outcomes
+
+
+def test_another_thread_sees_nothing_of_a_build() -> None:
+    expected = _behavior()
+    with construction(on_meta=True, use_cuda=False):
+        with ThreadPoolExecutor() as pool:
+            assert pool.submit(_behavior).result() == expected
+        assert _behavior() != expected
+
+
+@pytest.fixture
+def no_tracker(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER", None)
+    monkeypatch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
+
+
+@pytest.mark.parametrize("first_to_end", [0, 1])
+def test_overlapping_builds_are_undone(first_to_end: int, no_tracker: None) -> None:
+    before = _replaced()
+    may_end, inside = ([threading.Event(), threading.Event()] for _ in range(2))
+
+    def build(number: int) -> bool:
+        with construction(on_meta=True, use_cuda=False):
+            inside[number].set()
+            may_end[number].wait(30)
+            # The tracker that a build has made outlives that build, as the other one uses it.
+            with megatron_random.get_cuda_rng_tracker().fork():
+                return Parameter(torch.ones(1)).is_meta
+
+    with ThreadPoolExecutor() as pool:
+        builds = []
+        for number in range(2):
+            builds.append(pool.submit(build, number))
+            assert inside[number].wait(30)
+        for number in (first_to_end, 1 - first_to_end):
+            may_end[number].set()
+            assert builds[number].result()
+    assert _replaced() == before
+
+
+def test_materialized_parameters_are_the_same_objects() -> None:
+    with construction(on_meta=True, use_cuda=False):
+        model = _Model()
+        model.linear.bfloat16()
+    weight = model.weight
+    materialize(model, torch.device("cpu"))
+    assert model.weight is weight is model.tied is model.held_elsewhere["weight"]
+    assert weight.partition_dim == 1 and type(weight) is Parameter and weight.requires_grad
+    assert weight.shape == (2, 3) and weight.isnan().all()
+    assert model.linear.weight.dtype is torch.bfloat16
+    with torch.no_grad():
+        weight.fill_(1)
+    assert model(torch.ones(3)).sum() == 6
+
+
+def test_tensors_made_from_a_weight_are_found() -> None:
+    for container in (None, list, dict):
+        with construction(on_meta=True, use_cuda=False):
+            model = _Model()
+            view = model.weight.detach().view(-1)
+            model.linear.views = container([(1, view)]) if container else view
+        with pytest.raises(NeedsValuesError, match=r"makes linear\.views from a weight"):
+            materialize(model, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_generators_of_the_process(raises: bool, no_tracker: None) -> None:
+    with suppress(KeyError), preserved_rng():
+        expected = (random.random(), np.random.rand(), torch.rand(()).item())
+        if raises:
+            raise KeyError
+    assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected
+    assert megatron_random._CUDA_RNG_STATE_TRACKER is None, "there was none, and it made one"
+
+
+@cpu_backend()
+def test_megatrons_tracker(no_tracker: None) -> None:
+    tracker = megatron_random.get_cuda_rng_tracker()
+    tracker.add("dropout", 123)
+
+    def drawn() -> float:
+        with tracker.fork("dropout"):
+            return torch.rand(()).item()
+
+    for seeded_anew in (False, True):
+        with preserved_rng():
+            expected = drawn()
+            if seeded_anew:
+                tracker.reset()
+                tracker.add("dropout", 7)
+                tracker.add("another", 8)
+        assert drawn() == expected
+        assert set(tracker.get_states()) == {"dropout"}
+    generator = torch.Generator().manual_seed(5)  # as for CUDA graphs: it moves in place
+    tracker.set_states({"dropout": generator})
+    with preserved_rng():
+        expected_next = torch.rand((), generator=generator)
+    assert tracker.get_states() == {"dropout": generator}
+    assert torch.equal(torch.rand((), generator=generator), expected_next)
+    tracker.reset()
+    with preserved_rng():
+        tracker.add("dropout", 7)
+    assert not tracker.is_initialized()
+
+
+@pytest.mark.parametrize("is_initialized", [True, False])
+def test_the_cuda_device_that_was_current(is_initialized: bool, monkeypatch: MonkeyPatch) -> None:
+    """Where there is no context, none is created."""
+    states, current = {0: "a", 1: "b"}, 1
+    functions: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: is_initialized,
+        "current_device": is_initialized and (lambda: current),
+        "get_rng_state": is_initialized and (lambda device: states[device]),
+        "set_rng_state": is_initialized and (lambda state, device: states.update({device: state})),
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    with preserved_rng():
+        states[1], current = "moved on", 0
+    assert states == {0: "a", 1: "b" if is_initialized else "moved on"}
+
+
+def test_a_function_that_somebody_has_wrapped_meanwhile_can_be_replaced_again() -> None:
+    owner = SimpleNamespace(function=lambda: ["original"])
+
+    def substitute() -> list[str]:
+        return [*original_of(owner, "function")(), "substitute"]
+
+    with replaced_in_this_thread(owner, "function", substitute):
+        ours = owner.function
+        owner.function = lambda: [*ours(), "wrapper"]
+        assert owner.function() == ["original", "substitute", "wrapper"]
+    assert owner.function() == ["original", "wrapper"]
+    with pytest.raises(ZeroDivisionError), replaced_in_this_thread(owner, "function", substitute):
+        assert owner.function() == ["original", "wrapper", "substitute"]
+        raise ZeroDivisionError
+    assert owner.function() == ["original", "wrapper"]
