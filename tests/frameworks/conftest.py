@@ -21,6 +21,12 @@ def stand_ins_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def miles_on_the_path(stand_ins_on_the_path: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its losses, beside the other stand-ins."""
+    monkeypatch.syspath_prepend(str(STAND_INS / "apart"))
+
+
+@pytest.fixture
 def checkouts(request: pytest.FixtureRequest) -> Checkouts:
     """What is not given skips the test."""
 

@@ -228,10 +228,6 @@ class SlimeJob(RolloutJob):
     homes = ("slime.backends.megatron_utils.model", "slime.backends.megatron_utils.actor")
 
 
-class MilesJob(RolloutJob):
-    homes = ("miles.backends.megatron_utils.model", "miles.backends.megatron_utils.actor")
-
-
 class MegatronJob(Job):
     """Megatron-LM: ``train`` counts iterations in ``args``, which its caller keeps up to date."""
 
@@ -282,6 +278,5 @@ class BridgeJob(Job):
 
 JOBS: dict[str, type[Job]] = {
     "slime": SlimeJob,
-    "miles": MilesJob,
     "megatron.training": MegatronJob,
 }

@@ -58,22 +58,22 @@ def process(seed: int = 1234) -> None:
     init_num_microbatches_calculator(0, [2, 2, 64], 8, tiny_gpt.BATCH, 1)
 
 
-def framework_model(framework: str) -> ModuleType:
-    return importlib.import_module(f"{framework}.backends.megatron_utils.model")
+def slime_model() -> ModuleType:
+    return importlib.import_module("slime.backends.megatron_utils.model")
 
 
-def train(framework: str, state: Sequence[Any], steps: int, batches: Batches) -> None:
-    """One call of the framework's ``train`` with ``(model, optimizer, scheduler)``."""
-    jobs.train_rollout(framework_model(framework), state, batches, steps, SAMPLES)
+def train(state: Sequence[Any], steps: int, batches: Batches) -> None:
+    """One call of slime's ``train`` with ``(model, optimizer, scheduler)``."""
+    jobs.train_rollout(slime_model(), state, batches, steps, SAMPLES)
 
 
-def checkpoints(framework: str, folder: Path) -> tuple[str, str]:
+def checkpoints(folder: Path) -> tuple[str, str]:
     """Of a former policy and of a teacher, at the iteration, as the stand-in of Megatron-LM loads them."""
     for seed, name in ((5, "policy"), (6, "teacher")):
         process(seed)
-        state = framework_model(framework).setup_model_and_optimizer(arguments())
+        state = slime_model().setup_model_and_optimizer(arguments())
         # Adam's moments are there from the first step on.
-        train(framework, state, 1, Batches())
+        train(state, 1, Batches())
         model, optimizer, scheduler = state
         consumed = {"consumed_train_samples": ITERATION * SAMPLES, "consumed_valid_samples": 1}
         state_dict = {

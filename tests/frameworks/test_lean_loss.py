@@ -21,7 +21,7 @@ from tests.device_thread import device_thread
 from tests.frameworks.rollouts import states_of
 from tests.ranks import on_ranks
 
-pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
+pytestmark = pytest.mark.usefixtures("miles_on_the_path")
 
 PATCH = "lean-loss"
 slow = pytest.mark.slow
