@@ -1,7 +1,7 @@
 """The CPU tests that frameworks have of what they compute with Megatron: the patches change no outcome.
 
-Some of them ask for the very bits of slime's own order of operations. Those pass with a tolerance of float32
-rounding, which is put under ``torch.testing.assert_close`` from outside (``own_tests/sitecustomize.py``).
+Two of them ask for the very bits of slime's own order of operations. With patches they get a tolerance of
+float32 rounding, which is put under ``torch.testing.assert_close`` from outside (``own_tests``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.frameworks.checkouts import Checkouts
-from tests.frameworks.packages import Packages
-from tests.frameworks.test_real_verl import TENSORDICT
+from tests.frameworks.packages import TENSORDICT, Packages
 from tests.worlds.environment import without_ours
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -32,7 +31,6 @@ class Suite(NamedTuple):
     paths: tuple[str, ...]
     options: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
-    stubs: str = ""
 
 
 _SLIME = (
@@ -69,15 +67,8 @@ SUITES = {
             "tests/workers/test_megatron_distillation_only_on_cpu.py",
         ),
         packages=TENSORDICT,
-        stubs="accelerate cloudpickle datasets pandas peft",
     ),
 }
-#: Functions that compare with a relative tolerance of 0 and an absolute one of 1e-8, at values around 1.
-EXACT = (
-    "test_calculate_log_probs_and_entropy_matches_unfused_reference_single_rank",
-    "test_calculate_log_probs_and_entropy_matches_unfused_reference_vocab_parallel",
-)
-ROUNDING = "5e-7"
 
 
 def _run(paths: list[str], arguments: Iterable[str], folder: Path, **variables: str) -> dict[str, Any]:
@@ -88,6 +79,7 @@ def _run(paths: list[str], arguments: Iterable[str], folder: Path, **variables: 
         "PYTHONDONTWRITEBYTECODE": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "OWN_TESTS_OUTCOMES": str(record),
+        "OWN_TESTS_ATOL": "0",
     }
     options = ["-q", "-p", "outcomes", "-p", "no:cacheprovider", "--override-ini=addopts="]
     command = [sys.executable, "-m", "pytest", *options, *arguments]
@@ -104,15 +96,8 @@ def test_its_own_tests(checkouts: Checkouts, packages: Packages, tmp_path: Path,
     tests = [path for path in suite.paths if (Path(paths[0]) / path).exists()]
     if not tests:
         pytest.skip("this release has none of these tests")
-    plain = _run(paths, [*suite.options, *tests], tmp_path, OWN_TESTS_STUBS=suite.stubs)
-    assert not plain["applied"]
-    with_patches = {"MEGATRON_RL_PATCHES": "all,distillation", "OWN_TESTS_STUBS": suite.stubs}
-    patched = _run(paths, [*suite.options, *tests], tmp_path, **with_patches)
-    assert patched["applied"]
-    differ = {test for test in plain["outcomes"] if patched["outcomes"].get(test) != plain["outcomes"][test]}
-    assert {test.partition("::")[2].partition("[")[0] for test in differ} <= set(EXACT)
+    plain = _run(paths, [*suite.options, *tests], tmp_path)
+    patched = _run(paths, [*suite.options, *tests], tmp_path, MEGATRON_RL_PATCHES="all,distillation")
+    assert patched["applied"] and not plain["applied"]
+    assert patched["outcomes"] == plain["outcomes"]
     assert "passed" in plain["outcomes"].values()
-    if differ:
-        exact = [*suite.options, *sorted(differ)]
-        relaxed = _run(paths, exact, tmp_path, **with_patches, OWN_TESTS_ATOL=ROUNDING)
-        assert relaxed["outcomes"] == {test: plain["outcomes"][test] for test in differ}

@@ -18,9 +18,8 @@ import pytest
 
 from megatron_rl_patches import status
 from tests.frameworks.import_stubs import prepare
-from tests.frameworks.packages import Packages
+from tests.frameworks.packages import VERL, Packages
 from tests.frameworks.rollouts import FINE, NO_SYNC, outcome
-from tests.frameworks.test_real_verl import RELEASE as VERL
 from tests.ranks import on_ranks
 from tests.worlds.environment import without_ours
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.errors import InvalidInputError
+from tests.frameworks import import_stubs
 from tests.frameworks.import_stubs import EAGER
-from tests.frameworks.test_real_verl import prepare_engine, verl, with_tensordict  # noqa: F401
 from tests.ranks import on_ranks
 from tests.unit.losses.logits.sizes import Sizes
 
@@ -27,13 +27,13 @@ VOCABULARY, K = 64, 4
 
 def prepare(paths: list[str], vocabulary: int = VOCABULARY, length: int | None = None) -> Any:
     """Make verl importable, and a tiny model of that size; return the module of the jobs."""
-    prepare_engine(paths, "fastapi", "uvicorn")  # of its servers
-    from tests.frameworks import verl_distillation_jobs
+    import_stubs.prepare(paths)
+    from tests.frameworks import verl_jobs
     from tests.references import tiny_gpt
 
     if length is not None:
         tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = vocabulary, length
-    return verl_distillation_jobs
+    return verl_jobs
 
 
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def truncated(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def with_tail(formula: Any, k: int = K) -> Any:
-    from tests.frameworks.verl_distillation_jobs import buckets
+    from tests.frameworks.verl_jobs import buckets
 
     def compare(student: Tensor, teacher: Tensor, *old: Tensor) -> Tensor:
         ids = teacher.topk(k, 1).indices
@@ -75,12 +75,12 @@ def clamped(student: Tensor, teacher: Tensor) -> Tensor:
 
 @with_each_tp
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
-def test_forward_kl_counts_the_tail(with_tensordict: list[str], ranks: int) -> None:  # noqa: F811
+def test_forward_kl_counts_the_tail(verl: list[str], ranks: int) -> None:
     """Without the patch it is truncated and clamped.
 
     Its gradient at TP 2 is then that of the formula, which leaves out tokens: verl#7856.
     """
-    jobs = prepare(with_tensordict)
+    jobs = prepare(verl)
     from tests.frameworks.loss_jobs import distance
 
     lines: list[str] = []
@@ -123,18 +123,18 @@ def test_forward_kl_counts_the_tail(with_tensordict: list[str], ranks: int) -> N
 
 @with_each_tp
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
-def test_further_objectives(with_tensordict: list[str], ranks: int) -> None:  # noqa: F811
+def test_further_objectives(verl: list[str], ranks: int) -> None:
     """Importance weights are those of the policy that sampled.
 
     With them the first step is that of the reverse KL; the second has another value, by the KL of the step.
     """
-    jobs = prepare(with_tensordict)
+    jobs = prepare(verl)
     from tests.frameworks.loss_jobs import distance
 
     table, old = jobs.teacher_table(VOCABULARY), jobs.teacher_table(VOCABULARY, seed=1)
 
     def make(name: str, k: int = K, **options: Any) -> Any:
-        loss_mode = f"{jobs.OURS}{name}_topk"
+        loss_mode = f"megatron_rl_patches.{name}_topk"
         return jobs.DistillationJob(table, loss_mode, k, tp=ranks, vocab_size=VOCABULARY, **options)
 
     def check(job: Any, formula: Any) -> None:
@@ -170,9 +170,9 @@ def peaked_table(vocabulary: int) -> Tensor:
 
 @with_each_tp
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
-def test_a_student_that_is_trained_to_the_end(with_tensordict: list[str], ranks: int) -> None:  # noqa: F811
+def test_a_student_that_is_trained_to_the_end(verl: list[str], ranks: int) -> None:
     """Without the tail it takes the teacher for surer than it is; right answers are all but the likeliest."""
-    jobs = prepare(with_tensordict, 16, 64)
+    jobs = prepare(verl, 16, 64)
     reached = []
     for patches in ((), ("distillation",)):
         with applied(*patches) if patches else nullcontext():
@@ -187,10 +187,10 @@ def test_a_student_that_is_trained_to_the_end(with_tensordict: list[str], ranks:
 @pytest.mark.parametrize("packed", [True, False])
 @with_each_tp
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
-def test_no_logits(with_tensordict: list[str], ranks: int, packed: bool) -> None:  # noqa: F811
+def test_no_logits(verl: list[str], ranks: int, packed: bool) -> None:
     """verl's worker trains on deferred logits, with the same losses, metrics and gradient norms."""
     # With these sizes the logits have more than twice the elements of any other tensor.
-    jobs = prepare(with_tensordict, 2048, 256)
+    jobs = prepare(verl, 2048, 256)
     small = {"num_layers": 1, "num_attention_heads": 2}
     sizes: dict[str, Any] = {"tp": ranks, "vocab_size": 2048, "seq_length": 256, "config": small}
     runs, table = [], jobs.teacher_table(2048)
@@ -215,9 +215,9 @@ def test_no_logits(with_tensordict: list[str], ranks: int, packed: bool) -> None
 @pytest.mark.runs("top-k distillation", ranks=2)
 @pytest.mark.parametrize("tp", [1, 2])
 @on_ranks(2, timeout=300, env=EAGER)
-def test_bad_input_is_refused_on_all_ranks(with_tensordict: list[str], tp: int) -> None:  # noqa: F811
+def test_bad_input_is_refused_on_all_ranks(verl: list[str], tp: int) -> None:
     """One of two data-parallel or tensor-parallel ranks has it; no rank forwards anything."""
-    jobs = prepare(with_tensordict)
+    jobs = prepare(verl)
 
     def check(message: str, k: int = K, **spoilt: Any) -> None:
         job = jobs.DistillationJob(jobs.teacher_table(80), "forward_kl_topk", k, tp=tp, vocab_size=64)

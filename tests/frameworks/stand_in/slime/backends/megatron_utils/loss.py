@@ -1,4 +1,7 @@
-"""In the shape of slime up to v0.3.0: all rows at once, slices of the results."""
+"""In the shape of slime up to v0.3.0: all rows at once, slices of the results.
+
+Checkpointed as torch's default has it, as in OpenClaw-RL.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed.nn
 from loss_parts import Reduction, as_megatron_expects, sum_of_sample_mean_of, what_is_scored
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ...utils.ppo_utils import calculate_log_probs_and_entropy, compute_approx_kl, compute_policy_loss
+from .cp_utils import slice_log_prob_with_cp
 
 
 def get_log_probs_and_entropy(
@@ -27,7 +32,8 @@ def get_log_probs_and_entropy(
     logits = logits.squeeze(0)
     if args.rollout_temperature != 1.0:
         logits = logits / args.rollout_temperature
-    tokens = torch.cat([tokens.roll(-1) for tokens in unconcat_tokens])
+    first = mpu.get_context_parallel_rank() * len(logits) if args.allgather_cp else 0
+    tokens = torch.cat([tokens.roll(-1) for tokens in unconcat_tokens])[first : first + len(logits)]
     log_probs, entropies = calculate_log_probs_and_entropy(
         logits,
         tokens,
@@ -36,17 +42,48 @@ def get_log_probs_and_entropy(
         chunk_size=args.log_probs_chunk_size,
         need_entropy_grad=with_entropy and args.entropy_coef != 0,
     )
-    spans = _spans(total_lengths, response_lengths)
+    spans = _spans(total_lengths, response_lengths, first)
     res = {"log_probs": [log_probs.squeeze(-1)[span] for span in spans]}
     if entropies is not None:
         res["entropy"] = [entropies[span] for span in spans]
+    if args.allgather_cp:
+        lengths = {"total_lengths": total_lengths, "response_lengths": response_lengths}
+        _allgather_cp_redistribute(res, logits_local_len=len(logits), **lengths)
     return torch.empty(0), res
 
 
-def _spans(total_lengths: list[int], response_lengths: list[int]) -> list[slice]:
-    """Return the rows that predict the responses."""
-    ends = torch.tensor(total_lengths).cumsum(0).tolist()
-    return [slice(end - length - 1, end - 1) for end, length in zip(ends, response_lengths, strict=True)]
+def _spans(total_lengths: list[int], response_lengths: list[int], first: int = 0) -> list[slice]:
+    """Return the rows that predict the responses, counted from the first that this rank has."""
+    ends = (torch.tensor(total_lengths).cumsum(0) - first).tolist()
+    lengths = zip(ends, response_lengths, strict=True)
+    return [slice(max(end - length - 1, 0), max(end - 1, 0)) for end, length in lengths]
+
+
+def _allgather_cp_redistribute(
+    res: dict[str, list[Tensor]],
+    *,
+    logits_local_len: int,
+    total_lengths: list[int],
+    response_lengths: list[int],
+) -> None:
+    """Give zigzag chunks of responses to ranks that have rows of the whole batch.
+
+    Where a rank has no token of a sample, its placeholder requires grad, also if other ranks' values do not.
+    """
+    first = mpu.get_context_parallel_rank() * logits_local_len
+    for key, values in res.items():
+        whole, start = [], 0
+        for value, total, response in zip(values, total_lengths, response_lengths, strict=True):
+            before = min(max(first - (start + total - response - 1), 0), response)
+            if len(value) == 0:
+                whole.append(torch.zeros(response, dtype=value.dtype, requires_grad=True))
+            else:
+                whole.append(torch.nn.functional.pad(value, (before, response - before - len(value))))
+            start += total
+        group = mpu.get_context_parallel_group()
+        gathered = torch.distributed.nn.all_reduce(torch.cat(whole), group=group).split(response_lengths)
+        samples = zip(gathered, total_lengths, response_lengths, strict=True)
+        res[key] = [slice_log_prob_with_cp(*sample) for sample in samples]
 
 
 def policy_loss_function(
@@ -86,7 +123,7 @@ def loss_function(
     own = policy_loss_function if args.loss_type == "policy_loss" else value_loss_function
     function = partial(own, sum_of_sample_mean=sum_of_sample_mean_of(batch))
     if args.recompute_loss_function:
-        loss, log = checkpoint(function, args, batch, logits, use_reentrant=False)
+        loss, log = checkpoint(function, args, batch, logits)
     else:
         loss, log = function(args, batch, logits)
     return as_megatron_expects(loss, log)
