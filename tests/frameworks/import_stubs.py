@@ -92,6 +92,12 @@ def prepare(paths: list[str]) -> None:
     install()
 
 
+def job_of(framework: str, paths: list[str]) -> Any:
+    """Make a framework importable; return its class of jobs."""
+    prepare(paths)
+    return importlib.import_module("tests.frameworks.real_jobs").JOBS[framework]
+
+
 def install(packages: Iterable[str] = PACKAGES) -> None:
     """Make ``import`` of those packages that are not installed succeed in this process, from now on."""
     missing = (

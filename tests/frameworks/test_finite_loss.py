@@ -1,4 +1,4 @@
-"""``finite-loss`` on a stand-in; ``test_real_finite_loss.py`` checks the same of frameworks themselves.
+"""``finite-loss`` on a stand-in; ``test_real_lean_loss.py`` checks the same of frameworks themselves.
 
 Unpatched, a masked token of which some number is not finite makes gradients NaN. Patched, the loss and the
 gradient are bit for bit those of the batch in which that token is as good as the others.

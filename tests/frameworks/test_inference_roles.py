@@ -29,40 +29,40 @@ DDP = "DistributedDataParallel"
 def test_policy_and_teachers_side_by_side(tmp_path: Path) -> None:
     from megatron.core import optimizer
 
-    from tests.frameworks import role_jobs
+    from tests.frameworks import jobs
     from tests.references import tiny_gpt
 
-    policy, teacher = role_jobs.checkpoints(tmp_path)
-    slime = role_jobs.slime_model()
+    policy, teacher = jobs.checkpoints(tmp_path)
+    slime = jobs.slime_model()
 
     def policy_and_batches() -> Any:
-        role_jobs.process()
+        jobs.process()
         # Of the distributed optimizer's moments, the stand-in's checkpoints tell nothing.
-        args = role_jobs.arguments(load=policy, no_load_optim=True)
-        return args, slime.initialize_model_and_optimizer(args, "actor")[:3], role_jobs.Batches()
+        args = jobs.global_arguments(load=policy, no_load_optim=True)
+        return args, slime.initialize_model_and_optimizer(args, "actor")[:3], jobs.Batches()
 
     _, state, batches = policy_and_batches()
-    role_jobs.train(state, 4, batches)
+    jobs.train(state, 4, batches)
     alone = tiny_gpt.checksum(state[0], state[1])
 
     apply(PATCH, "reentrant-train")
     args, state, batches = policy_and_batches()
     assert type(state[0][0]).__name__ == DDP and state[1] is not None
-    role_jobs.train(state, 2, batches)
+    jobs.train(state, 2, batches)
     args.load = teacher
-    saved = torch.load(Path(teacher) / role_jobs.WEIGHTS, weights_only=False)["model"]
+    saved = torch.load(Path(teacher) / jobs.WEIGHTS, weights_only=False)["model"]
     teachers = []
     for role in (TEACHER, "ref"):
-        chunk = role_jobs.build_teacher(slime.initialize_model_and_optimizer, args, role)
+        chunk = jobs.build_teacher(slime.initialize_model_and_optimizer, args, role)
         assert type(chunk).__name__ == "GPTModel" and chunk.role == role
-        assert role_jobs.has_weights(chunk, saved)
+        assert jobs.has_weights(chunk, saved)
         assert chunk.config is not state[0][0].config and chunk.config.no_sync_func is None
         assert slime.logits_of(chunk, torch.arange(16)[None]).shape == (1, 16, 32)
         teachers.append([chunk])
-    role_jobs.train(state, 2, batches)
+    jobs.train(state, 2, batches)
     assert tiny_gpt.checksum(state[0], state[1]) == alone
     for error in (
-        outcome(role_jobs.train, (teachers[0], None, None), 1, role_jobs.Batches()),
+        outcome(jobs.train, (teachers[0], None, None), 1, jobs.Batches()),
         outcome(optimizer.get_megatron_optimizer, optimizer.OptimizerConfig(), teachers[0]),
     ):
         assert error.startswith("InferenceOnlyError: ")
@@ -74,14 +74,14 @@ def test_policy_and_teachers_side_by_side(tmp_path: Path) -> None:
 @on_ranks(1)
 def test_which_models_and_schedules_are_built(tmp_path: Path) -> None:
     """Of slime that only evaluates, of a sharded teacher, and of a policy that goes on with a schedule."""
-    from tests.frameworks import role_jobs
+    from tests.frameworks import jobs
 
-    policy, _ = role_jobs.checkpoints(tmp_path)
+    policy, _ = jobs.checkpoints(tmp_path)
 
     def built(role: str = "actor", **options: Any) -> Any:
-        role_jobs.process()
-        args = role_jobs.arguments(load=policy, **options)
-        return role_jobs.slime_model().initialize_model_and_optimizer(args, role)
+        jobs.process()
+        args = jobs.global_arguments(load=policy, **options)
+        return jobs.slime_model().initialize_model_and_optimizer(args, role)
 
     def kind(*role: str, **options: Any) -> str:
         return type(built(*role, **options)[0][0]).__name__
@@ -95,7 +95,7 @@ def test_which_models_and_schedules_are_built(tmp_path: Path) -> None:
     assert {name.split(".")[0] for name, _ in chunks[0].named_parameters()} == {"module"}
     assert kind(num_rollout=0) == DDP
     with pytest.raises(InferenceOnlyError, match="--num-rollout 0"):
-        role_jobs.train((chunks, None, None), 1, role_jobs.Batches())
+        jobs.train((chunks, None, None), 1, jobs.Batches())
     assert kind("ref", bf16=True) == "Float16Module"
     assert kind("ref", use_torch_fsdp2=True) == DDP
 
@@ -116,11 +116,11 @@ def test_nemo_rl() -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
     from nemo_rl.models.megatron import setup
 
-    from tests.frameworks import role_jobs
+    from tests.frameworks import jobs
 
-    role_jobs.arguments()
+    jobs.global_arguments()
     cfg = SimpleNamespace(
-        model=SimpleNamespace(provide=role_jobs.provider),
+        model=SimpleNamespace(provide=jobs.provider),
         ddp=DistributedDataParallelConfig(),
         dist=SimpleNamespace(use_torch_fsdp2=False),
     )
@@ -128,7 +128,7 @@ def test_nemo_rl() -> None:
     def run() -> tuple[dict[str, Any], list[str]]:
         """State of the reference model, and classes: of it, and of models with and without optimizer."""
         built: list[Any] = []
-        role_jobs.process(3)
+        jobs.process(3)
         state = setup.setup_reference_model_state({"built": built.extend}, cfg)
         for load in (True, False):
             model, _ = setup.setup_model_and_optimizer({"optimizer": object()}, cfg, load_optimizer=load)
@@ -151,17 +151,17 @@ def test_areal() -> None:
     from areal.engine.megatron_engine import MegatronEngine
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from tests.frameworks import role_jobs
+    from tests.frameworks import jobs
     from tests.frameworks.loss_jobs import Arguments
 
-    role_jobs.process()
-    role_jobs.arguments()
+    jobs.process()
+    jobs.global_arguments()
 
     def built(optimizer: Any = None, use_lora: bool = False, **options: Any) -> tuple[str, Any]:
         ddp = DistributedDataParallelConfig(overlap_grad_reduce=True)
         megatron = Arguments(wrap_with_ddp=True, ddp=ddp, **options)
         config = {"optimizer": optimizer, "megatron": megatron, "use_lora": use_lora}
-        engine = MegatronEngine(SimpleNamespace(**config, model_provider=role_jobs.provider))
+        engine = MegatronEngine(SimpleNamespace(**config, model_provider=jobs.provider))
         engine.initialize(None, None)
         return type(engine.model[0]).__name__, engine
 

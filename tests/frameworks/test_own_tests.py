@@ -1,6 +1,6 @@
-"""The CPU tests that frameworks have of what they compute with Megatron: the patches change no outcome.
+"""Tests of frameworks of what they compute with Megatron, and Megatron-LM's own: patches change no outcome.
 
-Two of them ask for the very bits of slime's own order of operations. With patches they get a tolerance of
+Two of slime's ask for the very bits of its own order of operations. With patches they get a tolerance of
 float32 rounding, which is put under ``torch.testing.assert_close`` from outside (``own_tests``).
 """
 
@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import pytest
 
 from tests.frameworks.checkouts import Checkouts
 from tests.frameworks.packages import TENSORDICT, Packages
+from tests.lab.conformance import runs
 from tests.worlds.environment import without_ours
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -101,3 +103,27 @@ def test_its_own_tests(checkouts: Checkouts, packages: Packages, tmp_path: Path,
     assert patched["applied"] and not plain["applied"]
     assert patched["outcomes"] == plain["outcomes"]
     assert "passed" in plain["outcomes"].values()
+
+
+# Few minutes, of what the patches touch: DDP, its buckets, the optimizer, schedules and the model's head.
+OF_MEGATRON = (
+    "distributed/test_distributed_data_parallel.py",
+    "distributed/test_param_and_grad_buffer.py",
+    "models/test_gpt_model.py",
+    "pipeline_parallel/test_schedules.py",
+    "tensor_parallel",
+    "test_optimizer.py",
+)
+
+
+def test_a_part_of_megatrons_tests(checkouts: Checkouts, tmp_path: Path) -> None:
+    checkout, results = Path(*checkouts("megatron.training")), tmp_path / "results.jsonl"
+    files = (f"tests/unit_tests/{name}" for name in OF_MEGATRON)
+    select = tuple(name for name in files if (checkout / name).exists())
+    runs.run_at_smallest(checkout, select, ranks=(1, 2), results=results)
+    runs.run_with_patches(checkout, "all", results=results)
+    assert runs.repeated_changes(checkout, runs.changes(results, "all"), "all") == []
+    outcomes = Counter(result.outcome for result in runs.final_of(results))
+    assert outcomes[runs.PASSED] > 90
+    assert outcomes[runs.HANGS] == 0
+    assert len(runs.final_of(results, "all")) >= outcomes[runs.PASSED]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_rl_patches import Settings, apply
-from tests.frameworks.import_stubs import prepare
+from tests.frameworks.import_stubs import job_of
 from tests.frameworks.rollouts import states_of
 from tests.ranks import on_ranks
 from tests.worlds.actors import Actor
@@ -37,11 +37,9 @@ NAME = "distillation"
 def test_the_student_approaches_its_teachers(
     framework: str, paths: list[str], tmp_path: Path, top_k: int | str, combine: str
 ) -> None:
-    prepare(paths)
-    from tests.frameworks.real_jobs import JOBS
-
+    job_type = job_of(framework, paths)
     apply(NAME, "reentrant-train", settings=Settings())
-    job = JOBS[framework]()
+    job = job_type()
     folders = {name: str(tmp_path / name) for name in ("math", "code")}
     generator = torch.Generator().manual_seed(3)
     for folder in map(Path, folders.values()):

@@ -5,18 +5,20 @@ Checkpointed as torch's default has it, as in OpenClaw-RL.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed.nn
-from loss_parts import Reduction, as_megatron_expects, sum_of_sample_mean_of, what_is_scored
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ...utils.ppo_utils import calculate_log_probs_and_entropy, compute_approx_kl, compute_policy_loss
 from .cp_utils import slice_log_prob_with_cp
+
+Reduction = Callable[[Tensor], Tensor]
 
 
 def get_log_probs_and_entropy(
@@ -89,7 +91,8 @@ def _allgather_cp_redistribute(
 def policy_loss_function(
     args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Reduction
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    _, scores = get_log_probs_and_entropy(logits, args=args, with_entropy=True, **what_is_scored(batch))
+    scored = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
+    _, scores = get_log_probs_and_entropy(logits, args=args, with_entropy=True, **scored)
     old_log_probs = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch["log_probs"]
     log_probs, old = torch.cat(scores["log_probs"]), torch.cat(old_log_probs)
     advantages = torch.cat(batch["advantages"])
@@ -120,10 +123,14 @@ def value_loss_function(
 def loss_function(
     args: Any, batch: dict[str, Any], num_microbatches: int, logits: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def sum_of_sample_mean(x: Tensor) -> Tensor:
+        parts = zip(x.split(batch["response_lengths"]), batch["loss_masks"], strict=True)
+        return torch.stack([(part * mask).sum() / mask.sum().clamp(min=1) for part, mask in parts]).sum()
+
     own = policy_loss_function if args.loss_type == "policy_loss" else value_loss_function
-    function = partial(own, sum_of_sample_mean=sum_of_sample_mean_of(batch))
+    function = partial(own, sum_of_sample_mean=sum_of_sample_mean)
     if args.recompute_loss_function:
         loss, log = checkpoint(function, args, batch, logits)
     else:
         loss, log = function(args, batch, logits)
-    return as_megatron_expects(loss, log)
+    return loss, torch.tensor(1), {"keys": list(log), "values": torch.tensor([1.0, *log.values()])}
