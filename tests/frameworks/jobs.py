@@ -114,16 +114,15 @@ class Batches(tiny_gpt.SyntheticData):
 class Disk:
     """Takes checkpoints, and notes whether the forward pre-hooks were on while saving."""
 
-    def __init__(self, model: Sequence[Any]) -> None:
+    def __init__(self) -> None:
         self.checksums: list[str] = []
         self.hooks_were_on: list[bool] = []
-        self._model = model
 
-    def write(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.hooks_were_on.append(hooks_are_on(self._model))
+    def write(self, iteration: int, model: Sequence[Any], *unused: Any, **unused_too: Any) -> None:
+        self.hooks_were_on.append(hooks_are_on(model))
         digest = hashlib.sha256()
-        for parameter in parameters:
-            digest.update(parameter.contiguous().view(torch.uint8).numpy().tobytes())
+        for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
+            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
         self.checksums.append(digest.hexdigest())
 
 
@@ -169,7 +168,7 @@ class Job:
         self.model, self.optimizer = self.options.build()
         self.config = get_model_config(self.model[0])
         self.batches = Batches()
-        self.disk = Disk(self.model)
+        self.disk = Disk()
         self.steps = 0
         self.module = importlib.import_module(self.homes[-1])
         self.args: Any = arguments(

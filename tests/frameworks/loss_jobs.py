@@ -42,11 +42,8 @@ def initialize(tp: int = 1, cp: int = 1) -> None:
 
 
 def set_parallel_state_of_miles() -> None:
-    """Hand Megatron's groups to miles, which has others besides, of one rank; its stand-in asks Megatron."""
-    try:
-        home = importlib.import_module("miles.backends.training_utils.parallel")
-    except ModuleNotFoundError:
-        return
+    """Hand Megatron's groups to miles, which has others besides, of one rank."""
+    home = importlib.import_module("miles.backends.training_utils.parallel")
     groups = {
         "tp": parallel_state.get_tensor_model_parallel_group(),
         "cp": parallel_state.get_context_parallel_group(),
@@ -95,10 +92,7 @@ class LossJob:
             eps_clip=0.2,
             eps_clip_high=0.2,
             recompute_loss_function=False,
-            calculate_per_token_loss=False,
             global_batch_size=3,
-            true_on_policy_mode=False,
-            use_dynamic_global_batch_size=False,
             multi_lora_n_adapters=0,
         )
         vars(self.args).update(options)

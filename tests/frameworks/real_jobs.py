@@ -12,7 +12,6 @@ import dataclasses
 import importlib
 import math
 import sys
-from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -32,7 +31,6 @@ from tests.frameworks.jobs import (
     ITERATION,
     MICROBATCHES,
     ROLLOUTS,
-    Job,
     MegatronJob,
     RolloutJob,
     provider,
@@ -55,10 +53,6 @@ SIZES = {
 }
 
 
-def _write(job: Job, iteration: int, model: Any, *unused: Any, **options: Any) -> None:
-    job.disk.write([parameter.detach().clone() for chunk in model for parameter in chunk.parameters()])
-
-
 class _RolloutJob(RolloutJob):
     """slime, vime and miles: supervised loss on the second half of each sequence."""
 
@@ -66,7 +60,7 @@ class _RolloutJob(RolloutJob):
         super().__init__(**options)
         for chunk in self.model:
             takes_packed_tokens(chunk.module)
-        self.module.save_checkpoint = partial(_write, self)  # type: ignore[attr-defined]
+        self.module.save_checkpoint = self.disk.write  # type: ignore[attr-defined]
 
     def _set_global_variables(self) -> None:
         vars(self.args).update(
@@ -147,7 +141,7 @@ class RealMegatronJob(MegatronJob):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.module.save_checkpoint = partial(_write, self)  # type: ignore[attr-defined]
+        self.module.save_checkpoint = self.disk.write  # type: ignore[attr-defined]
 
     def _set_global_variables(self) -> None:
         of_job = {

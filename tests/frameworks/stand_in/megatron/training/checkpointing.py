@@ -19,7 +19,7 @@ _CHECKPOINT_VERSION: float | None = None
 def save_checkpoint(
     iteration: int, model: Any, optimizer: Any, opt_param_scheduler: Any, **unused: Any
 ) -> None:
-    get_args().disk.write([parameter.detach().clone() for chunk in model for parameter in chunk.parameters()])
+    get_args().disk.write(iteration, model)
 
 
 def load_checkpoint(
