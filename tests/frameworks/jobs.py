@@ -327,18 +327,17 @@ def checkpoints(folder: Path) -> tuple[str, str]:
     """Of a former policy and of a teacher, at the iteration, as the stand-in of Megatron-LM loads them."""
     for seed, name in ((5, "policy"), (6, "teacher")):
         process(seed)
-        state = slime_model().setup_model_and_optimizer(global_arguments())
-        # Adam's moments are there from the first step on.
-        train(state, 1, Batches())
-        model, optimizer, scheduler = state
-        consumed = {"consumed_train_samples": ITERATION * SAMPLES, "consumed_valid_samples": 1}
+        [chunk], _, scheduler = slime_model().setup_model_and_optimizer(global_arguments())
+        consumed = ITERATION * SAMPLES
         state_dict = {
             "checkpoint_version": 3.0,
-            "iteration": ITERATION,
-            "args": SimpleNamespace(hidden_size=tiny_gpt.HIDDEN, skipped_train_samples=2, **consumed),
-            "model": model[0].module.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "opt_param_scheduler": scheduler.state_dict() | {"num_steps": ITERATION * SAMPLES},
+            "args": {
+                "consumed_train_samples": consumed,
+                "consumed_valid_samples": 1,
+                "skipped_train_samples": 2,
+            },
+            "model": chunk.module.state_dict(),
+            "opt_param_scheduler": scheduler.state_dict() | {"num_steps": consumed},
             "rng_state": torch.Generator().manual_seed(99).get_state(),
         }
         (folder / name / WEIGHTS).parent.mkdir(parents=True)
