@@ -329,13 +329,10 @@ def checkpoints(folder: Path) -> tuple[str, str]:
         process(seed)
         [chunk], _, scheduler = slime_model().setup_model_and_optimizer(global_arguments())
         consumed = ITERATION * SAMPLES
+        others = {"consumed_valid_samples": 1, "skipped_train_samples": 2}
         state_dict = {
             "checkpoint_version": 3.0,
-            "args": {
-                "consumed_train_samples": consumed,
-                "consumed_valid_samples": 1,
-                "skipped_train_samples": 2,
-            },
+            "args": {"consumed_train_samples": consumed, **others},
             "model": chunk.module.state_dict(),
             "opt_param_scheduler": scheduler.state_dict() | {"num_steps": consumed},
             "rng_state": torch.Generator().manual_seed(99).get_state(),

@@ -37,8 +37,7 @@ def test_policy_and_teachers_side_by_side(tmp_path: Path) -> None:
 
     def policy_and_batches() -> Any:
         jobs.process()
-        # Of the distributed optimizer's moments, the stand-in's checkpoints tell nothing.
-        args = jobs.global_arguments(load=policy, no_load_optim=True)
+        args = jobs.global_arguments(load=policy)
         return args, slime.initialize_model_and_optimizer(args, "actor")[:3], jobs.Batches()
 
     _, state, batches = policy_and_batches()
