@@ -129,19 +129,32 @@ def test_policy_loss() -> None:
         assert (log_probs - expected).abs().max() < 1e-6
 
 
-def test_miles_keeps_the_bits_of_its_engine() -> None:
+def test_options_by_the_names_of_each_release() -> None:
+    """With ``true_on_policy`` miles keeps the bits of its engine."""
     from megatron_rl_patches.frameworks import slime_losses
 
     def own(
-        logits: Any, tokens: Any, tp_group: Any, with_entropy: Any = False, true_on_policy: bool = False
+        logits: Any,
+        tokens: Any,
+        tp_group: Any,
+        with_entropy: bool = False,
+        with_entropy_grad: bool = True,
+        entropy_requires_grad: bool = True,
+        need_entropy_grad: bool = True,
+        true_on_policy: bool = False,
+        vocab_size: int | None = None,
     ) -> str:
         return "its own"
 
-    logits, tokens = torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64)
-    for is_left_alone in (True, False):
-        call = Call(own, (logits, tokens, None), {"true_on_policy": is_left_alone})
-        returned = slime_losses.calculate_log_probs_and_entropy(call)
-        assert (returned == "its own") is is_left_alone
+    def scored(**options: Any) -> Any:
+        logits, tokens = torch.zeros(2, 5, requires_grad=True), torch.zeros(2, dtype=torch.int64)
+        call = Call(own, (logits, tokens, None, True), options)
+        return slime_losses.calculate_log_probs_and_entropy(call)
+
+    assert scored(true_on_policy=True) == "its own"
+    for name in ("with_entropy_grad", "entropy_requires_grad", "need_entropy_grad"):
+        log_probs, entropy = scored(vocab_size=5, **{name: False})
+        assert (log_probs.requires_grad, entropy.requires_grad) == (True, False)
 
 
 def _redistributed(backward: bool) -> dict[tuple[int, float], list[bool]]:
