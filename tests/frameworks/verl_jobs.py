@@ -327,10 +327,9 @@ class DistillationJob(EngineJob):
         data = self.batch()
         ids, lengths = data["input_ids"], [len(response) for response in data["responses"].unbind()]
         self.tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=sum(lengths))
-        if self.packed:
-            cut, packing, _ = util.preprocess_thd_engine(ids)
-        else:
-            cut, mask, _ = util.preprocess_bshd_engine(ids)
+        way, further = ("thd", (ids, SAMPLES)) if self.packed else ("bshd", ())
+        cut, layout, _ = getattr(util, f"preprocess_{way}_engine")(ids)
+        postprocess = getattr(util, f"postprocess_{way}_engine")
         generator = torch.Generator().manual_seed(5)
         noise = torch.randn(*cut.shape, len(self.table), generator=generator)
         whole = TEMPERATURE * (1.2 * self.table[cut].float() + noise)
@@ -347,21 +346,15 @@ class DistillationJob(EngineJob):
                 distillation_only=not self.policy,
                 logits_processor_func=self.loss,
                 batch=data,
-                data_format="thd" if self.packed else "bshd",
+                data_format=way,
             )
-        for name, values in outputs.items():
-            if self.packed:
-                outputs[name] = util.postprocess_thd_engine(values, packing, ids, SAMPLES)
-            else:
-                outputs[name] = util.postprocess_bshd_engine(values, mask)
+        outputs = {name: postprocess(values, layout, *further) for name, values in outputs.items()}
         loss, metrics = self.loss(model_output=outputs, data=data)
         loss.backward()
-        rows, start = [], 0  # of the logits that predict a response token
-        size = parallel_state.get_tensor_model_parallel_world_size()
-        for tokens, response in zip(ids.unbind(), lengths, strict=True):
-            rows.append(start + torch.arange(len(tokens) - response - 1, len(tokens) - 1))
-            start += -(-len(tokens) // size) * size if self.packed else cut.shape[1]
-        tokens = cut.flatten()[torch.cat(rows)]
+        places = postprocess(torch.arange(cut.numel()).view(cut.shape), layout, *further).unbind()
+        # Of the logits that predict a response token.
+        rows = torch.cat([of[-length - 1 : -1] for of, length in zip(places, lengths, strict=True)])
+        tokens = cut.flatten()[rows]
         return {
             "made": is_deferred and not logits.is_deferred,
             "is_overwritten": not is_deferred and not torch.equal(logits, leaf / TEMPERATURE),
@@ -369,7 +362,7 @@ class DistillationJob(EngineJob):
             "least": metrics["distillation/loss_min"].values[0],
             "gradient": leaf.grad.flatten(0, 1),
             "student": whole.double().flatten(0, 1),
-            "rows": torch.cat(rows),
+            "rows": rows,
             "tokens": tokens,
             "teacher": self.table[tokens],
         }
