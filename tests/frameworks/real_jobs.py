@@ -155,8 +155,6 @@ class RealMegatronJob(MegatronJob):
             "iteration": 0,
             "log_interval": 1000,
             "eval_iters": 1,
-            "do_valid": False,
-            "use_megatron_fsdp": False,
             "params_dtype": torch.float32,
         }
         self.args = set_megatron_arguments(**of_job)
@@ -221,35 +219,27 @@ def global_arguments(**values: Any) -> Arguments:
         if field.default is not dataclasses.MISSING
     }
     options = {
-        "position_embedding_type": "learned_absolute",
         "bf16": True,
         "params_dtype": torch.bfloat16,
         "accumulate_allreduce_grads_in_fp32": True,
         # The distributed one stores no state of the Adam of torch, only of fused ones.
         "use_distributed_optimizer": False,
         "overlap_grad_reduce": True,
-        "check_for_nan_in_loss_and_grad": True,
         "use_dist_ckpt": True,
-        "ckpt_format": "torch_dist",
         "global_batch_size": GLOBAL_BATCH,
         "rollout_batch_size": GLOBAL_BATCH,
         "n_samples_per_prompt": 1,
         "num_rollout": ROLLOUTS,
         "lr": 5e-3,
         "min_lr": 0.0,
-        "lr_decay_style": "linear",
-        "lr_warmup_iters": 0,
-        "lr_warmup_init": 0.0,
         "start_weight_decay": 0.0,
         "end_weight_decay": 0.0,
-        "weight_decay_incr_style": "constant",
         "use_checkpoint_opt_param_scheduler": True,
         "enable_gloo_process_groups": False,
         "world_size": torch.distributed.get_world_size(),
         "rank": torch.distributed.get_rank(),
         "rollout_top_p": 1.0,
         "megatron_to_hf_mode": "raw",
-        "debug_disable_optimizer": False,
         "lora_rank": 0,
     }
     return set_megatron_arguments(**{**defaults, **options, **values})

@@ -9,6 +9,7 @@ the same of the frameworks themselves.
 from __future__ import annotations
 
 import importlib
+import itertools
 import warnings
 from typing import Any
 from unittest import mock
@@ -33,27 +34,30 @@ def check_scores(framework: str, **options: Any) -> float:
     """Compare a framework's scores and gradients with the dense ones; return the error of unpatched ones."""
     from tests.frameworks.loss_jobs import LossJob, distance
 
+    ways = [
+        {"entropy_coef": entropy_coef, "rollout_temperature": temperature, **options}
+        for entropy_coef, temperature in itertools.product((0.0, 0.1), (1.0, 0.7))
+    ]
+    jobs = [LossJob(framework, **way) for way in ways]
+    apply(PATCH)
+    runs = [
+        (job.result(), LossJob(framework, deferred=True, **way).result())
+        for job, way in zip(jobs, ways, strict=True)
+    ]
+    assert set(states_of(framework, patch=PATCH).values()) <= {"applied", "not needed", "waiting"}
+    revert(PATCH)
     worst = 0.0
-    for entropy_coef in (0.0, 0.1):
-        for temperature in (1.0, 0.7):
-            both = {"entropy_coef": entropy_coef, "rollout_temperature": temperature, **options}
-            job = LossJob(framework, **both)
-            apply(PATCH)
-            patched = job.result()
-            deferred = LossJob(framework, deferred=True, **both).result()
-            assert set(states_of(framework, patch=PATCH).values()) <= {"applied", "not needed", "waiting"}
-            revert(PATCH)
-            unpatched = job.result()
-            dense = job.dense(temperature)
-            for run in (patched, deferred):
-                assert all(distance(run[key], dense[key]) < 1e-6 for key in dense)
-            for key in ("log_probs", "entropy"):
-                assert distance(patched[key], unpatched[key], 1.0) < 1e-5
-            worst = max(worst, *(distance(unpatched[key], dense[key]) for key in dense))
-            assert not deferred["made"]
-            assert patched["returned"] == unpatched["returned"]
-            assert patched["requires_grad"][1] == (entropy_coef != 0)
-            assert job.args.rollout_temperature == temperature
+    for job, way, (patched, deferred) in zip(jobs, ways, runs, strict=True):
+        unpatched, dense = job.result(), job.dense(way["rollout_temperature"])
+        for run in (patched, deferred):
+            assert all(distance(run[key], dense[key]) < 1e-6 for key in dense)
+        for key in ("log_probs", "entropy"):
+            assert distance(patched[key], unpatched[key], 1.0) < 1e-5
+        worst = max(worst, *(distance(unpatched[key], dense[key]) for key in dense))
+        assert not deferred["made"]
+        assert patched["returned"] == unpatched["returned"]
+        assert patched["requires_grad"][1] == (way["entropy_coef"] != 0)
+        assert job.args.rollout_temperature == way["rollout_temperature"]
     return worst
 
 
