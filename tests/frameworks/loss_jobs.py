@@ -93,6 +93,7 @@ class LossJob:
             eps_clip_high=0.2,
             recompute_loss_function=False,
             global_batch_size=3,
+            use_dynamic_global_batch_size=False,
             multi_lora_n_adapters=0,
         )
         vars(self.args).update(options)
