@@ -10,7 +10,6 @@ import logging
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,6 +17,7 @@ import torch
 
 from megatron_rl_patches import applied
 from tests.frameworks.import_stubs import job_of, prepare
+from tests.frameworks.rollouts import results_of
 from tests.ranks import on_ranks
 from tests.references.live_bytes import live_bytes, reachable_bytes
 
@@ -49,14 +49,7 @@ def test_training_never_makes_the_logits(framework: str, ranks: int, paths: list
             job.use_policy_loss()
             parameters = sum(p.numel() * p.element_size() for p in job.model[0].parameters())
             built = reachable_bytes() - before - parameters
-            steps: list[Any] = []  # losses and gradient norm, and what else a framework returns
-            one_step = job.module.train_one_step
-
-            def noting(*args: Any, **kwargs: Any) -> Any:
-                steps.append(one_step(*args, **kwargs))
-                return steps[-1]
-
-            with mock.patch.object(job.module, "train_one_step", noting):
+            with results_of(job.module, "train_one_step") as steps:  # losses, gradient norm, and more
                 peak = live_bytes(lambda: job.train(1)).peak
                 job.train(2)
             assert not [call for call in warning.call_args_list if "logits" in str(call)]

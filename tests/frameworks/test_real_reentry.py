@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,7 @@ import pytest
 
 from megatron_rl_patches import applied
 from tests.frameworks.import_stubs import job_of
-from tests.frameworks.rollouts import FINE, KEY_ERROR, NO_SYNC, TIMER, check_rollouts, outcome
+from tests.frameworks.rollouts import FINE, KEY_ERROR, NO_SYNC, TIMER, check_rollouts, outcome, results_of
 from tests.ranks import on_ranks
 
 pytestmark = [
@@ -62,27 +61,20 @@ def test_the_log_of_each_interval(framework: str, paths: list[str]) -> None:
     job_type = job_of(framework, paths)
     logs, checksums = {}, []
     for patched, interval in ((False, 1), (True, 1), (True, 3)):
-        with applied("reentrant-train"), ExitStack() as stack:
+        with applied("reentrant-train"):
             job = job_type(overlap_param_gather=False)
-            job.args.log_interval, lines, losses = interval, [], []
-            training, step = job.module, job.module.train_step
-            stack.enter_context(mock.patch.object(training, "print_rank_last", lines.append))
-
-            def noted(*args: Any, step: Any = step, losses: list[float] = losses, **kwargs: Any) -> Any:
-                result = step(*args, **kwargs)
-                losses.append(result[0]["loss"].item())
-                return result
-
-            stack.enter_context(mock.patch.object(training, "train_step", noted))
-            if not patched:
-                original = inspect.unwrap(training.training_log)
-                stack.enter_context(mock.patch.object(training, "training_log", original))
-            for _ in range(3):
-                job.train(2)
+            job.args.log_interval, lines, training = interval, [], job.module
+            log = training.training_log if patched else inspect.unwrap(training.training_log)
+            with (
+                mock.patch.multiple(training, training_log=log, print_rank_last=lines.append),
+                results_of(training, "train_step") as steps,
+            ):
+                for _ in range(3):
+                    job.train(2)
             checksums.append(job.checksum())
         found = re.findall(r" iteration +(\d+)/.* loss: (\S+) \|", "\n".join(lines))
         logs[patched, interval] = {int(step): float(loss) for step, loss in found}
-    each = dict(enumerate(losses, 1))
+    each = {number: step[0]["loss"].item() for number, step in enumerate(steps, 1)}
     assert logs[True, 1] == pytest.approx(each, rel=1e-5)
     wrong = {**each, 2: (each[1] + each[2]) / 2, 4: (each[3] + each[4]) / 2, 6: (each[5] + each[6]) / 2}
     if logs[False, 1] != pytest.approx(each, rel=1e-5):  # from 0.16 on
@@ -99,29 +91,23 @@ def _rollouts(job: Any, bad: bool = False, leave_out: bool = False) -> tuple[Any
     """Train three rollouts of two steps, and return the job and the gradient norms that were reported."""
     from tests.frameworks.jobs import MICROBATCHES
 
-    forwards, norms = 0, []
-    name = "train_one_step" if hasattr(job.module, "train_one_step") else "train_step"
-    one_step = getattr(job.module, name)
+    forwards = 0
+    name, norm = ("train_one_step", 1) if hasattr(job.module, "train_one_step") else ("train_step", -3)
 
     def spoil(module: Any, arguments: Any, output: Any) -> Any:
         nonlocal forwards
         forwards += 1
         return output * math.nan if bad and forwards == 2 * MICROBATCHES + 2 else output
 
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        result = one_step(*args, **kwargs)
-        norms.append(float(result[-3] if name == "train_step" else result[1]))
-        return result
-
     for chunk in job.model:
         chunk.ddp_config.check_for_nan_in_grad = False
         chunk.module.register_forward_hook(spoil)
-    with mock.patch.object(job.module, name, noting):
+    with results_of(job.module, name) as steps:
         for number in range(3):
             if leave_out and number == 1:
                 job.resume(job.steps + 1)
             job.train(1 if leave_out and number == 1 else 2)
-    return job, norms
+    return job, [float(step[norm]) for step in steps]
 
 
 @on_ranks(1, timeout=400)
