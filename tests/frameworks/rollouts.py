@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -44,6 +46,15 @@ def results_of(module: ModuleType, function: str) -> Iterator[list[Any]]:
 
     with mock.patch.object(module, function, noting):
         yield results
+
+
+def spoil_forward(chunk: Any, number: int) -> None:
+    """Make the output of one forward pass NaN; 0 is of none."""
+    passes = count(1)
+    chunk.ddp_config.check_for_nan_in_grad = False
+    chunk.module.register_forward_hook(
+        lambda module, arguments, output: output * math.nan if next(passes) == number else output
+    )
 
 
 def check_rollouts(job_type: Any, framework: str, **options: Any) -> None:

@@ -14,8 +14,9 @@ from unittest import mock
 import pytest
 
 from megatron_rl_patches import applied
+from tests.frameworks import rollouts
 from tests.frameworks.import_stubs import job_of
-from tests.frameworks.rollouts import FINE, KEY_ERROR, NO_SYNC, TIMER, check_rollouts, outcome, results_of
+from tests.frameworks.rollouts import FINE, KEY_ERROR, NO_SYNC, TIMER, check_rollouts, outcome
 from tests.ranks import on_ranks
 
 pytestmark = [
@@ -67,7 +68,7 @@ def test_the_log_of_each_interval(framework: str, paths: list[str]) -> None:
             log = training.training_log if patched else inspect.unwrap(training.training_log)
             with (
                 mock.patch.multiple(training, training_log=log, print_rank_last=lines.append),
-                results_of(training, "train_step") as steps,
+                rollouts.results_of(training, "train_step") as steps,
             ):
                 for _ in range(3):
                     job.train(2)
@@ -91,18 +92,9 @@ def _rollouts(job: Any, bad: bool = False, leave_out: bool = False) -> tuple[Any
     """Train three rollouts of two steps, and return the job and the gradient norms that were reported."""
     from tests.frameworks.jobs import MICROBATCHES
 
-    forwards = 0
     name, norm = ("train_one_step", 1) if hasattr(job.module, "train_one_step") else ("train_step", -3)
-
-    def spoil(module: Any, arguments: Any, output: Any) -> Any:
-        nonlocal forwards
-        forwards += 1
-        return output * math.nan if bad and forwards == 2 * MICROBATCHES + 2 else output
-
-    for chunk in job.model:
-        chunk.ddp_config.check_for_nan_in_grad = False
-        chunk.module.register_forward_hook(spoil)
-    with results_of(job.module, name) as steps:
+    rollouts.spoil_forward(job.model[0], 2 * MICROBATCHES + 2 if bad else 0)
+    with rollouts.results_of(job.module, name) as steps:
         for number in range(3):
             if leave_out and number == 1:
                 job.resume(job.steps + 1)

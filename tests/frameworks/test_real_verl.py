@@ -14,7 +14,7 @@ import torch
 
 from megatron_rl_patches import Settings, applied, apply, revert
 from tests.frameworks.import_stubs import EAGER, prepare
-from tests.frameworks.rollouts import NO_SYNC, outcome, states_of
+from tests.frameworks.rollouts import NO_SYNC, outcome, spoil_forward, states_of
 from tests.frameworks.test_lean_loss import PATCH
 from tests.frameworks.test_real_lean_head import WAYS
 from tests.ranks import on_ranks
@@ -174,15 +174,7 @@ def test_its_engine_skips_a_step_with_a_norm_that_is_not_finite(verl: list[str])
         job, norms, steps = EngineJob(bf16=True), [], []
         job.engine.lr_scheduler = SimpleNamespace(step=steps.append)
         [chunk] = job.engine.module
-        chunk.ddp_config.check_for_nan_in_grad = False
-        forwards = 0
-
-        def spoil(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
-            nonlocal forwards
-            forwards += 1
-            return output * math.nan if bad and forwards == SAMPLES + 2 else output
-
-        chunk.module.register_forward_hook(spoil)
+        spoil_forward(chunk, SAMPLES + 2 if bad else 0)
         for number in range(3):
             if number == 1 and not bad:
                 job.data()
