@@ -18,11 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.num_microbatches_calculator import (
-    destroy_num_microbatches_calculator,
-    get_current_global_batch_size,
-    init_num_microbatches_calculator,
-)
+from megatron.core import num_microbatches_calculator
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -309,9 +305,9 @@ def process(seed: int = 1234) -> None:
     """What a framework has initialized before it builds a model."""
     TinyModel(seed=seed).initialize()
     torch.manual_seed(seed)
-    destroy_num_microbatches_calculator()
+    num_microbatches_calculator.destroy_num_microbatches_calculator()
     # A global batch that grows with the samples consumed: 2, 4, ... 8.
-    init_num_microbatches_calculator(0, [2, 2, 64], 8, tiny_gpt.BATCH, 1)
+    num_microbatches_calculator.init_num_microbatches_calculator(0, [2, 2, 64], 8, tiny_gpt.BATCH, 1)
 
 
 def train(state: Sequence[Any], steps: int, batches: Batches) -> None:
@@ -369,7 +365,7 @@ def globals_of(args: Any) -> dict[str, Any]:
             "random": random.getstate(),
             "torch": torch.get_rng_state().tolist(),
             "tracker": {name: s.tolist() for name, s in get_cuda_rng_tracker().get_states().items()},
-            "global batch": get_current_global_batch_size(),
+            "global batch": num_microbatches_calculator.get_current_global_batch_size(),
             "rerun": get_rerun_state_machine().state.name,
             "checkpoint version": checkpointing._CHECKPOINT_VERSION,
         }

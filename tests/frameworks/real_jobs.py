@@ -17,31 +17,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core import num_microbatches_calculator
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.num_microbatches_calculator import (
-    destroy_num_microbatches_calculator,
-    init_num_microbatches_calculator,
-)
 from megatron.core.optimizer import OptimizerConfig
 from megatron.training import arguments, checkpointing, global_vars
 
 from megatron_rl_patches.testing import TinyModel
-from tests.frameworks.jobs import (
-    ITERATION,
-    MICROBATCHES,
-    ROLLOUTS,
-    MegatronJob,
-    RolloutJob,
-    provider,
-)
-from tests.frameworks.loss_jobs import (
-    SCORES,
-    Arguments,
-    call,
-    set_parallel_state_of_miles,
-    takes_packed_tokens,
-)
+from tests.frameworks import jobs, loss_jobs
+from tests.frameworks.loss_jobs import SCORES, Arguments, call, takes_packed_tokens
 from tests.references import tiny_gpt
 
 PROMPT = tiny_gpt.SEQUENCE // 2
@@ -53,7 +37,7 @@ SIZES = {
 }
 
 
-class _RolloutJob(RolloutJob):
+class _RolloutJob(jobs.RolloutJob):
     """slime, vime and miles: supervised loss on the second half of each sequence."""
 
     def __init__(self, **options: Any) -> None:
@@ -74,7 +58,7 @@ class _RolloutJob(RolloutJob):
             qkv_format="thd",
             calculate_per_token_loss=False,
             check_for_nan_in_loss_and_grad=True,
-            global_batch_size=MICROBATCHES * mpu.get_data_parallel_world_size(),
+            global_batch_size=jobs.MICROBATCHES * mpu.get_data_parallel_world_size(),
         )
         global_vars.set_args(self.args)
 
@@ -91,7 +75,7 @@ class _RolloutJob(RolloutJob):
             args=self.args,
             model=self.model,
             data_iterator=[self._rollout(steps=1)],
-            num_microbatches=[MICROBATCHES],
+            num_microbatches=[jobs.MICROBATCHES],
             rollout_id=0,
             store_prefix="old_",
         )
@@ -99,11 +83,11 @@ class _RolloutJob(RolloutJob):
         return values
 
     def _rollout(self, steps: int) -> Any:
-        samples = [[number] for number in range(steps * MICROBATCHES)]
+        samples = [[number] for number in range(steps * jobs.MICROBATCHES)]
         return self.module.DataIterator(self._rollout_data(len(samples)), micro_batch_indices=samples)
 
     def _rollout_data(self, samples: int) -> dict[str, Any]:
-        self.batches.seek(self.steps * MICROBATCHES)
+        self.batches.seek(self.steps * jobs.MICROBATCHES)
         response = tiny_gpt.SEQUENCE - PROMPT
         of_each = {
             "total_lengths": tiny_gpt.SEQUENCE,
@@ -133,10 +117,10 @@ class RealMilesJob(_RolloutJob):
         dumper = importlib.import_module("sglang.srt.debug_utils.dumper")
         if not hasattr(dumper.DumperConfig, "_kv_pairs_to_dict"):  # a stub
             dumper.DumperConfig._kv_pairs_to_dict = staticmethod(lambda pairs: {})
-        set_parallel_state_of_miles()
+        loss_jobs.set_parallel_state_of_miles()
 
 
-class RealMegatronJob(MegatronJob):
+class RealMegatronJob(jobs.MegatronJob):
     """Megatron-LM's own training loop, with the defaults of its command line."""
 
     def __init__(self, **options: Any) -> None:
@@ -149,7 +133,7 @@ class RealMegatronJob(MegatronJob):
             "ffn_hidden_size": 4 * tiny_gpt.HIDDEN,
             "num_query_groups": tiny_gpt.HEADS,
             "kv_channels": tiny_gpt.HIDDEN // tiny_gpt.HEADS,
-            "global_batch_size": MICROBATCHES * tiny_gpt.BATCH * mpu.get_data_parallel_world_size(),
+            "global_batch_size": jobs.MICROBATCHES * tiny_gpt.BATCH * mpu.get_data_parallel_world_size(),
             "expert_tensor_parallel_size": 1,
             "num_floating_point_operations_so_far": 0,
             "iteration": 0,
@@ -181,9 +165,11 @@ def set_megatron_arguments(**values: Any) -> Arguments:
     }
     vars(args).update({**of_model, **values})
     global_vars.unset_global_variables()
-    destroy_num_microbatches_calculator()
+    num_microbatches_calculator.destroy_num_microbatches_calculator()
     batch = args.global_batch_size, args.micro_batch_size
-    init_num_microbatches_calculator(torch.distributed.get_rank(), None, *batch, replicas)
+    num_microbatches_calculator.init_num_microbatches_calculator(
+        torch.distributed.get_rank(), None, *batch, replicas
+    )
     global_vars.set_args(args)
     return args
 
@@ -204,8 +190,8 @@ GLOBAL_BATCH = 4
 def model_of(framework: str) -> ModuleType:
     model = importlib.import_module(f"{framework}.backends.megatron_utils.model")
     if framework == "miles":
-        set_parallel_state_of_miles()
-    model.get_model_provider_func = lambda args, role: provider  # type: ignore[attr-defined]
+        loss_jobs.set_parallel_state_of_miles()
+    model.get_model_provider_func = lambda args, role: jobs.provider  # type: ignore[attr-defined]
     return model
 
 
@@ -229,7 +215,7 @@ def global_arguments(**values: Any) -> Arguments:
         "global_batch_size": GLOBAL_BATCH,
         "rollout_batch_size": GLOBAL_BATCH,
         "n_samples_per_prompt": 1,
-        "num_rollout": ROLLOUTS,
+        "num_rollout": jobs.ROLLOUTS,
         "lr": 5e-3,
         "min_lr": 0.0,
         "start_weight_decay": 0.0,
@@ -261,8 +247,8 @@ def save(framework: str, folder: str, seed: int, **options: Any) -> str:
     model, optimizer, scheduler = model_of(framework).setup_model_and_optimizer(args, "actor")
     model[0].zero_grad_buffer()
     optimizer.step()  # Adam's moments are there from the first step on
-    scheduler.step(increment=ITERATION * GLOBAL_BATCH)
-    args.consumed_train_samples = ITERATION * GLOBAL_BATCH
-    checkpointing.save_checkpoint(ITERATION, model, optimizer, scheduler, 0)
+    scheduler.step(increment=jobs.ITERATION * GLOBAL_BATCH)
+    args.consumed_train_samples = jobs.ITERATION * GLOBAL_BATCH
+    checkpointing.save_checkpoint(jobs.ITERATION, model, optimizer, scheduler, 0)
     process(**options)
     return folder

@@ -14,16 +14,8 @@ from typing import Any
 import pytest
 
 from megatron_rl_patches import applied
+from tests.frameworks import test_finite_loss as finite
 from tests.frameworks.import_stubs import EAGER, job_of, prepare
-from tests.frameworks.test_finite_loss import (
-    LOSSES,
-    PATCH,
-    SPOILT,
-    check_counted_tokens,
-    check_masked_tokens,
-    check_policy,
-    check_value_loss,
-)
 from tests.frameworks.test_lean_loss import BFLOAT16, check_policy_loss, check_scores
 from tests.ranks import on_ranks
 
@@ -73,13 +65,13 @@ def test_scores_and_policy_loss(framework: str, ranks: int, layout: dict[str, An
 def test_masked_tokens(framework: str, ranks: int, layout: dict[str, Any], paths: list[str]) -> None:
     options = _initialize(framework, paths, layout)
     with warnings.catch_warnings(action="ignore"):  # that use_reentrant is not given
-        assert check_masked_tokens(framework, **options) > 10
+        assert finite.check_masked_tokens(framework, **options) > 10
         for with_lean_loss in (False, True):
-            check_policy(framework, with_lean_loss, **options)
-        check_counted_tokens(framework, **options)
+            finite.check_policy(framework, with_lean_loss, **options)
+        finite.check_counted_tokens(framework, **options)
         if layout == {}:
-            assert check_masked_tokens(framework, spoilt_by=SPOILT) > 50
-            check_value_loss(framework)
+            assert finite.check_masked_tokens(framework, spoilt_by=finite.SPOILT) > 50
+            finite.check_value_loss(framework)
 
 
 @of_slime
@@ -89,10 +81,10 @@ def test_with_other_patches(framework: str, paths: list[str]) -> None:
     _initialize(framework, paths, {})
     with warnings.catch_warnings(action="ignore"), applied("lean-loss"):
         for deferred in (False, True):
-            assert check_masked_tokens(framework, deferred=deferred, recompute_loss_function=True) > 10
-            check_counted_tokens(framework, deferred=deferred)
-    with applied(PATCH), applied("lean-loss"):
-        check_policy(framework, True, deferred=True)
+            assert finite.check_masked_tokens(framework, deferred=deferred, recompute_loss_function=True) > 10
+            finite.check_counted_tokens(framework, deferred=deferred)
+    with applied(finite.PATCH), applied("lean-loss"):
+        finite.check_policy(framework, True, deferred=True)
 
 
 @of_slime
@@ -133,7 +125,7 @@ def test_no_step_is_skipped(framework: str, paths: list[str]) -> None:
     for others in ((), ("lean-loss", "lean-head")):
         clean = trained(*others)
         assert clean[1] > 0 == trained(*others, old_log_prob=-1e3)[1]
-        assert trained(*others, PATCH) == clean == trained(*others, PATCH, old_log_prob=-1e3)
+        assert trained(*others, finite.PATCH) == clean == trained(*others, finite.PATCH, old_log_prob=-1e3)
 
 
 @of_slime
@@ -141,6 +133,6 @@ def test_no_step_is_skipped(framework: str, paths: list[str]) -> None:
 def test_compiled(framework: str, paths: list[str]) -> None:
     """slime compiles the functions of which two are patched."""
     _initialize(framework, paths, {})
-    losses = {name: LOSSES[name] for name in ("low_var_kl", "unbiased k3")}
-    assert check_masked_tokens(framework, losses) > 5
-    check_counted_tokens(framework, losses)
+    losses = {name: finite.LOSSES[name] for name in ("low_var_kl", "unbiased k3")}
+    assert finite.check_masked_tokens(framework, losses) > 5
+    finite.check_counted_tokens(framework, losses)

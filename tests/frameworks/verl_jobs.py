@@ -21,14 +21,8 @@ from torch import Tensor
 
 from megatron_rl_patches.frameworks import verl_distillation
 from megatron_rl_patches.testing import TinyModel
-from tests.frameworks.loss_jobs import (
-    VOCAB,
-    Arguments,
-    columns_of_rank,
-    deferred,
-    describe,
-    takes_packed_tokens,
-)
+from tests.frameworks import loss_jobs
+from tests.frameworks.loss_jobs import Arguments, columns_of_rank, describe
 from tests.references import tiny_gpt
 from tests.references.dense import dense_log_probs_and_entropy
 
@@ -108,7 +102,7 @@ class EngineJob:
         utils = importlib.import_module("verl.utils.megatron_utils")
         utils.register_megatron_training_hooks(model, optimizer)
         for chunk in model:
-            takes_packed_tokens(chunk.module)
+            loss_jobs.takes_packed_tokens(chunk.module)
         self.engine = make_engine(
             model,
             tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -162,7 +156,7 @@ class EngineJob:
 class LogitsJob:
     """The engine's ``_lm_head_logits_processor``, and the functions under it."""
 
-    def __init__(self, rows: int = 10, vocabulary: int = VOCAB, deferred: bool = False) -> None:
+    def __init__(self, rows: int = 10, vocabulary: int = loss_jobs.VOCAB, deferred: bool = False) -> None:
         self.deferred = deferred
         self.columns = columns_of_rank(vocabulary)
         generator = torch.Generator().manual_seed(0)
@@ -175,7 +169,7 @@ class LogitsJob:
 
     def logits(self) -> Tensor:
         self.leaf = self.whole[..., self.columns].clone().requires_grad_()
-        return deferred(self.leaf) if self.deferred else self.leaf * 1.0
+        return loss_jobs.deferred(self.leaf) if self.deferred else self.leaf * 1.0
 
     def processed(
         self, entropy: bool, chunks: bool = False, distillation: bool = False, squares: bool = True
@@ -334,7 +328,7 @@ class DistillationJob(EngineJob):
         noise = torch.randn(*cut.shape, len(self.table), generator=generator)
         whole = TEMPERATURE * (1.2 * self.table[cut].float() + noise)
         leaf = whole[..., columns_of_rank(len(self.table))].clone().requires_grad_()
-        logits = deferred(leaf) if is_deferred else leaf * 1.0
+        logits = loss_jobs.deferred(leaf) if is_deferred else leaf * 1.0
         with verl_distillation._shares_logits.enter(self.policy):  # as train_mini_batch does with the patch
             outputs = process_logits(
                 self.engine,
