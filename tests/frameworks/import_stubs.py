@@ -16,31 +16,11 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-#: Trackers, inference engines, schedulers of clusters, tokenizers, GPU kernels.
-PACKAGES = [
-    "accelerate",
-    "cloudpickle",
-    "codetiming",
-    "datasets",
-    "fastapi",
-    "httpx",
-    "huggingface_hub",
-    "omegaconf",
-    "orjson",
-    "pandas",
-    "peft",
-    "psutil",
-    "ray",
-    "regex",
-    "sglang",
-    "six",
-    "tensordict",
-    "transformers",
-    "triton",
-    "uvicorn",
-    "wandb",
-    "yaml",
-]
+#: Trackers, inference engines, schedulers of clusters, tokenizers, servers, GPU kernels.
+PACKAGES = (
+    "accelerate cloudpickle codetiming datasets fastapi httpx huggingface_hub omegaconf orjson pandas peft "
+    "psutil ray regex sglang six tensordict transformers triton uvicorn wandb yaml"
+)
 #: For ranks on which frameworks would compile small functions at the first call.
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
@@ -98,11 +78,13 @@ def job_of(framework: str, paths: list[str]) -> Any:
     return importlib.import_module("tests.frameworks.real_jobs").JOBS[framework]
 
 
-def install(packages: Iterable[str] = PACKAGES) -> None:
+def install(packages: str = PACKAGES) -> None:
     """Make ``import`` of those packages that are not installed succeed in this process, from now on."""
-    missing = (
-        name for name in packages if name not in sys.modules and importlib.util.find_spec(name) is None
-    )
+    missing = [
+        name
+        for name in packages.split()
+        if name not in sys.modules and importlib.util.find_spec(name) is None
+    ]
     sys.meta_path.append(_Finder(missing))
     if not hasattr(typing, "override"):  # Python < 3.12, which recent Megatron-LM does not support
         typing.override = lambda method: method  # type: ignore[attr-defined]

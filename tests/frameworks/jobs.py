@@ -34,15 +34,16 @@ MICROBATCHES = 2  # per step
 SAMPLES = MICROBATCHES * tiny_gpt.BATCH  # per step and replica
 ROLLOUTS = 1000
 ITERATION = 7  # of checkpoints
+CONSUMED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 WEIGHTS = Path(f"iter_{ITERATION:07d}", "mp_rank_00", "model_optim_rng.pt")
 
 
 def arguments(**values: Any) -> Arguments:
     """Arguments of a framework and of Megatron-LM, for the tiny model."""
     defaults = {
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-        "use_distributed_optimizer": True,
+        **dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"), True),
+        **dict.fromkeys(("bf16", "finetune", "no_load_optim", "no_load_rng"), False),
+        **dict.fromkeys(CONSUMED, 0),
         "ddp_bucket_size": tiny_models.BUCKET,
         "hidden_size": tiny_gpt.HIDDEN,
         "seq_length": tiny_gpt.SEQUENCE,
@@ -55,13 +56,6 @@ def arguments(**values: Any) -> Arguments:
         "forward_step_func": tiny_gpt.forward_step,
         "lr": 5e-3,
         "min_lr": 0.0,
-        "bf16": False,
-        "finetune": False,
-        "no_load_optim": False,
-        "no_load_rng": False,
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
-        "skipped_train_samples": 0,
         "timing_log_level": 0,
     }
     return Arguments(**{**defaults, **values})
@@ -325,10 +319,9 @@ def checkpoints(folder: Path) -> tuple[str, str]:
         process(seed)
         [chunk], _, scheduler = slime_model().setup_model_and_optimizer(global_arguments())
         consumed = ITERATION * SAMPLES
-        others = {"consumed_valid_samples": 1, "skipped_train_samples": 2}
         state_dict = {
             "checkpoint_version": 3.0,
-            "args": {"consumed_train_samples": consumed, **others},
+            "args": dict(zip(CONSUMED, (consumed, 1, 2), strict=True)),
             "model": chunk.module.state_dict(),
             "opt_param_scheduler": scheduler.state_dict() | {"num_steps": consumed},
             "rng_state": torch.Generator().manual_seed(99).get_state(),

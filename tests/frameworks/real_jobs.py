@@ -157,9 +157,7 @@ def set_megatron_arguments(**values: Any) -> Arguments:
         "max_position_embeddings": tiny_gpt.SEQUENCE,
         "padded_vocab_size": tiny_gpt.VOCABULARY,
         "micro_batch_size": tiny_gpt.BATCH,
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
-        "skipped_train_samples": 0,
+        **dict.fromkeys(jobs.CONSUMED, 0),
         "data_parallel_size": replicas,
         "gtp_weight_remat_size": 1,
     }

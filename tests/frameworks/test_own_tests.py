@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -27,48 +27,28 @@ pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(3600
 HERE = Path(__file__).parent / "own_tests"
 
 
-class Suite(NamedTuple):
-    """Paths of a framework's own tests, and the options of pytest and the packages that they need here."""
-
-    paths: tuple[str, ...]
-    options: tuple[str, ...] = ()
-    packages: tuple[str, ...] = ()
-
-
 _SLIME = (
-    "advantage_whiten_cp",
-    "cispo_loss",
-    "cp_utils",
-    "discounted_returns",
-    "dp_schedule",
-    "logprob_response_spans",
-    "loss_cp_invariance",
-    "megatron_argument_validation",
-    "metric_report",
-    "metric_report_dist",
-    "model_provider_freeze",
-    "policy_loss",
-    "ppo_kl_metric",
-    "ppo_logprob_entropy",
-    "process_rollout_data",
-    "train_data_utils",
-    "value_temperature",
+    "advantage_whiten_cp cispo_loss cp_utils discounted_returns dp_schedule logprob_response_spans "
+    "loss_cp_invariance megatron_argument_validation metric_report metric_report_dist "
+    "model_provider_freeze policy_loss ppo_kl_metric ppo_logprob_entropy process_rollout_data "
+    "train_data_utils value_temperature"
 )
 _MILES = "tests/fast/backends/training_utils"
-#: Those that are in the release are run.
-SUITES = {
+#: Paths of a framework's own tests, of which those in the release are run, and options of pytest.
+SUITES: dict[str, tuple[list[str], list[str]]] = {
     # Layouts with up to 16 ranks take long on few cores: one of 4 ranks stands for them.
-    "slime": Suite(tuple(f"tests/test_{name}.py" for name in _SLIME), ("-k", "not real_distributed or 2-2")),
+    "slime": ([f"tests/test_{name}.py" for name in _SLIME.split()], ["-k", "not real_distributed or 2-2"]),
     # Its conftest needs packages that are not here, the snapshots are downloaded, and one file compiles.
-    "miles": Suite(
-        (_MILES,), ("--noconftest", "-k", "not snapshot", f"--ignore={_MILES}/test_ppo_ratio_numerics.py")
+    "miles": (
+        [_MILES],
+        ["--noconftest", "-k", "not snapshot", f"--ignore={_MILES}/test_ppo_ratio_numerics.py"],
     ),
-    "verl": Suite(
-        (
+    "verl": (
+        [
             "tests/workers/test_distillation_topk_symmetry_on_cpu.py",
             "tests/workers/test_megatron_distillation_only_on_cpu.py",
-        ),
-        packages=TENSORDICT,
+        ],
+        [],
     ),
 }
 
@@ -93,13 +73,14 @@ def _run(paths: list[str], arguments: Iterable[str], folder: Path, **variables: 
 @pytest.mark.runs("its own tests", ranks=1)
 @pytest.mark.parametrize("framework", SUITES)
 def test_its_own_tests(checkouts: Checkouts, packages: Packages, tmp_path: Path, framework: str) -> None:
-    suite = SUITES[framework]
-    paths = checkouts(framework) + [str(packages.unpacked(release)) for release in suite.packages]
-    tests = [path for path in suite.paths if (Path(paths[0]) / path).exists()]
+    files, options = SUITES[framework]
+    of_verl = [str(packages.unpacked(release)) for release in TENSORDICT if framework == "verl"]
+    paths = checkouts(framework) + of_verl
+    tests = [path for path in files if (Path(paths[0]) / path).exists()]
     if not tests:
         pytest.skip("this release has none of these tests")
-    plain = _run(paths, [*suite.options, *tests], tmp_path)
-    patched = _run(paths, [*suite.options, *tests], tmp_path, MEGATRON_RL_PATCHES="all,distillation")
+    plain = _run(paths, [*options, *tests], tmp_path)
+    patched = _run(paths, [*options, *tests], tmp_path, MEGATRON_RL_PATCHES="all,distillation")
     assert patched["applied"] and not plain["applied"]
     assert patched["outcomes"] == plain["outcomes"]
     assert "passed" in plain["outcomes"].values()

@@ -20,7 +20,7 @@ def _install_stubs() -> None:
     import_stubs = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(import_stubs)
     # torch asks whether triton is there, and then for all that is in it.
-    import_stubs.install(name for name in import_stubs.PACKAGES if name != "triton")
+    import_stubs.install(import_stubs.PACKAGES.replace("triton", ""))
 
 
 def _relax() -> None:
