@@ -33,6 +33,7 @@ from tests.references.live_bytes import reachable_bytes
 MICROBATCHES = 2  # per step
 SAMPLES = MICROBATCHES * tiny_gpt.BATCH  # per step and replica
 ROLLOUTS = 1000
+OVERLAP = ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer")
 ITERATION = 7  # of checkpoints
 CONSUMED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 WEIGHTS = Path(f"iter_{ITERATION:07d}", "mp_rank_00", "model_optim_rng.pt")
@@ -41,7 +42,7 @@ WEIGHTS = Path(f"iter_{ITERATION:07d}", "mp_rank_00", "model_optim_rng.pt")
 def arguments(**values: Any) -> Arguments:
     """Arguments of a framework and of Megatron-LM, for the tiny model."""
     defaults = {
-        **dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"), True),
+        **dict.fromkeys(OVERLAP, True),
         **dict.fromkeys(("bf16", "finetune", "no_load_optim", "no_load_rng"), False),
         **dict.fromkeys(CONSUMED, 0),
         "ddp_bucket_size": tiny_models.BUCKET,
@@ -162,9 +163,7 @@ class Job:
         self.steps = 0
         self.module = importlib.import_module(self.homes[-1])
         self.args: Any = arguments(
-            overlap_grad_reduce=self.options.overlap_grad_reduce,
-            overlap_param_gather=self.options.overlap_param_gather,
-            use_distributed_optimizer=self.options.use_distributed_optimizer,
+            **{name: getattr(self.options, name) for name in OVERLAP},
             align_grad_reduce=True,
             manual_gc=True,
             num_rollout=250,

@@ -118,7 +118,7 @@ class LossJob:
         slice_with_cp = importlib.import_module(CP_UTILS[self.framework]).slice_log_prob_with_cp
         return list(map(slice_with_cp, values, self.totals, self.responses))
 
-    def result(self, backward: bool = True, **options: Any) -> dict[str, Any]:
+    def result(self, backward: bool = True) -> dict[str, Any]:
         """Return the framework's results, and the gradient of a loss with weights that differ."""
         logits = self.logits()
         returned = importlib.import_module(SCORES[self.framework]).get_log_probs_and_entropy(
@@ -128,7 +128,6 @@ class LossJob:
             total_lengths=list(self.totals),
             response_lengths=list(self.responses),
             with_entropy=True,
-            **options,
         )
         # miles, and slime up to v0.2.2, have nothing beside them.
         scores = returned[1] if isinstance(returned, tuple) else returned
