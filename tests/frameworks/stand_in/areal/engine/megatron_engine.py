@@ -1,16 +1,12 @@
-"""In the shape of AReaL's: what builds does not know whether the engine has an optimizer."""
+"""In the shape of AReaL's: the registry builds, and does not know whether the engine has an optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel as DDP
 
-
-def make_mcore_model(provider: Callable[[], Any], mcore_config: Any) -> list[Any]:
-    model = provider()
-    return [DDP(model.config, mcore_config.ddp, model) if mcore_config.wrap_with_ddp else model]
+from .registry import make_mcore_model
 
 
 class MegatronEngine:
