@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.frameworks.checkouts import VARIABLES, Checkouts
-from tests.frameworks.packages import Packages
+from tests.frameworks.packages import TENSORDICT, VERL, Packages
 from tests.recording import installed, ran_on
 
 STAND_INS = Path(__file__).with_name("stand_in")
@@ -45,3 +45,14 @@ def paths(framework: str, checkouts: Checkouts) -> list[str]:
 @pytest.fixture(scope="session")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Packages:
     return Packages(tmp_path_factory.mktemp("packages"))
+
+
+@pytest.fixture(params=["package", pytest.param("checkout", marks=pytest.mark.frameworks)])
+def verl(request: pytest.FixtureRequest, packages: Packages, checkouts: Checkouts) -> list[str]:
+    """The folders to import it from: the package of the registry, and the checkout in ``VERL_DIR``."""
+    if request.param == "checkout":
+        folders = checkouts("verl")
+    else:
+        folders = [str(packages.unpacked(VERL))]
+        ran_on(request, VERL, installed("megatron-core"))
+    return folders + [str(packages.unpacked(release)) for release in TENSORDICT]

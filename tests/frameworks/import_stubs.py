@@ -16,24 +16,13 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-#: Trackers, inference engines, schedulers of clusters, tokenizers, GPU kernels.
+#: Trackers, inference engines, schedulers of clusters, tokenizers, servers, GPU kernels.
 PACKAGES = (
-    "codetiming",
-    "httpx",
-    "huggingface_hub",
-    "omegaconf",
-    "orjson",
-    "psutil",
-    "ray",
-    "regex",
-    "sglang",
-    "six",
-    "tensordict",
-    "transformers",
-    "triton",
-    "wandb",
-    "yaml",
+    "accelerate cloudpickle codetiming datasets fastapi httpx huggingface_hub omegaconf orjson pandas peft "
+    "psutil ray regex sglang six tensordict transformers triton uvicorn wandb yaml"
 )
+#: For ranks on which frameworks would compile small functions at the first call.
+EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 class _Stub(ModuleType):
@@ -75,29 +64,27 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None: ...
 
 
-#: For ranks on which frameworks would compile small functions at the first call.
-EAGER = {"TORCHDYNAMO_DISABLE": "1"}
-
-
-def prepare(paths: list[str], *packages: str) -> None:
-    """Make a framework importable, with stubs for further packages."""
+def prepare(paths: list[str]) -> None:
+    """Make a framework importable."""
+    importlib.import_module("torch._dynamo")  # tensordict imports it, and it fails with a stub of triton.
     # Ahead of an installed megatron-core: a checkout's megatron.training goes with its megatron.core.
     sys.path[:0] = paths
-    install([*PACKAGES, *packages])
+    install()
 
 
-def install(packages: Iterable[str] = PACKAGES, modules: Iterable[str] = ()) -> None:
-    """Make ``import`` of those packages that are not installed succeed in this process, from now on.
+def job_of(framework: str, paths: list[str]) -> Any:
+    """Make a framework importable; return its class of jobs."""
+    prepare(paths)
+    return importlib.import_module("tests.frameworks.real_jobs").JOBS[framework]
 
-    Args:
-        modules: modules of stubs that frameworks reach as attributes, without importing them.
-    """
+
+def install(packages: str = PACKAGES) -> None:
+    """Make ``import`` of those packages that are not installed succeed in this process, from now on."""
     missing = [
-        name for name in packages if name not in sys.modules and importlib.util.find_spec(name) is None
+        name
+        for name in packages.split()
+        if name not in sys.modules and importlib.util.find_spec(name) is None
     ]
     sys.meta_path.append(_Finder(missing))
-    for name in modules:
-        if name.partition(".")[0] in missing:
-            importlib.import_module(name)
     if not hasattr(typing, "override"):  # Python < 3.12, which recent Megatron-LM does not support
         typing.override = lambda method: method  # type: ignore[attr-defined]

@@ -7,33 +7,44 @@ with the framework on the path.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from megatron.core import num_microbatches_calculator
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import get_model_config
-from megatron.training import global_vars
+from megatron.training import checkpointing, global_vars
 
 from megatron_rl_patches.testing import TinyModel, tiny_models
 from tests.frameworks.loss_jobs import Arguments, call
 from tests.references import tiny_gpt
+from tests.references.live_bytes import reachable_bytes
 
 MICROBATCHES = 2  # per step
 SAMPLES = MICROBATCHES * tiny_gpt.BATCH  # per step and replica
 ROLLOUTS = 1000
+OVERLAP = ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer")
+ITERATION = 7  # of checkpoints
+CONSUMED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+WEIGHTS = Path(f"iter_{ITERATION:07d}", "mp_rank_00", "model_optim_rng.pt")
 
 
 def arguments(**values: Any) -> Arguments:
     """Arguments of a framework and of Megatron-LM, for the tiny model."""
     defaults = {
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-        "use_distributed_optimizer": True,
+        **dict.fromkeys(OVERLAP, True),
+        **dict.fromkeys(("bf16", "finetune", "no_load_optim", "no_load_rng"), False),
+        **dict.fromkeys(CONSUMED, 0),
         "ddp_bucket_size": tiny_models.BUCKET,
         "hidden_size": tiny_gpt.HIDDEN,
         "seq_length": tiny_gpt.SEQUENCE,
@@ -46,15 +57,6 @@ def arguments(**values: Any) -> Arguments:
         "forward_step_func": tiny_gpt.forward_step,
         "lr": 5e-3,
         "min_lr": 0.0,
-        "bf16": False,
-        "finetune": False,
-        "no_load_optim": False,
-        "no_load_rng": False,
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
-        "skipped_train_samples": 0,
-        "use_checkpoint_opt_param_scheduler": True,
-        "debug_disable_optimizer": False,
         "timing_log_level": 0,
     }
     return Arguments(**{**defaults, **values})
@@ -103,16 +105,15 @@ class Batches(tiny_gpt.SyntheticData):
 class Disk:
     """Takes checkpoints, and notes whether the forward pre-hooks were on while saving."""
 
-    def __init__(self, model: Sequence[Any]) -> None:
+    def __init__(self) -> None:
         self.checksums: list[str] = []
         self.hooks_were_on: list[bool] = []
-        self._model = model
 
-    def write(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.hooks_were_on.append(hooks_are_on(self._model))
+    def write(self, iteration: int, model: Sequence[Any], *unused: Any, **unused_too: Any) -> None:
+        self.hooks_were_on.append(hooks_are_on(model))
         digest = hashlib.sha256()
-        for parameter in parameters:
-            digest.update(parameter.contiguous().view(torch.uint8).numpy().tobytes())
+        for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
+            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
         self.checksums.append(digest.hexdigest())
 
 
@@ -138,7 +139,7 @@ def scheduler_for(optimizer: Any, args: Any) -> OptimizerParamScheduler:
         end_wd=0.0,
         wd_incr_steps=steps,
         wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        use_checkpoint_opt_param_scheduler=True,
     )
 
 
@@ -158,21 +159,16 @@ class Job:
         self.model, self.optimizer = self.options.build()
         self.config = get_model_config(self.model[0])
         self.batches = Batches()
-        self.disk = Disk(self.model)
+        self.disk = Disk()
         self.steps = 0
         self.module = importlib.import_module(self.homes[-1])
         self.args: Any = arguments(
-            overlap_grad_reduce=self.options.overlap_grad_reduce,
-            overlap_param_gather=self.options.overlap_param_gather,
-            use_distributed_optimizer=self.options.use_distributed_optimizer,
+            **{name: getattr(self.options, name) for name in OVERLAP},
             align_grad_reduce=True,
-            align_param_gather=False,
             manual_gc=True,
             num_rollout=250,
             num_microbatches=MICROBATCHES,
             timing_log_level=2,
-            eval_interval=0,
-            save_interval=0,
             disk=self.disk,
         )
         self.scheduler = scheduler_for(self.optimizer, self.args)
@@ -228,10 +224,6 @@ class SlimeJob(RolloutJob):
     homes = ("slime.backends.megatron_utils.model", "slime.backends.megatron_utils.actor")
 
 
-class MilesJob(RolloutJob):
-    homes = ("miles.backends.megatron_utils.model", "miles.backends.megatron_utils.actor")
-
-
 class MegatronJob(Job):
     """Megatron-LM: ``train`` counts iterations in ``args``, which its caller keeps up to date."""
 
@@ -282,6 +274,91 @@ class BridgeJob(Job):
 
 JOBS: dict[str, type[Job]] = {
     "slime": SlimeJob,
-    "miles": MilesJob,
     "megatron.training": MegatronJob,
 }
+
+
+# --- models by role, and what a teacher costs
+
+
+def provider(pre_process: bool = True, post_process: bool = True, **unused: Any) -> torch.nn.Module:
+    """Draws its weights from the global generators, as real providers do; each model has a config."""
+    args = global_vars.get_args()
+    return TinyModel(bf16=args.bf16, **(args.tiny_model or {})).provider()
+
+
+def global_arguments(**values: Any) -> Arguments:
+    """A fresh process' arguments, installed."""
+    args = arguments(**{"load": None, "model_provider": provider, **values})
+    global_vars.set_global_variables(args)
+    return args
+
+
+def process(seed: int = 1234) -> None:
+    """What a framework has initialized before it builds a model."""
+    TinyModel(seed=seed).initialize()
+    torch.manual_seed(seed)
+    num_microbatches_calculator.destroy_num_microbatches_calculator()
+    # A global batch that grows with the samples consumed: 2, 4, ... 8.
+    num_microbatches_calculator.init_num_microbatches_calculator(0, [2, 2, 64], 8, tiny_gpt.BATCH, 1)
+
+
+def train(state: Sequence[Any], steps: int, batches: Batches) -> None:
+    """One call of slime's ``train`` with ``(model, optimizer, scheduler)``."""
+    train_rollout(slime_model(), state, batches, steps, SAMPLES)
+
+
+def slime_model() -> ModuleType:
+    return importlib.import_module("slime.backends.megatron_utils.model")
+
+
+def checkpoints(folder: Path) -> tuple[str, str]:
+    """Of a former policy and of a teacher, at the iteration, as the stand-in of Megatron-LM loads them."""
+    for seed, name in ((5, "policy"), (6, "teacher")):
+        process(seed)
+        [chunk], _, scheduler = slime_model().setup_model_and_optimizer(global_arguments())
+        consumed = ITERATION * SAMPLES
+        state_dict = {
+            "checkpoint_version": 3.0,
+            "args": dict(zip(CONSUMED, (consumed, 1, 2), strict=True)),
+            "model": chunk.module.state_dict(),
+            "opt_param_scheduler": scheduler.state_dict() | {"num_steps": consumed},
+            "rng_state": torch.Generator().manual_seed(99).get_state(),
+        }
+        (folder / name / WEIGHTS).parent.mkdir(parents=True)
+        torch.save(state_dict, folder / name / WEIGHTS)
+        (folder / name / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
+    process()
+    return str(folder / "policy"), str(folder / "teacher")
+
+
+def build_teacher(initialize: Callable[..., Any], args: Any, role: str) -> Any:
+    """Build a patched framework's teacher: it costs its weights, is frozen, and leaves no trace."""
+    before, bytes_before = globals_of(args), reachable_bytes()
+    [chunk], *rest = initialize(args, role)
+    assert rest == [None, None, ITERATION]
+    weights = sum(parameter.nbytes for parameter in chunk.parameters())
+    assert reachable_bytes() - bytes_before == pytest.approx(weights, rel=0.01)
+    assert globals_of(args) == before
+    assert not chunk.training and not any(p.requires_grad for p in chunk.parameters())
+    return chunk
+
+
+def has_weights(chunk: Any, state_dict: Mapping[str, Any]) -> bool:
+    weights = ((name, value) for name, value in chunk.state_dict().items() if torch.is_tensor(value))
+    return all(torch.equal(value, state_dict[name]) for name, value in weights)
+
+
+def globals_of(args: Any) -> dict[str, Any]:
+    """All that building and loading a second model must leave alone, as comparable values."""
+    return copy.deepcopy(
+        {
+            "arguments": {name: value for name, value in vars(args).items() if name != "model_type"},
+            "random": random.getstate(),
+            "torch": torch.get_rng_state().tolist(),
+            "tracker": {name: s.tolist() for name, s in get_cuda_rng_tracker().get_states().items()},
+            "global batch": num_microbatches_calculator.get_current_global_batch_size(),
+            "rerun": get_rerun_state_machine().state.name,
+            "checkpoint version": checkpointing._CHECKPOINT_VERSION,
+        }
+    )

@@ -1,4 +1,4 @@
-"""Losses of slime, vime, miles and verl as their trainers call them, on stand-ins and on real checkouts.
+"""Losses of slime, vime and miles as their trainers call them, on stand-ins and on real checkouts.
 
 Import this on ranks only, inside ``cpu_backend()``.
 """
@@ -9,7 +9,6 @@ import importlib
 import inspect
 from argparse import Namespace
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,6 @@ _HOMES["miles"] = "miles.backends.training_utils"
 LOSSES = {name: f"{home}.loss" for name, home in _HOMES.items()}
 SCORES = {**LOSSES, "miles": f"{_HOMES['miles']}.loss_hub.logit_processors"}
 CP_UTILS = {name: f"{home}.cp_utils" for name, home in _HOMES.items()}
-VERL_ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 TOTALS, RESPONSES = (9, 11, 4), (4, 6, 2)
 VOCAB = 24
@@ -44,11 +42,8 @@ def initialize(tp: int = 1, cp: int = 1) -> None:
 
 
 def set_parallel_state_of_miles() -> None:
-    """Hand Megatron's groups to miles, which has others besides, of one rank; its stand-in asks Megatron."""
-    try:
-        home = importlib.import_module("miles.backends.training_utils.parallel")
-    except ModuleNotFoundError:
-        return
+    """Hand Megatron's groups to miles, which has others besides, of one rank."""
+    home = importlib.import_module("miles.backends.training_utils.parallel")
     groups = {
         "tp": parallel_state.get_tensor_model_parallel_group(),
         "cp": parallel_state.get_context_parallel_group(),
@@ -97,9 +92,7 @@ class LossJob:
             eps_clip=0.2,
             eps_clip_high=0.2,
             recompute_loss_function=False,
-            calculate_per_token_loss=False,
             global_batch_size=3,
-            true_on_policy_mode=False,
             use_dynamic_global_batch_size=False,
             multi_lora_n_adapters=0,
         )
@@ -125,7 +118,7 @@ class LossJob:
         slice_with_cp = importlib.import_module(CP_UTILS[self.framework]).slice_log_prob_with_cp
         return list(map(slice_with_cp, values, self.totals, self.responses))
 
-    def result(self, backward: bool = True, **options: Any) -> dict[str, Any]:
+    def result(self, backward: bool = True) -> dict[str, Any]:
         """Return the framework's results, and the gradient of a loss with weights that differ."""
         logits = self.logits()
         returned = importlib.import_module(SCORES[self.framework]).get_log_probs_and_entropy(
@@ -135,7 +128,6 @@ class LossJob:
             total_lengths=list(self.totals),
             response_lengths=list(self.responses),
             with_entropy=True,
-            **options,
         )
         # miles, and slime up to v0.2.2, have nothing beside them.
         scores = returned[1] if isinstance(returned, tuple) else returned
@@ -256,73 +248,6 @@ def _rows_of_rank(totals: tuple[int, ...], allgather_cp: bool) -> Tensor:
             rows.append(torch.where(positions < total, start + positions, sum(totals)))
         start += total
     return torch.cat(rows)
-
-
-class VerlJob:
-    """``_lm_head_logits_processor`` of verl's engine, and the functions under it."""
-
-    def __init__(self, rows: int = 10, vocabulary: int = VOCAB, deferred: bool = False) -> None:
-        self.deferred = deferred
-        self.columns = columns_of_rank(vocabulary)
-        generator = torch.Generator().manual_seed(0)
-        self.whole = 3 * torch.randn(1, rows, vocabulary, generator=generator)
-        self.labels = torch.randint(vocabulary, (1, rows), generator=generator)
-        self.temperature = torch.full((1, rows), 0.7)
-        if deferred:
-            self.temperature[:, -2:] = 0.0  # as verl pads it; not elsewhere, since verl makes it 1e-8
-        self.weights = torch.linspace(0.5, 1.5, rows)
-
-    def logits(self) -> Tensor:
-        self.leaf = self.whole[..., self.columns].clone().requires_grad_()
-        return deferred(self.leaf) if self.deferred else self.leaf * 1.0
-
-    def processed(
-        self, entropy: bool, chunks: bool = False, distillation: bool = False, squares: bool = True
-    ) -> dict[str, Any]:
-        module: ModuleType = importlib.import_module(VERL_ENGINE)
-        engine = object.__new__(module.MegatronEngineWithLMHead)
-        engine.engine_config = SimpleNamespace(
-            entropy_from_logits_with_chunking=chunks, entropy_from_logits_chunk_size=4
-        )
-        logits = self.logits()
-        returned = engine._lm_head_logits_processor(
-            logits,
-            self.labels,
-            self.temperature.clone(),
-            calculate_sum_pi_squared=squares,
-            calculate_entropy=entropy,
-            distillation_use_topk=distillation,
-            distillation_only=False,
-            logits_processor_func=lambda student_logits, data, data_format: {
-                "distillation": student_logits.exp().sum(-1)
-            },
-            batch=None,
-            data_format="thd",
-        )
-        loss = self._loss_of(returned)
-        if distillation:
-            loss = loss + returned["distillation"].mean()
-        loss.backward()
-        return {
-            "made": self.deferred and not logits.is_deferred,
-            "returned": describe(dict(sorted(returned.items()))),
-            **{name: value.detach() for name, value in returned.items()},
-            "gradient": self.leaf.grad,
-        }
-
-    def dense(self, entropy: bool) -> dict[str, Tensor]:
-        logits = self.whole.double().requires_grad_()
-        scores = dense_log_probs_and_entropy(logits[0], self.labels[0], temperature=0.7)
-        values = {"log_probs": scores[0][None]} | ({"entropy": scores[1][None]} if entropy else {})
-        self._loss_of(values).backward()
-        seen = {name: value.detach() for name, value in values.items()}
-        return {**seen, "gradient": logits.grad[..., self.columns]}
-
-    def _loss_of(self, scores: dict[str, Tensor]) -> Tensor:
-        loss = (self.weights * scores["log_probs"]).sum()
-        if "entropy" in scores:
-            loss = loss - 0.1 * (self.weights * scores["entropy"]).sum()
-        return loss
 
 
 def takes_packed_tokens(gpt: Any) -> None:

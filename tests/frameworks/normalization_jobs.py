@@ -34,8 +34,7 @@ class OfFramework:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         # After the import of this module, as checkouts have packages called "tests", and before Megatron's.
-        importlib.import_module("torch._dynamo")  # tensordict imports it, and it fails with a stub of triton.
-        import_stubs.prepare(self.paths, "accelerate", "cloudpickle", "datasets", "pandas", "peft")
+        import_stubs.prepare(self.paths)
 
 
 def rollout_loss(
@@ -102,12 +101,12 @@ def verl_train_step(
         nested: masks, advantages and so on are nested tensors.
         others: those of verl's config of the actor or critic.
     """
-    from tests.frameworks.loss_jobs import VERL_ENGINE
-    from tests.frameworks.verl_jobs import actor_config, distillation_loss, make_engine, on_the_cpu
+    from tests.frameworks import verl_jobs
+    from tests.frameworks.verl_jobs import VERL_ENGINE, actor_config, distillation_loss
 
     options = dict(options)
     of, nested = options.pop("of", "policy"), options.pop("nested", False)
-    engine = make_engine(
+    engine = verl_jobs.make_engine(
         model, "ValueHead" if of == "value" else "LMHead", context_parallel_size=microbatches[0].split.cp
     )
     losses = importlib.import_module("verl.workers.utils.losses")
@@ -123,7 +122,7 @@ def verl_train_step(
     batch_of = partial(_verl_batch, nested=nested, is_distillation=of == "distillation")
     cut = partial(_cut_as_given, microbatches, batch_of)
     with (
-        on_the_cpu(),
+        verl_jobs.on_the_cpu(),
         mock.patch.object(importlib.import_module(VERL_ENGINE), "prepare_micro_batches", cut),
         mock.patch.object(model[0].module, "forward", run_alone),
     ):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 from megatron_rl_patches import apply, revert, status
 from tests.ranks import everywhere
@@ -29,6 +33,28 @@ def outcome(call: Callable[..., object], *args: Any) -> str:
 
 def states_of(*frameworks: str, patch: str = PATCH) -> dict[str, str]:
     return {s.target: s.state for s in status() if s.framework in frameworks and s.patch == patch}
+
+
+@contextmanager
+def results_of(module: ModuleType, function: str) -> Iterator[list[Any]]:
+    """Note what a function of a module returns."""
+    own, results = getattr(module, function), []
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        results.append(own(*args, **kwargs))
+        return results[-1]
+
+    with mock.patch.object(module, function, noting):
+        yield results
+
+
+def spoil_forward(chunk: Any, number: int) -> None:
+    """Make the output of one forward pass NaN; 0 is of none."""
+    passes = count(1)
+    chunk.ddp_config.check_for_nan_in_grad = False
+    chunk.module.register_forward_hook(
+        lambda module, arguments, output: output * math.nan if next(passes) == number else output
+    )
 
 
 def check_rollouts(job_type: Any, framework: str, **options: Any) -> None:

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron_rl_patches import Settings, apply, status
+from megatron_rl_patches import apply, status
 from megatron_rl_patches.errors import InferenceOnlyError
-from tests.frameworks.rollouts import outcome
+from tests.frameworks.rollouts import outcome, states_of
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
@@ -26,147 +25,89 @@ TEACHER = "prm_teacher"
 DDP = "DistributedDataParallel"
 
 
-@pytest.mark.parametrize(("framework", "ranks"), [("slime", 2), ("miles", 1)])
-@on_ranks(lambda ranks: ranks)
-def test_policy_and_teachers_side_by_side(framework: str, ranks: int, tmp_path: Path) -> None:
-    import rl_framework
+@on_ranks(1)
+def test_policy_and_teachers_side_by_side(tmp_path: Path) -> None:
     from megatron.core import optimizer
 
-    from tests.frameworks import role_jobs
+    from tests.frameworks import jobs
     from tests.references import tiny_gpt
 
-    policy, teacher = role_jobs.checkpoints(framework, tmp_path / str(dist.get_rank()))
-    model = role_jobs.framework_model(framework)
+    policy, teacher = jobs.checkpoints(tmp_path)
+    slime = jobs.slime_model()
 
     def policy_and_batches() -> Any:
-        role_jobs.process()
-        # Of the distributed optimizer's moments, the stand-in's checkpoints tell nothing.
-        args = role_jobs.arguments(load=policy, no_load_optim=True)
-        return args, model.initialize_model_and_optimizer(args, "actor")[:3], role_jobs.Batches()
+        jobs.process()
+        args = jobs.global_arguments(load=policy)
+        return args, slime.initialize_model_and_optimizer(args, "actor")[:3], jobs.Batches()
 
     _, state, batches = policy_and_batches()
-    role_jobs.train(framework, state, 4, batches)
+    jobs.train(state, 4, batches)
     alone = tiny_gpt.checksum(state[0], state[1])
 
     apply(PATCH, "reentrant-train")
     args, state, batches = policy_and_batches()
     assert type(state[0][0]).__name__ == DDP and state[1] is not None
-    role_jobs.train(framework, state, 2, batches)
+    jobs.train(state, 2, batches)
     args.load = teacher
-    saved = torch.load(Path(teacher) / role_jobs.WEIGHTS, weights_only=False)["model"]
+    saved = torch.load(Path(teacher) / jobs.WEIGHTS, weights_only=False)["model"]
     teachers = []
     for role in (TEACHER, "ref"):
-        chunk = role_jobs.build_teacher(model.initialize_model_and_optimizer, args, role)
+        chunk = jobs.build_teacher(slime.initialize_model_and_optimizer, args, role)
         assert type(chunk).__name__ == "GPTModel" and chunk.role == role
-        assert role_jobs.has_weights(chunk, saved)
+        assert jobs.has_weights(chunk, saved)
         assert chunk.config is not state[0][0].config and chunk.config.no_sync_func is None
-        assert rl_framework.logits_of(chunk, torch.arange(16)[None]).shape == (1, 16, 32)
+        assert slime.logits_of(chunk, torch.arange(16)[None]).shape == (1, 16, 32)
         teachers.append([chunk])
-    role_jobs.train(framework, state, 2, batches)
+    jobs.train(state, 2, batches)
     assert tiny_gpt.checksum(state[0], state[1]) == alone
     for error in (
-        outcome(role_jobs.train, framework, (teachers[0], None, None), 1, role_jobs.Batches()),
+        outcome(jobs.train, (teachers[0], None, None), 1, jobs.Batches()),
         outcome(optimizer.get_megatron_optimizer, optimizer.OptimizerConfig(), teachers[0]),
     ):
         assert error.startswith("InferenceOnlyError: ")
         assert f"role '{TEACHER}'" in error
         assert "Settings.inference_roles (MEGATRON_RL_PATCHES_INFERENCE_ROLES)" in error
-    assert {site.state for site in status() if site.framework == framework} <= {"applied", "not needed"}
+    assert {site.state for site in status() if site.framework == "slime"} <= {"applied", "not needed"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("framework", ["slime", "miles"])
 @on_ranks(1)
-def test_which_roles(framework: str, tmp_path: Path) -> None:
-    from tests.frameworks import role_jobs
+def test_which_models_and_schedules_are_built(tmp_path: Path) -> None:
+    """Of slime that only evaluates, of a sharded teacher, and of a policy that goes on with a schedule."""
+    from tests.frameworks import jobs
 
-    _, teacher = role_jobs.checkpoints(framework, tmp_path)
-    module = role_jobs.framework_model(framework)
+    policy, _ = jobs.checkpoints(tmp_path)
 
-    def built(role: str, **options: Any) -> tuple[str, bool, int]:
-        role_jobs.process()
-        args = role_jobs.arguments(**({"load": teacher} | options))
-        model, optimizer, _, iteration = module.initialize_model_and_optimizer(args, role)
-        return type(model[0]).__name__, optimizer is None, iteration
+    def built(role: str = "actor", **options: Any) -> Any:
+        jobs.process()
+        args = jobs.global_arguments(load=policy, **options)
+        return jobs.slime_model().initialize_model_and_optimizer(args, role)
 
-    frozen, trained = ("GPTModel", True, 7), (DDP, False, 7)
-    apply(PATCH, settings=Settings(inference_roles=("judge",)))
-    assert built("judge") == frozen
-    assert built("prm_teacher") == trained
-    apply(PATCH)  # says nothing of settings
-    assert built("judge") == frozen
-    apply(PATCH, settings=Settings())
-    assert built("judge") == trained
-    assert built("ref", bf16=True) == ("Float16Module", True, 7)
-    assert built("ref", use_stateless_adam=True) == frozen
-    assert built("ref", use_torch_fsdp2=True) == trained
-    weights = tmp_path / "hugging_face"
-    weights.mkdir()
-    torch.save(role_jobs.provider().state_dict(), weights / "weights.pt")
-    assert built("ref", load=str(weights), bf16=True) == ("Float16Module", True, 0)
+    def kind(*role: str, **options: Any) -> str:
+        return type(built(*role, **options)[0][0]).__name__
 
-
-@pytest.mark.slow
-@on_ranks(1)
-def test_slime_evaluation_only(tmp_path: Path) -> None:
-    from tests.frameworks import role_jobs
-
-    _, teacher = role_jobs.checkpoints("slime", tmp_path)
-    model = role_jobs.framework_model("slime")
-
-    def built(**options: Any) -> Any:
-        role_jobs.process()
-        args = role_jobs.arguments(load=teacher, num_rollout=0, **options)
-        return model.initialize_model_and_optimizer(args, "actor")
-
-    assert type(built(bf16=True)[0][0]).__name__ == DDP
+    evaluates = {"num_rollout": 0, "bf16": True}
+    assert kind(**evaluates) == DDP
     apply(PATCH)
-    chunks, *rest = built(bf16=True)
+    chunks, *rest = built(**evaluates)
     assert (type(chunks[0]).__name__, *rest) == ("Float16Module", None, None, 7)
     # What the weights are sent under has one wrapper at least: see slime's named_params_and_buffers.
     assert {name.split(".")[0] for name, _ in chunks[0].named_parameters()} == {"module"}
-    assert type(built()[0][0]).__name__ == DDP
+    assert kind(num_rollout=0) == DDP
     with pytest.raises(InferenceOnlyError, match="--num-rollout 0"):
-        role_jobs.train("slime", (chunks, None, None), 1, role_jobs.Batches())
+        jobs.train((chunks, None, None), 1, jobs.Batches())
+    assert kind("ref", bf16=True) == "Float16Module"
+    assert kind("ref", use_torch_fsdp2=True) == DDP
 
-
-# Of 4000 samples 28 have been consumed.
-FRESH, ONCE, TWICE = ((n, {round(5e-3 * (1 - n / 4000), 12)}) for n in (0, 28, 56))
-RESUMED: list[dict[str, bool]] = [
-    {},
-    {"use_checkpoint_opt_param_scheduler": False},  # miles' flag
-    {"no_load_optim": True},
-    {"finetune": True},
-]
-
-
-@pytest.mark.parametrize(
-    ("framework", "ranks", "flag_off", "state"),
-    [
-        pytest.param("slime", 1, ONCE, "not needed", marks=pytest.mark.slow),
-        ("miles", 2, TWICE, "applied"),
-    ],
-)
-@on_ranks(lambda ranks: ranks)
-def test_the_schedule_goes_on_where_the_checkpoint_left_it(
-    framework: str, ranks: int, flag_off: Any, state: str, tmp_path: Path
-) -> None:
-    from tests.frameworks import role_jobs
-
-    policy, _ = role_jobs.checkpoints(framework, tmp_path / str(dist.get_rank()))
-    model = role_jobs.framework_model(framework)
-
-    def resumed(options: dict[str, bool]) -> tuple[int, set[float]]:
-        role_jobs.process()
-        args = role_jobs.arguments(load=policy, **options)
-        _, optimizer, scheduler, _ = model.initialize_model_and_optimizer(args, "actor")
+    def resumed(**options: bool) -> tuple[int, set[float]]:
+        _, optimizer, scheduler, _ = built(**options)
         return scheduler.num_steps, {round(group["lr"], 12) for group in optimizer.param_groups}
 
-    assert list(map(resumed, RESUMED)) == [ONCE, flag_off, FRESH, FRESH]
+    # Of 4000 samples 28 have been consumed.
+    fresh, once, twice = ((n, {round(5e-3 * (1 - n / 4000), 12)}) for n in (0, 28, 56))
+    assert [resumed(), resumed(no_load_optim=True), resumed(finetune=True)] == [twice, once, fresh]
     apply("scheduler-resume")
-    assert list(map(resumed, RESUMED)) == [ONCE, ONCE, FRESH, FRESH]
-    states = {s.target.rpartition(".")[2]: s.state for s in status() if s.state not in ("waiting", "absent")}
-    assert states == {"initialize_model_and_optimizer": state, "load_checkpoint": state}
+    assert [resumed(), resumed(no_load_optim=True), resumed(finetune=True)] == [once, fresh, fresh]
+    assert set(states_of("slime", patch="scheduler-resume").values()) == {"applied"}
 
 
 @on_ranks(1)
@@ -174,11 +115,11 @@ def test_nemo_rl() -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
     from nemo_rl.models.megatron import setup
 
-    from tests.frameworks import role_jobs
+    from tests.frameworks import jobs
 
-    role_jobs.arguments()
+    jobs.global_arguments()
     cfg = SimpleNamespace(
-        model=SimpleNamespace(provide=role_jobs.provider),
+        model=SimpleNamespace(provide=jobs.provider),
         ddp=DistributedDataParallelConfig(),
         dist=SimpleNamespace(use_torch_fsdp2=False),
     )
@@ -186,7 +127,7 @@ def test_nemo_rl() -> None:
     def run() -> tuple[dict[str, Any], list[str]]:
         """State of the reference model, and classes: of it, and of models with and without optimizer."""
         built: list[Any] = []
-        role_jobs.process(3)
+        jobs.process(3)
         state = setup.setup_reference_model_state({"built": built.extend}, cfg)
         for load in (True, False):
             model, _ = setup.setup_model_and_optimizer({"optimizer": object()}, cfg, load_optimizer=load)
@@ -209,17 +150,17 @@ def test_areal() -> None:
     from areal.engine.megatron_engine import MegatronEngine
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from tests.frameworks import role_jobs
+    from tests.frameworks import jobs
     from tests.frameworks.loss_jobs import Arguments
 
-    role_jobs.process()
-    role_jobs.arguments()
+    jobs.process()
+    jobs.global_arguments()
 
     def built(optimizer: Any = None, use_lora: bool = False, **options: Any) -> tuple[str, Any]:
         ddp = DistributedDataParallelConfig(overlap_grad_reduce=True)
         megatron = Arguments(wrap_with_ddp=True, ddp=ddp, **options)
         config = {"optimizer": optimizer, "megatron": megatron, "use_lora": use_lora}
-        engine = MegatronEngine(SimpleNamespace(**config, model_provider=role_jobs.provider))
+        engine = MegatronEngine(SimpleNamespace(**config, model_provider=jobs.provider))
         engine.initialize(None, None)
         return type(engine.model[0]).__name__, engine
 

@@ -9,6 +9,7 @@ the same of the frameworks themselves.
 from __future__ import annotations
 
 import importlib
+import itertools
 import warnings
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from megatron_rl_patches import apply, revert
+from megatron_rl_patches.engine.call import Call
 from tests.device_thread import device_thread
 from tests.frameworks.rollouts import states_of
 from tests.ranks import on_ranks
@@ -24,7 +26,7 @@ from tests.ranks import on_ranks
 pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
 
 PATCH = "lean-loss"
-slow = pytest.mark.slow
+UTILS = "slime.utils.ppo_utils"
 BFLOAT16 = 4e-3  # what Megatron's fused cross entropy rounds gradients to
 
 
@@ -32,27 +34,30 @@ def check_scores(framework: str, **options: Any) -> float:
     """Compare a framework's scores and gradients with the dense ones; return the error of unpatched ones."""
     from tests.frameworks.loss_jobs import LossJob, distance
 
+    ways = [
+        {"entropy_coef": entropy_coef, "rollout_temperature": temperature, **options}
+        for entropy_coef, temperature in itertools.product((0.0, 0.1), (1.0, 0.7))
+    ]
+    jobs = [LossJob(framework, **way) for way in ways]
+    apply(PATCH)
+    runs = [
+        (job.result(), LossJob(framework, deferred=True, **way).result())
+        for job, way in zip(jobs, ways, strict=True)
+    ]
+    assert set(states_of(framework, patch=PATCH).values()) <= {"applied", "not needed", "waiting"}
+    revert(PATCH)
     worst = 0.0
-    for entropy_coef in (0.0, 0.1):
-        for temperature in (1.0, 0.7):
-            both = {"entropy_coef": entropy_coef, "rollout_temperature": temperature, **options}
-            job = LossJob(framework, **both)
-            apply(PATCH)
-            patched = job.result()
-            deferred = LossJob(framework, deferred=True, **both).result()
-            assert set(states_of(framework, patch=PATCH).values()) <= {"applied", "not needed", "waiting"}
-            revert(PATCH)
-            unpatched = job.result()
-            dense = job.dense(temperature)
-            for run in (patched, deferred):
-                assert all(distance(run[key], dense[key]) < 1e-6 for key in dense)
-            for key in ("log_probs", "entropy"):
-                assert distance(patched[key], unpatched[key], 1.0) < 1e-5
-            worst = max(worst, *(distance(unpatched[key], dense[key]) for key in dense))
-            assert not deferred["made"]
-            assert patched["returned"] == unpatched["returned"]
-            assert patched["requires_grad"][1] == (entropy_coef != 0)
-            assert job.args.rollout_temperature == temperature
+    for job, way, (patched, deferred) in zip(jobs, ways, runs, strict=True):
+        unpatched, dense = job.result(), job.dense(way["rollout_temperature"])
+        for run in (patched, deferred):
+            assert all(distance(run[key], dense[key]) < 1e-6 for key in dense)
+        for key in ("log_probs", "entropy"):
+            assert distance(patched[key], unpatched[key], 1.0) < 1e-5
+        worst = max(worst, *(distance(unpatched[key], dense[key]) for key in dense))
+        assert not deferred["made"]
+        assert patched["returned"] == unpatched["returned"]
+        assert patched["requires_grad"][1] == (way["entropy_coef"] != 0)
+        assert job.args.rollout_temperature == way["rollout_temperature"]
     return worst
 
 
@@ -83,64 +88,77 @@ def check_policy_loss(framework: str, tolerance: float = 1e-5, **options: Any) -
         revert(PATCH)
 
 
-@pytest.mark.parametrize(("framework", "order", "tp"), [("slime", "before", 2), ("miles", "after", 1)])
+@pytest.mark.parametrize(("order", "tp"), [("before", 2), ("after", 1)])
 @on_ranks(lambda tp: tp)
-def test_values_and_gradients(framework: str, order: str, tp: int) -> None:
-    from tests.frameworks.loss_jobs import LOSSES, SCORES, initialize
+def test_values_and_gradients(order: str, tp: int) -> None:
+    from tests.frameworks.loss_jobs import LOSSES, initialize
 
     initialize(tp=tp)
     if order == "before":
         apply(PATCH)
-    homes = [importlib.import_module(home[framework]) for home in (SCORES, LOSSES)] * (order == "after")
+    homes = [importlib.import_module(name) for name in (LOSSES["slime"], UTILS)] * (order == "after")
     names = [dict(vars(home)) for home in homes]
-    assert 1e-4 < check_scores(framework) < BFLOAT16
+    assert 1e-4 < check_scores("slime") < BFLOAT16
     assert [dict(vars(home)) for home in homes] == names
 
 
-@pytest.mark.parametrize("framework", [pytest.param("slime", marks=slow), "miles"])
 @on_ranks(1)
-def test_policy_loss(framework: str) -> None:
+def test_policy_loss() -> None:
+    from megatron.core import parallel_state
+
     from tests.frameworks.loss_jobs import LOSSES, LossJob, distance, initialize
 
     initialize()
-    check_policy_loss(framework, tolerance=1e-6)
+    check_policy_loss("slime", tolerance=1e-6)
     apply(PATCH)
-    recomputing, module = {"recompute_loss_function": True}, importlib.import_module(LOSSES[framework])
+    recomputing, module = {"recompute_loss_function": True}, importlib.import_module(LOSSES["slime"])
     own = module.policy_loss_function
     with mock.patch.object(module, "policy_loss_function", wraps=own) as policy_loss:
-        run = LossJob(framework, **recomputing).loss()
+        run = LossJob("slime", **recomputing).loss()
         assert policy_loss.call_count == 2
         for deferred in (False, True):
-            job = LossJob(framework, deferred=deferred, **recomputing)
+            job = LossJob("slime", deferred=deferred, **recomputing)
             with device_thread():  # where CUDA recomputes
                 again = job.loss()
             assert distance(again["gradient"], run["gradient"]) < 1e-6
     assert policy_loss.call_count == 6
 
-
-@slow
-@on_ranks(1)
-def test_what_neither_slices_nor_scores_as_others_do() -> None:
-    """miles keeps the bits of its engine; slime scores candidates of a top-k loss."""
-    from megatron.core import parallel_state
-
-    from tests.frameworks.loss_jobs import LossJob, initialize
-
-    initialize()
-    job = LossJob("miles", entropy_coef=0.1, rollout_temperature=0.7, true_on_policy_mode=True)
-    unpatched = job.result()
-    apply(PATCH)
-    patched = job.result()
-    assert all((patched[key] == unpatched[key]).all() for key in ("log_probs", "entropy", "gradient"))
-
-    from slime.utils.ppo_utils import compute_log_probs
-
+    # Candidates of a top-k loss are scored, too.
     logits = LossJob("slime").logits()[0].detach()
-    expected = logits.log_softmax(-1)
-    group = parallel_state.get_tensor_model_parallel_group()
     for candidate in (3, 5, 7):
-        log_probs = compute_log_probs(logits, torch.full((len(logits),), candidate), group)
-        assert (log_probs - expected[:, [candidate]]).abs().max() < 1e-6
+        tokens, expected = torch.full((len(logits),), candidate), logits.log_softmax(-1)[:, [candidate]]
+        log_probs = importlib.import_module(UTILS).compute_log_probs(
+            logits, tokens, parallel_state.get_tensor_model_parallel_group()
+        )
+        assert (log_probs - expected).abs().max() < 1e-6
+
+
+def test_options_by_the_names_of_each_release() -> None:
+    """With ``true_on_policy`` miles keeps the bits of its engine."""
+    from megatron_rl_patches.frameworks import slime_losses
+
+    def own(
+        logits: Any,
+        tokens: Any,
+        tp_group: Any,
+        with_entropy: bool = False,
+        with_entropy_grad: bool = True,
+        entropy_requires_grad: bool = True,
+        need_entropy_grad: bool = True,
+        true_on_policy: bool = False,
+        vocab_size: int | None = None,
+    ) -> str:
+        return "its own"
+
+    def scored(**options: Any) -> Any:
+        logits, tokens = torch.zeros(2, 5, requires_grad=True), torch.zeros(2, dtype=torch.int64)
+        call = Call(own, (logits, tokens, None, True), options)
+        return slime_losses.calculate_log_probs_and_entropy(call)
+
+    assert scored(true_on_policy=True) == "its own"
+    for name in ("with_entropy_grad", "entropy_requires_grad", "need_entropy_grad"):
+        log_probs, entropy = scored(vocab_size=5, **{name: False})
+        assert (log_probs.requires_grad, entropy.requires_grad) == (True, False)
 
 
 def _redistributed(backward: bool) -> dict[tuple[int, float], list[bool]]:
@@ -151,9 +169,8 @@ def _redistributed(backward: bool) -> dict[tuple[int, float], list[bool]]:
     # In the first layout one rank has the whole response, in the second each lacks one of the samples.
     for layout in ({"totals": (24,), "responses": (6,)}, {}):
         for entropy_coef in (0.0, 0.1):
-            job = LossJob("miles", allgather_cp=True, entropy_coef=entropy_coef, **layout)
-            # The caller says whether the entropy is a metric.
-            result = job.result(backward, entropy_requires_grad=entropy_coef != 0)
+            job = LossJob("slime", allgather_cp=True, entropy_coef=entropy_coef, **layout)
+            result = job.result(backward)
             requires_grad[len(job.totals), entropy_coef] = result["requires_grad"]
             if backward:
                 dense = job.dense()

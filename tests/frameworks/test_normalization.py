@@ -10,8 +10,7 @@ from megatron_rl_patches.testing import SPLITS, RanksFailed, Split, check_normal
 from tests.frameworks import normalization_jobs as jobs
 from tests.frameworks.checkouts import Checkouts
 from tests.frameworks.import_stubs import EAGER
-from tests.frameworks.packages import Packages
-from tests.frameworks.test_real_verl import TENSORDICT
+from tests.frameworks.packages import TENSORDICT, Packages
 from tests.real.test_normalization import global_batch
 
 pytestmark = [

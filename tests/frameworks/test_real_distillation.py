@@ -7,15 +7,13 @@ actor, which needs Ray, is replaced by one that swaps weights as it does.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from megatron_rl_patches import Settings, apply
-from tests.frameworks.import_stubs import prepare
-from tests.frameworks.rollouts import states_of
+from tests.frameworks.import_stubs import job_of
+from tests.frameworks.rollouts import results_of, states_of
 from tests.ranks import on_ranks
 from tests.worlds.actors import Actor
 
@@ -37,11 +35,9 @@ NAME = "distillation"
 def test_the_student_approaches_its_teachers(
     framework: str, paths: list[str], tmp_path: Path, top_k: int | str, combine: str
 ) -> None:
-    prepare(paths)
-    from tests.frameworks.real_jobs import JOBS
-
+    job_type = job_of(framework, paths)
     apply(NAME, "reentrant-train", settings=Settings())
-    job = JOBS[framework]()
+    job = job_type()
     folders = {name: str(tmp_path / name) for name in ("math", "code")}
     generator = torch.Generator().manual_seed(3)
     for folder in map(Path, folders.values()):
@@ -62,20 +58,12 @@ def test_the_student_approaches_its_teachers(
         opd_teacher_weights=(),
         entropy_coef=0.0,
     )
-    losses: list[float] = []
     # Where the checkout's Megatron has been put on the path.
     from megatron_rl_patches.frameworks import distillation_loss
     from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer, scorer
 
-    original = distillation_loss.opd_loss
-
-    def noting(*args: Any) -> Any:
-        loss, metrics = original(*args)
-        losses.append(float(metrics["loss"]))
-        return loss, metrics
-
     actor = Actor(job.args, job.model)
-    with mock.patch.object(distillation_loss, "opd_loss", noting):
+    with results_of(distillation_loss, "opd_loss") as results:
         for _ in range(12):
             with scorer.enter(TeacherScorer(actor)):
                 job.train()
@@ -83,5 +71,6 @@ def test_the_student_approaches_its_teachers(
     states = {name.rpartition(".")[2]: state for name, state in states_of(framework, patch=NAME).items()}
     assert states["train"] == states["get_batch"] == "applied"
     assert "missing" not in states.values()
+    losses = [float(metrics["loss"]) for _, metrics in results]
     assert all(loss >= 0 for loss in losses)
     assert sum(losses[-4:]) < 0.8 * sum(losses[:4])

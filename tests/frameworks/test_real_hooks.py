@@ -17,10 +17,9 @@ from unittest import mock
 import pytest
 
 from megatron_rl_patches import status
-from tests.frameworks.import_stubs import prepare
-from tests.frameworks.packages import Packages
+from tests.frameworks.import_stubs import job_of
+from tests.frameworks.packages import VERL, Packages
 from tests.frameworks.rollouts import FINE, NO_SYNC, outcome
-from tests.frameworks.test_real_verl import RELEASE as VERL
 from tests.ranks import on_ranks
 from tests.worlds.environment import without_ours
 
@@ -35,14 +34,13 @@ HOOK = "megatron_rl_patches.hooks.on_megatron_init"
 @pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
 @on_ranks(1, timeout=300)
 def test_custom_megatron_init_path(framework: str, paths: list[str]) -> None:
-    prepare(paths)
+    job_type = job_of(framework, paths)
     from megatron.core import parallel_state
     from megatron.training import global_vars
 
     from tests.frameworks.loss_jobs import Arguments
-    from tests.frameworks.real_jobs import JOBS
 
-    job = JOBS[framework]()
+    job = job_type()
     assert outcome(job.train) == FINE
     assert outcome(job.train).startswith(NO_SYNC)
     parallel_state.destroy_model_parallel()
@@ -71,7 +69,7 @@ def test_custom_megatron_init_path(framework: str, paths: list[str]) -> None:
     assert "applied" in states <= {"applied", "not needed"}
     parallel_state.destroy_model_parallel()
     global_vars.unset_global_variables()
-    job = JOBS[framework]()
+    job = job_type()
     assert [outcome(job.train), outcome(job.train), outcome(job.save)] == [FINE] * 3
 
 

@@ -21,24 +21,6 @@ pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 of_each = pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
 
 
-@of_each
-@on_ranks(1, timeout=300)
-def test_unpatched_a_teacher_is_built_for_training(framework: str, tmp_path: Path, paths: list[str]) -> None:
-    prepare(paths)
-    from tests.frameworks import real_roles
-
-    teacher = real_roles.save(framework, str(tmp_path), 1)
-    model = real_roles.framework_model(framework)
-    bytes_before = reachable_bytes()
-    [chunk], *state, _ = model.initialize_model_and_optimizer(
-        real_roles.global_arguments(load=teacher), TEACHER
-    )
-    assert type(chunk).__name__ == DDP and None not in state
-    # bfloat16 weights; float32 gradients, main parameters and two moments.
-    weights = sum(parameter.nbytes for parameter in chunk.parameters())
-    assert reachable_bytes() - bytes_before > 5 * weights
-
-
 @pytest.mark.runs("teacher")
 @pytest.mark.parametrize("ranks", [1, 2])
 @of_each
@@ -46,20 +28,27 @@ def test_unpatched_a_teacher_is_built_for_training(framework: str, tmp_path: Pat
 def test_policy_and_teacher_side_by_side(
     framework: str, ranks: int, tmp_path: Path, paths: list[str]
 ) -> None:
+    """Unpatched, the teacher is built for training."""
     prepare(paths)
-    from tests.frameworks import real_roles
-    from tests.frameworks.role_jobs import build_teacher, has_weights
+    from tests.frameworks import real_jobs
+    from tests.frameworks.jobs import build_teacher, has_weights
     from tests.references import tiny_gpt
 
     policy, teacher = (
-        real_roles.save(framework, str(tmp_path / name), seed)
+        real_jobs.save(framework, str(tmp_path / name), seed)
         for seed, name in enumerate(("policy", "teacher"))
     )
-    model = real_roles.framework_model(framework)
+    model, bytes_before = real_jobs.model_of(framework), reachable_bytes()
+    args = real_jobs.global_arguments(load=teacher)
+    [other], *trains, _ = model.initialize_model_and_optimizer(args, TEACHER)
+    assert type(other).__name__ == DDP and None not in trains
+    # bfloat16 weights; float32 gradients, main parameters and two moments.
+    assert reachable_bytes() - bytes_before > 5 * sum(parameter.nbytes for parameter in other.parameters())
+
     apply("inference-only", "scheduler-resume")
     states = {site.state for site in status() if site.framework == framework}
     assert states <= {"applied", "not needed"}
-    args = real_roles.global_arguments(load=policy)
+    args = real_jobs.global_arguments(load=policy)
     *state, iteration = model.initialize_model_and_optimizer(args, "actor")
     assert (iteration, state[2].num_steps) == (7, 7 * 4)
     weights = tiny_gpt.checksum(state[0], state[1])
@@ -69,9 +58,6 @@ def test_policy_and_teacher_side_by_side(
     assert type(chunk).__name__ == "Float16Module"
     assert tiny_gpt.checksum(state[0], state[1]) == weights
     assert len(set(everywhere(weights))) == 1
-    # The teacher as the framework loads a policy.
-    others = real_roles.global_arguments(load=teacher)
-    [other], *_ = model.initialize_model_and_optimizer(others, "actor")
     assert has_weights(chunk, other.state_dict())
     arguments = dict.fromkeys(inspect.signature(model.train).parameters) | {"model": [chunk]}
     with pytest.raises(InferenceOnlyError, match=f"^train: the model of role '{TEACHER}'"):
@@ -83,15 +69,15 @@ def test_policy_and_teacher_side_by_side(
 @on_ranks(2, timeout=300)
 def test_a_mixture_of_experts_as_teacher(framework: str, tmp_path: Path, paths: list[str]) -> None:
     prepare(paths)
-    from tests.frameworks import real_roles
-    from tests.frameworks.role_jobs import build_teacher, has_weights
+    from tests.frameworks import real_jobs
+    from tests.frameworks.jobs import build_teacher, has_weights
     from tests.references import tiny_gpt
 
     experts = {"kind": "moe", "ep": 2}
-    teacher = real_roles.save(framework, str(tmp_path), 1, **experts)
-    model = real_roles.framework_model(framework)
+    teacher = real_jobs.save(framework, str(tmp_path), 1, **experts)
+    model = real_jobs.model_of(framework)
     apply("inference-only")
-    args = real_roles.global_arguments(load=teacher, tiny_model=experts)
+    args = real_jobs.global_arguments(load=teacher, tiny_model=experts)
     [policy], *_ = model.initialize_model_and_optimizer(args, "actor")
     chunk = build_teacher(model.initialize_model_and_optimizer, args, TEACHER)
     assert has_weights(chunk, policy.state_dict())
@@ -106,14 +92,14 @@ def test_a_mixture_of_experts_as_teacher(framework: str, tmp_path: Path, paths: 
 @on_ranks(1, timeout=300)
 def test_slime_evaluation_only(framework: str, tmp_path: Path, paths: list[str]) -> None:
     prepare(paths)
-    from tests.frameworks import real_roles
+    from tests.frameworks import real_jobs
 
-    policy = real_roles.save(framework, str(tmp_path), 0)
-    model = real_roles.framework_model(framework)
+    policy = real_jobs.save(framework, str(tmp_path), 0)
+    model = real_jobs.model_of(framework)
     weights = importlib.import_module("slime.backends.megatron_utils.update_weight.common")
 
     def built() -> tuple[str, list[Any], list[str]]:
-        args = real_roles.global_arguments(load=policy, num_rollout=0)
+        args = real_jobs.global_arguments(load=policy, num_rollout=0)
         chunks, *rest = model.initialize_model_and_optimizer(args, "actor")
         names = [name for name, _ in weights.named_params_and_buffers(args, chunks)]
         return type(chunks[0]).__name__, rest, names

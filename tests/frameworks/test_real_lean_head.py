@@ -10,14 +10,14 @@ import logging
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from megatron_rl_patches import applied
-from tests.frameworks.import_stubs import prepare
+from tests.frameworks.import_stubs import job_of, prepare
+from tests.frameworks.rollouts import results_of
 from tests.ranks import on_ranks
 from tests.references.live_bytes import live_bytes, reachable_bytes
 
@@ -37,8 +37,7 @@ def test_training_never_makes_the_logits(framework: str, ranks: int, paths: list
 
     tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = VOCABULARY, TOKENS
     tiny_gpt.LAYERS = tiny_gpt.HEADS = 1  # without a kernel, attention takes tokens × tokens for each
-    from tests.frameworks.real_jobs import JOBS
-
+    job_type = job_of(framework, [])
     one = {"num_layers": 1, "num_attention_heads": 1}
 
     def run(patches: tuple[str, ...]) -> tuple[float, list[torch.Tensor]]:
@@ -46,18 +45,11 @@ def test_training_never_makes_the_logits(framework: str, ranks: int, paths: list
         before = reachable_bytes()
         log = logging.getLogger("megatron_rl_patches")
         with applied("reentrant-train", *patches), mock.patch.object(log, "warning") as warning:
-            job = JOBS[framework](vocab_size=VOCABULARY, seq_length=TOKENS, config=one)
+            job = job_type(vocab_size=VOCABULARY, seq_length=TOKENS, config=one)
             job.use_policy_loss()
             parameters = sum(p.numel() * p.element_size() for p in job.model[0].parameters())
             built = reachable_bytes() - before - parameters
-            steps: list[Any] = []  # losses and gradient norm, and what else a framework returns
-            one_step = job.module.train_one_step
-
-            def noting(*args: Any, **kwargs: Any) -> Any:
-                steps.append(one_step(*args, **kwargs))
-                return steps[-1]
-
-            with mock.patch.object(job.module, "train_one_step", noting):
+            with results_of(job.module, "train_one_step") as steps:  # losses, gradient norm, and more
                 peak = live_bytes(lambda: job.train(1)).peak
                 job.train(2)
             assert not [call for call in warning.call_args_list if "logits" in str(call)]
@@ -84,13 +76,12 @@ def test_multi_token_prediction(framework: str, tmp_path: Path, paths: list[str]
     shutil.copytree(megatron / "megatron", tmp_path / "megatron")
     patch = slime / "docker" / "patch" / "latest" / "megatron.patch"
     subprocess.run(["git", "apply", "--include=megatron/*", str(patch)], cwd=tmp_path, check=True)
-    prepare([str(slime), str(tmp_path)])
-    from tests.frameworks.real_jobs import JOBS
+    job_type = job_of(framework, [str(slime), str(tmp_path)])
 
     def run(patches: tuple[str, ...]) -> list[dict[str, float]]:
         """Return what slime logs in each step of two rollouts."""
         with applied("reentrant-train", *patches):
-            job = JOBS[framework](kind="mtp")
+            job = job_type(kind="mtp")
             vars(job.args).update(enable_mtp_training=True, mtp_num_layers=1)
             with mock.patch.object(job.module.logging_utils, "log") as log:
                 job.train(2)

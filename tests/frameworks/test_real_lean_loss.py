@@ -1,4 +1,4 @@
-"""``lean-loss`` on unmodified checkouts of slime, OpenClaw-RL and miles, as in ``test_real_reentry.py``.
+"""``lean-loss`` and ``finite-loss`` on unmodified checkouts, as in ``test_real_reentry.py``.
 
 Values and gradients against a dense float64 reference, unpatched and patched, through the frameworks' own
 ``get_log_probs_and_entropy`` and ``loss_function``. Up to slime v0.3.0 and in miles the unpatched gradient is
@@ -7,30 +7,30 @@ rounded to bfloat16, by Megatron's fused cross entropy; the patched one is not.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.frameworks.import_stubs import EAGER, prepare
+from megatron_rl_patches import applied
+from tests.frameworks import test_finite_loss as finite
+from tests.frameworks.import_stubs import EAGER, job_of, prepare
 from tests.frameworks.test_lean_loss import BFLOAT16, check_policy_loss, check_scores
 from tests.ranks import on_ranks
 
-pytestmark = [
-    pytest.mark.frameworks,
-    pytest.mark.slow,
-    pytest.mark.runs("losses"),
-    pytest.mark.parametrize(
-        ("ranks", "layout"),
-        [
-            pytest.param(1, {}, id="1 rank"),
-            pytest.param(2, {"tp": 2}, id="TP 2"),
-            pytest.param(2, {"cp": 2}, id="zigzag CP 2"),
-            pytest.param(2, {"cp": 2, "allgather_cp": True}, id="all-gather CP 2"),
-        ],
-    ),
-    pytest.mark.parametrize("framework", ["slime", "vime", "miles"]),
+pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
+
+LAYOUTS = [
+    pytest.param(1, {}, id="1 rank"),
+    pytest.param(2, {"tp": 2}, id="TP 2"),
+    pytest.param(2, {"cp": 2}, id="zigzag CP 2"),
+    pytest.param(2, {"cp": 2, "allgather_cp": True}, id="all-gather CP 2"),
 ]
+RECOMPUTED = pytest.param(
+    1, {"recompute_loss_function": True, "calculate_per_token_loss": True}, id="recomputed"
+)
+of_slime = pytest.mark.parametrize("framework", ["slime", "vime"])
 
 
 def _initialize(framework: str, paths: list[str], layout: dict[str, Any]) -> dict[str, Any]:
@@ -46,12 +46,93 @@ def _initialize(framework: str, paths: list[str], layout: dict[str, Any]) -> dic
     return {name: value for name, value in layout.items() if name not in ("tp", "cp")}
 
 
+@pytest.mark.runs("losses")
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+@pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
-def test_log_probs_and_entropy(framework: str, ranks: int, layout: dict[str, Any], paths: list[str]) -> None:
+def test_scores_and_policy_loss(framework: str, ranks: int, layout: dict[str, Any], paths: list[str]) -> None:
     options = _initialize(framework, paths, layout)
     assert check_scores(framework, **options) < BFLOAT16
+    check_policy_loss(framework, **options)
 
 
-@on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
-def test_policy_loss(framework: str, ranks: int, layout: dict[str, Any], paths: list[str]) -> None:
-    check_policy_loss(framework, **_initialize(framework, paths, layout))
+# --- finite-loss
+
+
+@of_slime
+@pytest.mark.parametrize(("ranks", "layout"), [*LAYOUTS, RECOMPUTED])
+@on_ranks(lambda ranks: ranks, timeout=400, env=EAGER)
+def test_masked_tokens(framework: str, ranks: int, layout: dict[str, Any], paths: list[str]) -> None:
+    options = _initialize(framework, paths, layout)
+    with warnings.catch_warnings(action="ignore"):  # that use_reentrant is not given
+        assert finite.check_masked_tokens(framework, **options) > 10
+        for with_lean_loss in (False, True):
+            finite.check_policy(framework, with_lean_loss, **options)
+        finite.check_counted_tokens(framework, **options)
+        if layout == {}:
+            assert finite.check_masked_tokens(framework, spoilt_by=finite.SPOILT) > 50
+            finite.check_value_loss(framework)
+
+
+@of_slime
+@on_ranks(1, timeout=400, env=EAGER)
+def test_with_other_patches(framework: str, paths: list[str]) -> None:
+    """``lean-loss`` and deferred logits, in either order of application."""
+    _initialize(framework, paths, {})
+    with warnings.catch_warnings(action="ignore"), applied("lean-loss"):
+        for deferred in (False, True):
+            assert finite.check_masked_tokens(framework, deferred=deferred, recompute_loss_function=True) > 10
+            finite.check_counted_tokens(framework, deferred=deferred)
+    with applied(finite.PATCH), applied("lean-loss"):
+        finite.check_policy(framework, True, deferred=True)
+
+
+@of_slime
+@on_ranks(1, timeout=400, env=EAGER)
+def test_no_step_is_skipped(framework: str, paths: list[str]) -> None:
+    """``finite-step`` alone skips each step that a masked infinite ratio spoils; with both, it skips none.
+
+    The weights are those of clean rollouts with and without the patch, deferred logits included.
+    """
+    job_type = job_of(framework, paths)
+
+    class Job(job_type):  # type: ignore[misc]
+        old_log_prob = -4.0  # of the masked tokens
+
+        def _rollout_data(self, samples: int) -> dict[str, Any]:
+            rollout: dict[str, Any] = super()._rollout_data(samples)
+            rollout["ref_log_probs"] = rollout["log_probs"]
+            old = self.old_log_prob
+            for name, value in (("loss_masks", 0), ("log_probs", old), ("ref_log_probs", -old)):
+                rollout[name] = [values.clone() for values in rollout[name]]
+                for values in rollout[name]:
+                    values[1] = value
+            return rollout
+
+    def trained(*patches: str, old_log_prob: float = -4.0) -> tuple[str, int]:
+        """Return a checksum of weights and moments, and how many samples the schedule has seen."""
+        with applied("reentrant-train", "finite-step", *patches):
+            job = Job()
+            job.use_policy_loss()
+            vars(job.args).update(use_kl_loss=True, kl_loss_coef=0.0, kl_loss_type="low_var_kl")
+            job.old_log_prob = old_log_prob
+            for chunk in job.model:
+                chunk.ddp_config.check_for_nan_in_grad = False
+            for steps in (1, 2):
+                job.train(steps)
+            return job.checksum(), job.scheduler.num_steps
+
+    for others in ((), ("lean-loss", "lean-head")):
+        clean = trained(*others)
+        assert clean[1] > 0 == trained(*others, old_log_prob=-1e3)[1]
+        assert trained(*others, finite.PATCH) == clean == trained(*others, finite.PATCH, old_log_prob=-1e3)
+
+
+@of_slime
+@on_ranks(1, timeout=400)
+def test_compiled(framework: str, paths: list[str]) -> None:
+    """slime compiles the functions of which two are patched."""
+    _initialize(framework, paths, {})
+    losses = {name: finite.LOSSES[name] for name in ("low_var_kl", "unbiased k3")}
+    assert finite.check_masked_tokens(framework, losses) > 5
+    finite.check_counted_tokens(framework, losses)

@@ -8,14 +8,14 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from megatron_rl_patches import applied
-from tests.frameworks.import_stubs import prepare
+from tests.frameworks import rollouts
+from tests.frameworks.import_stubs import job_of
 from tests.frameworks.rollouts import FINE, KEY_ERROR, NO_SYNC, TIMER, check_rollouts, outcome
 from tests.ranks import on_ranks
 
@@ -28,16 +28,14 @@ pytestmark = [
 
 @on_ranks(1, timeout=300)
 def test_unpatched_frameworks_fail_as_reported(framework: str, paths: list[str]) -> None:
-    prepare(paths)
-    from tests.frameworks.real_jobs import JOBS
-
-    job = JOBS[framework]()
+    job_type = job_of(framework, paths)
+    job = job_type()
     assert outcome(job.train) == FINE
     assert outcome(job.train).startswith(NO_SYNC)
     job.config.no_sync_func = None
     is_megatron = framework == "megatron.training"
     assert outcome(job.train) == (TIMER if is_megatron else KEY_ERROR)
-    job = JOBS[framework]()
+    job = job_type()
     job.train()
     assert outcome(job.save) in ((KEY_ERROR, FINE) if is_megatron else (KEY_ERROR,))  # fine from 0.16 on
 
@@ -46,20 +44,14 @@ def test_unpatched_frameworks_fail_as_reported(framework: str, paths: list[str])
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks(lambda ranks: ranks, timeout=300)
 def test_rollouts_with_saves_between(framework: str, ranks: int, paths: list[str]) -> None:
-    prepare(paths)
-    from tests.frameworks.real_jobs import JOBS
-
-    check_rollouts(JOBS[framework], framework)
+    check_rollouts(job_of(framework, paths), framework)
 
 
 @pytest.mark.runs("mixture of experts", ranks=2)
 @on_ranks(2, timeout=300)
 def test_rollouts_of_a_mixture_of_experts(framework: str, paths: list[str]) -> None:
     """Each rank has half of the experts, and both overlaps have bucket groups for them."""
-    prepare(paths)
-    from tests.frameworks.real_jobs import JOBS
-
-    check_rollouts(JOBS[framework], framework, kind="moe", ep=2)
+    check_rollouts(job_of(framework, paths), framework, kind="moe", ep=2)
 
 
 @on_ranks(1, timeout=300)
@@ -67,32 +59,23 @@ def test_the_log_of_each_interval(framework: str, paths: list[str]) -> None:
     """Three calls of two steps; a line per step, and a line per three steps."""
     if framework != "megatron.training":
         pytest.skip("it has a log of its own")
-    prepare(paths)
-    from tests.frameworks.real_jobs import JOBS
-
+    job_type = job_of(framework, paths)
     logs, checksums = {}, []
     for patched, interval in ((False, 1), (True, 1), (True, 3)):
-        with applied("reentrant-train"), ExitStack() as stack:
-            job = JOBS[framework](overlap_param_gather=False)
-            job.args.log_interval, lines, losses = interval, [], []
-            training, step = job.module, job.module.train_step
-            stack.enter_context(mock.patch.object(training, "print_rank_last", lines.append))
-
-            def noted(*args: Any, step: Any = step, losses: list[float] = losses, **kwargs: Any) -> Any:
-                result = step(*args, **kwargs)
-                losses.append(result[0]["loss"].item())
-                return result
-
-            stack.enter_context(mock.patch.object(training, "train_step", noted))
-            if not patched:
-                original = inspect.unwrap(training.training_log)
-                stack.enter_context(mock.patch.object(training, "training_log", original))
-            for _ in range(3):
-                job.train(2)
+        with applied("reentrant-train"):
+            job = job_type(overlap_param_gather=False)
+            job.args.log_interval, lines, training = interval, [], job.module
+            log = training.training_log if patched else inspect.unwrap(training.training_log)
+            with (
+                mock.patch.multiple(training, training_log=log, print_rank_last=lines.append),
+                rollouts.results_of(training, "train_step") as steps,
+            ):
+                for _ in range(3):
+                    job.train(2)
             checksums.append(job.checksum())
         found = re.findall(r" iteration +(\d+)/.* loss: (\S+) \|", "\n".join(lines))
         logs[patched, interval] = {int(step): float(loss) for step, loss in found}
-    each = dict(enumerate(losses, 1))
+    each = {number: step[0]["loss"].item() for number, step in enumerate(steps, 1)}
     assert logs[True, 1] == pytest.approx(each, rel=1e-5)
     wrong = {**each, 2: (each[1] + each[2]) / 2, 4: (each[3] + each[4]) / 2, 6: (each[5] + each[6]) / 2}
     if logs[False, 1] != pytest.approx(each, rel=1e-5):  # from 0.16 on
@@ -105,46 +88,29 @@ def test_the_log_of_each_interval(framework: str, paths: list[str]) -> None:
 # --- finite-step: a NaN in one microbatch of the first step of the second rollout of three
 
 
-def _rollouts(framework: str, bad: bool = False, leave_out: bool = False) -> tuple[Any, list[float]]:
+def _rollouts(job: Any, bad: bool = False, leave_out: bool = False) -> tuple[Any, list[float]]:
     """Train three rollouts of two steps, and return the job and the gradient norms that were reported."""
     from tests.frameworks.jobs import MICROBATCHES
-    from tests.frameworks.real_jobs import JOBS
 
-    job = JOBS[framework]()
-    forwards, norms = 0, []
-    name = "train_step" if framework == "megatron.training" else "train_one_step"
-    one_step = getattr(job.module, name)
-
-    def spoil(module: Any, arguments: Any, output: Any) -> Any:
-        nonlocal forwards
-        forwards += 1
-        return output * math.nan if bad and forwards == 2 * MICROBATCHES + 2 else output
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        result = one_step(*args, **kwargs)
-        norms.append(float(result[-3] if name == "train_step" else result[1]))
-        return result
-
-    for chunk in job.model:
-        chunk.ddp_config.check_for_nan_in_grad = False
-        chunk.module.register_forward_hook(spoil)
-    with mock.patch.object(job.module, name, noting):
+    name, norm = ("train_one_step", 1) if hasattr(job.module, "train_one_step") else ("train_step", -3)
+    rollouts.spoil_forward(job.model[0], 2 * MICROBATCHES + 2 if bad else 0)
+    with rollouts.results_of(job.module, name) as steps:
         for number in range(3):
             if leave_out and number == 1:
                 job.resume(job.steps + 1)
             job.train(1 if leave_out and number == 1 else 2)
-    return job, norms
+    return job, [float(step[norm]) for step in steps]
 
 
 @on_ranks(1, timeout=400)
 def test_a_bad_step_equals_that_step_left_out(framework: str, paths: list[str]) -> None:
-    prepare(paths)
+    job_type = job_of(framework, paths)
     with applied("reentrant-train"):
-        spoilt, _ = _rollouts(framework, bad=True)
+        spoilt, _ = _rollouts(job_type(), bad=True)
         assert any(parameter.isnan().any() for parameter in spoilt.model[0].parameters())
         with applied("finite-step"):
-            skipped, norms = _rollouts(framework, bad=True)
-            expected, _ = _rollouts(framework, leave_out=True)
+            skipped, norms = _rollouts(job_type(), bad=True)
+            expected, _ = _rollouts(job_type(), leave_out=True)
     assert skipped.checksum() == expected.checksum()
     assert skipped.scheduler.num_steps == expected.scheduler.num_steps > 0
     assert list(map(math.isnan, norms)) == [False, False, True, False, False, False]

@@ -17,14 +17,10 @@ from unittest import mock
 import pytest
 
 from megatron_rl_patches import applied
-from tests.frameworks.import_stubs import prepare
+from tests.frameworks.import_stubs import job_of
 from tests.ranks import on_ranks
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.parametrize("framework", ["slime"])]
-
-
-class BrokenStep(Exception):
-    """What ends the second rollout."""
 
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -40,25 +36,22 @@ def imported(name: str) -> Any:
             sys.modules[missing.name] = mock.MagicMock()
 
 
-def make_job() -> tuple[Any, list[Any]]:
+def make_job(job_type: Any) -> tuple[Any, list[Any]]:
     """Return a job of slime, and a list of what its routers record and read."""
-    from tests.frameworks.real_jobs import JOBS
-
-    job = JOBS["slime"](
-        kind="moe", config={"moe_enable_routing_replay": True, **RECOMPUTE}, overlap_param_gather=False
-    )
+    config = {"moe_enable_routing_replay": True, **RECOMPUTE}
+    job = job_type(kind="moe", config=config, overlap_param_gather=False)
     replay = imported("slime.utils.routing_replay")
     replay.RoutingReplay.all_routing_replays.clear()
     seen: list[Any] = []
+
+    def choose(scores: Any, topk: int, groups: Any, group_topk: Any, default: Any) -> Any:
+        result = replay.get_routing_replay_compute_topk(default)(scores, topk)
+        seen.append((os.environ["ROUTING_REPLAY_STAGE"], result[1].tolist()))
+        return result
+
     for module in job.model[0].modules():
         if getattr(module, "router_replay", None) is not None:
             replay.register_routing_replay(module)
-
-            def choose(scores: Any, topk: int, groups: Any, group_topk: Any, default: Any) -> Any:
-                result = replay.get_routing_replay_compute_topk(default)(scores, topk)
-                seen.append((os.environ["ROUTING_REPLAY_STAGE"], result[1].tolist()))
-                return result
-
             module.router_replay.get_replay_topk = choose
     return job, seen
 
@@ -66,36 +59,42 @@ def make_job() -> tuple[Any, list[Any]]:
 def actor_of(job: Any) -> Any:
     """Return slime's actor around the job, without what is neither routes nor training."""
     module = imported("slime.backends.megatron_utils.actor")
-    actor = object.__new__(module.MegatronTrainRayActor)
-    # All other options are off.
-    vars(job.args).update(
-        use_routing_replay=True, compute_advantages_and_returns=True, get_mismatch_metrics=True
-    )
-    actor.args, actor.model, actor.optimizer = job.args, job.model, job.optimizer
-    actor.opt_param_scheduler, actor.prof = job.scheduler, mock.Mock()
-    actor.weight_updater = mock.Mock()
-    actor.weights_backuper = SimpleNamespace(backup_tags=(), backup=lambda tag: None)
-    actor._switch_model, actor._active_model_tag = lambda tag: None, "actor"
-    actor.rollout_data_postprocess = None
-    actor.compute_log_prob = lambda *unused, **options: job.log_probs() and {}
     for name in ("compute_advantages_and_returns", "train_metric_utils", "train_data_utils"):
         setattr(module, name, mock.Mock())
     module.get_data_iterator = lambda rollout: None
     module.train = lambda *unused: job.train(1)
     module.timer = module.inverse_timer = lambda name: contextlib.nullcontext()
+    # All other options are off.
+    vars(job.args).update(
+        use_routing_replay=True, compute_advantages_and_returns=True, get_mismatch_metrics=True
+    )
+    actor = object.__new__(module.MegatronTrainRayActor)
+    vars(actor).update(
+        args=job.args,
+        model=job.model,
+        optimizer=job.optimizer,
+        opt_param_scheduler=job.scheduler,
+        prof=mock.Mock(),
+        weight_updater=mock.Mock(),
+        weights_backuper=SimpleNamespace(backup_tags=(), backup=lambda tag: None),
+        _switch_model=lambda tag: None,
+        _active_model_tag="actor",
+        rollout_data_postprocess=None,
+        compute_log_prob=lambda *unused, **options: job.log_probs() and {},
+    )
     return actor
 
 
 def break_off(*unused: Any) -> None:
     """End the step after the first forward pass of training."""
     if os.environ["ROUTING_REPLAY_STAGE"] == "replay_forward":
-        raise BrokenStep
+        raise ArithmeticError
 
 
-def three_rollouts() -> list[bool]:
+def three_rollouts(job_type: Any) -> list[bool]:
     """Return for the first and the third rollout whether the routes that were read are those recorded."""
     os.environ.update(ENABLE_ROUTING_REPLAY="1", ROUTING_REPLAY_STAGE="fallthrough")
-    job, seen = make_job()
+    job, seen = make_job(job_type)
     actor = actor_of(job)
     outcomes = []
     for number in range(3):
@@ -103,7 +102,7 @@ def three_rollouts() -> list[bool]:
         rollout = {"num_microbatches": [2], "global_batch_sizes": [2]}
         if number == 1:
             handle = job.model[0].module.register_forward_hook(break_off)
-            with pytest.raises(BrokenStep):
+            with pytest.raises(ArithmeticError):
                 actor.train_actor(number, rollout)
             handle.remove()
             job.steps += 1  # the third rollout has other data
@@ -118,9 +117,9 @@ def three_rollouts() -> list[bool]:
 
 @on_ranks(1, timeout=400)
 def test_routes_read_are_routes_recorded(framework: str, paths: list[str]) -> None:
-    prepare(paths)
+    job_type = job_of(framework, paths)
     with mock.patch("torch.Tensor.is_pinned", lambda tensor: True), applied("reentrant-train"):
         imported("slime.backends.megatron_utils.actor")
-        assert three_rollouts() == [True, False]  # the third reads what the second has recorded
+        assert three_rollouts(job_type) == [True, False]  # the third reads what the second has recorded
         with applied("router-replay"):
-            assert three_rollouts() == [True, True]
+            assert three_rollouts(job_type) == [True, True]

@@ -13,31 +13,15 @@ import pytest
 import torch
 
 from megatron_rl_patches import Settings, applied, apply, revert
-from tests.frameworks.checkouts import Checkouts
 from tests.frameworks.import_stubs import EAGER, prepare
-from tests.frameworks.packages import Packages
-from tests.frameworks.rollouts import NO_SYNC, outcome, states_of
+from tests.frameworks.rollouts import NO_SYNC, outcome, spoil_forward, states_of
 from tests.frameworks.test_lean_loss import PATCH
 from tests.frameworks.test_real_lean_head import WAYS
 from tests.ranks import on_ranks
-from tests.recording import installed, ran_on
 from tests.references.live_bytes import live_bytes
 from tests.unit.losses.logits.sizes import Sizes
 
 pytestmark = pytest.mark.slow
-
-RELEASE = "verl 0.9.1"
-#: What the batches of its engine are made of.
-TENSORDICT = ("tensordict 0.15.3", "pyvers 0.2.3")
-
-
-@pytest.fixture(params=["package", pytest.param("checkout", marks=pytest.mark.frameworks)])
-def verl(request: pytest.FixtureRequest, packages: Packages, checkouts: Checkouts) -> list[str]:
-    """The folders to import it from."""
-    if request.param == "checkout":
-        return checkouts("verl")
-    ran_on(request, RELEASE, installed("megatron-core"))
-    return [str(packages.unpacked(RELEASE))]
 
 
 @pytest.mark.runs("training hooks", ranks=2)
@@ -79,13 +63,14 @@ def test_chunks_that_share_a_config(verl: list[str]) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
 def test_vocab_parallel_losses(verl: list[str], ranks: int) -> None:
-    prepare(verl, "accelerate", "datasets", "pandas", "peft")
+    prepare(verl)
     functions = importlib.import_module("verl.utils.megatron.tensor_parallel")
     assert functions.__file__ is not None and functions.__file__.startswith(verl[0])
-    from tests.frameworks.loss_jobs import VERL_ENGINE, VerlJob, distance, initialize
+    from tests.frameworks.loss_jobs import distance, initialize
+    from tests.frameworks.verl_jobs import VERL_ENGINE, LogitsJob
 
     initialize(tp=ranks)
-    job = VerlJob()
+    job = LogitsJob()
     # Its chunks overwrite what each other's backward needs.
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         job.processed(entropy=True, chunks=True)
@@ -94,7 +79,7 @@ def test_vocab_parallel_losses(verl: list[str], ranks: int) -> None:
         unpatched = None if chunks else job.processed(entropy)
         with applied(PATCH):
             patched = job.processed(entropy, chunks)
-            deferred = VerlJob(deferred=True).processed(entropy, chunks, squares=False)
+            deferred = LogitsJob(deferred=True).processed(entropy, chunks, squares=False)
             with_distillation = job.processed(entropy, chunks, distillation=True)
             states = set(states_of("verl", patch=PATCH).values())
         assert "applied" in states <= {"applied", "not needed"}
@@ -115,12 +100,13 @@ def test_vocab_parallel_losses(verl: list[str], ranks: int) -> None:
 
 @on_ranks(1, timeout=300, env=EAGER)
 def test_memory_beyond_the_logits(verl: list[str]) -> None:
-    prepare(verl, "accelerate", "datasets", "pandas", "peft")
+    prepare(verl)
     functions = importlib.import_module("verl.utils.megatron.tensor_parallel")
-    from tests.frameworks.loss_jobs import VerlJob, initialize
+    from tests.frameworks.loss_jobs import initialize
+    from tests.frameworks.verl_jobs import LogitsJob
 
     initialize()
-    job = VerlJob(rows=512, vocabulary=8192)
+    job = LogitsJob(rows=512, vocabulary=8192)
 
     def peak() -> float:
         """Return that of forward and backward beyond the logits, in units of the logits."""
@@ -138,76 +124,57 @@ def test_memory_beyond_the_logits(verl: list[str]) -> None:
     assert gradient.data_ptr() == logits.data_ptr()
 
 
-def prepare_engine(paths: list[str], *further_stubs: str) -> None:
-    importlib.import_module("torch._dynamo")  # tensordict imports it, and it fails with a stub of triton.
-    prepare(paths, "accelerate", "cloudpickle", "datasets", "pandas", "peft", *further_stubs)
+def largest_tensors(**options: Any) -> dict[str, int]:
+    """Train and score in each way, with the same results; return the most elements that a tensor has."""
+    from tests.frameworks.verl_jobs import EngineJob
 
-
-@pytest.fixture
-def with_tensordict(verl: list[str], packages: Packages) -> list[str]:
-    return verl + [str(packages.unpacked(release)) for release in TENSORDICT]
+    runs, largest = {}, {}
+    for name, patches in WAYS.items():
+        settings = Settings(lean_head_tile_bytes=2**17)
+        with applied("reentrant-train", *patches, settings=settings), Sizes() as sizes:
+            job = EngineJob(**options)
+            runs[name] = [torch.tensor(job.train() + job.train()), *job.scores()]
+        largest[name] = sizes.largest
+    for name in ("unpatched", "lean-loss"):
+        # Two steps of Adam, which divides by gradients next to zero, show the last bits of these.
+        torch.testing.assert_close(runs["lean-head"], runs[name], rtol=5e-5, atol=1e-5)
+    return largest
 
 
 @pytest.mark.runs("lean-head")
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
-def test_its_engine_never_makes_the_logits(with_tensordict: list[str], ranks: int) -> None:
-    prepare_engine(with_tensordict)
-    from tests.frameworks.verl_jobs import EngineJob
+def test_its_engine_never_makes_the_logits(verl: list[str], ranks: int) -> None:
+    prepare(verl)
     from tests.references import tiny_gpt
 
     # With these sizes the logits have more than twice the elements of any other tensor.
-    tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE, tiny_gpt.LAYERS, tiny_gpt.HEADS = 2048, 256, 1, 2
+    tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = 2048, 256
     small = {"num_layers": 1, "num_attention_heads": 2}
+    largest = largest_tensors(tp=ranks, vocab_size=2048, seq_length=256, config=small)
     logits = tiny_gpt.SEQUENCE * tiny_gpt.VOCABULARY // ranks
-    runs = {}
-    for name, patches in WAYS.items():
-        settings = Settings(lean_head_tile_bytes=2**17)
-        with applied("reentrant-train", *patches, settings=settings), Sizes() as sizes:
-            job = EngineJob(tp=ranks, vocab_size=2048, seq_length=256, config=small)
-            runs[name] = [torch.tensor(job.train() + job.train()), *job.scores()]
-        assert sizes.largest < logits / 2 if name == "lean-head" else sizes.largest >= logits
-    assert job.module.__file__.startswith(with_tensordict[0])
-    for name in ("unpatched", "lean-loss"):
-        # Two steps of Adam, which divides by gradients next to zero, show the last bits of these.
-        torch.testing.assert_close(runs["lean-head"], runs[name], rtol=5e-5, atol=1e-5)
+    assert largest.pop("lean-head") < logits / 2 and min(largest.values()) >= logits
 
 
 @pytest.mark.runs("mixture of experts", ranks=2)
 @on_ranks(2, timeout=300, env=EAGER)
-def test_its_engine_trains_a_mixture_of_experts(with_tensordict: list[str]) -> None:
+def test_its_engine_trains_a_mixture_of_experts(verl: list[str]) -> None:
     """Each rank has half of the experts; losses, gradient norms and scores are those without patches."""
-    prepare_engine(with_tensordict)
-    from tests.frameworks.verl_jobs import EngineJob
-
-    runs = {}
-    for name, patches in WAYS.items():
-        with applied("reentrant-train", *patches):
-            job = EngineJob(kind="moe", ep=2)
-            runs[name] = [torch.tensor(job.train() + job.train()), *job.scores()]
-    for name in ("unpatched", "lean-loss"):
-        torch.testing.assert_close(runs["lean-head"], runs[name], rtol=5e-5, atol=1e-5)
+    prepare(verl)
+    largest_tensors(kind="moe", ep=2)
 
 
 @on_ranks(1, timeout=300, env=EAGER)
-def test_its_engine_skips_a_step_with_a_norm_that_is_not_finite(with_tensordict: list[str]) -> None:
+def test_its_engine_skips_a_step_with_a_norm_that_is_not_finite(verl: list[str]) -> None:
     """A NaN in one microbatch of the second rollout of three equals that rollout left out."""
-    prepare_engine(with_tensordict)
+    prepare(verl)
     from tests.frameworks.verl_jobs import SAMPLES, EngineJob
 
     def rollouts(bad: bool) -> tuple[list[torch.Tensor], int, list[float]]:
         job, norms, steps = EngineJob(bf16=True), [], []
         job.engine.lr_scheduler = SimpleNamespace(step=steps.append)
         [chunk] = job.engine.module
-        chunk.ddp_config.check_for_nan_in_grad = False
-        forwards = 0
-
-        def spoil(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
-            nonlocal forwards
-            forwards += 1
-            return output * math.nan if bad and forwards == SAMPLES + 2 else output
-
-        chunk.module.register_forward_hook(spoil)
+        spoil_forward(chunk, SAMPLES + 2 if bad else 0)
         for number in range(3):
             if number == 1 and not bad:
                 job.data()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,9 +16,10 @@ from torch import Tensor
 
 from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.errors import InvalidInputError
+from tests.frameworks import import_stubs
 from tests.frameworks.import_stubs import EAGER
-from tests.frameworks.test_real_verl import prepare_engine, verl, with_tensordict  # noqa: F401
 from tests.ranks import on_ranks
+from tests.references.dense import dense_divergence
 from tests.unit.losses.logits.sizes import Sizes
 
 pytestmark = [pytest.mark.slow, pytest.mark.runs("top-k distillation")]
@@ -27,60 +30,40 @@ VOCABULARY, K = 64, 4
 
 def prepare(paths: list[str], vocabulary: int = VOCABULARY, length: int | None = None) -> Any:
     """Make verl importable, and a tiny model of that size; return the module of the jobs."""
-    prepare_engine(paths, "fastapi", "uvicorn")  # of its servers
-    from tests.frameworks import verl_distillation_jobs
+    import_stubs.prepare(paths)
+    from tests.frameworks import verl_jobs
     from tests.references import tiny_gpt
 
     if length is not None:
         tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = vocabulary, length
-    return verl_distillation_jobs
+    return verl_jobs
 
 
-def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    return (teacher.exp() * (teacher - student)).sum(1)
-
-
-def middle(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    return (beta * teacher.exp() + (1 - beta) * student.exp()).log()
-
-
-#: Objectives of log-probabilities ``[n, k + 1]`` or ``[n, V]``.
-FORMULAS = {
-    "forward_kl": forward_kl,
-    "reverse_kl": lambda p, q: forward_kl(q, p),
-    "jsd": lambda p, q: 0.5 * forward_kl(middle(p, q, 0.5), q) + 0.5 * forward_kl(middle(p, q, 0.5), p),
-    "skewed_kl": lambda p, q: forward_kl(middle(p, q, 0.1), q),
-}
-
-
-def truncated(student: Tensor, teacher: Tensor) -> Tensor:
-    log_q, ids = teacher.topk(K, 1)
-    return forward_kl(student.gather(1, ids), log_q)
-
-
-def with_tail(formula: Any, k: int = K) -> Any:
-    from tests.frameworks.verl_distillation_jobs import buckets
+def with_tail(name: str, k: int = K, **options: float) -> Callable[..., Tensor]:
+    """Return a divergence over the teacher's top-k and one bucket for all other ids."""
+    from tests.frameworks.verl_jobs import buckets
 
     def compare(student: Tensor, teacher: Tensor, *old: Tensor) -> Tensor:
         ids = teacher.topk(k, 1).indices
-        return formula(*(buckets(one, ids) for one in (student, teacher, *old)))
+        return dense_divergence(name, *(buckets(one, ids) for one in (student, teacher, *old)), **options)
 
     return compare
 
 
-def clamped(student: Tensor, teacher: Tensor) -> Tensor:
-    """What verl computes without the patch."""
-    return truncated(student, teacher).clamp(min=0.0)
+def truncated(student: Tensor, teacher: Tensor) -> Tensor:
+    """What verl computes without the patch, and then clamps at zero."""
+    log_q, ids = teacher.topk(K, 1)
+    return dense_divergence("forward_kl", student.gather(1, ids), log_q)
 
 
 @with_each_tp
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
-def test_forward_kl_counts_the_tail(with_tensordict: list[str], ranks: int) -> None:  # noqa: F811
+def test_forward_kl_counts_the_tail(verl: list[str], ranks: int) -> None:
     """Without the patch it is truncated and clamped.
 
     Its gradient at TP 2 is then that of the formula, which leaves out tokens: verl#7856.
     """
-    jobs = prepare(with_tensordict)
+    jobs = prepare(verl)
     from tests.frameworks.loss_jobs import distance
 
     lines: list[str] = []
@@ -91,7 +74,7 @@ def test_forward_kl_counts_the_tail(with_tensordict: list[str], ranks: int) -> N
     for packed, policy in itertools.product((True, False), (False, True)):
         job = jobs.DistillationJob(table, "forward_kl_topk", K, packed=packed, policy=policy, **sizes)
         unpatched = job.of_logits()
-        of_verl, of_clamped = jobs.reference(unpatched, clamped)
+        of_verl, of_clamped = jobs.reference(unpatched, lambda p, q: truncated(p, q).clamp(min=0.0))
         if not policy:
             assert unpatched["loss"] == pytest.approx(of_verl.mean().item(), rel=1e-5)
             assert distance(unpatched["gradient"], of_clamped) < 1e-5
@@ -99,13 +82,13 @@ def test_forward_kl_counts_the_tail(with_tensordict: list[str], ranks: int) -> N
             is_negative = jobs.reference(unpatched, truncated)[0] < 0
             assert 0.2 < is_negative.double().mean() < 0.8
             assert not unpatched["gradient"][unpatched["rows"]][is_negative].any()
-            full, _ = jobs.reference(unpatched, forward_kl)
+            full, _ = jobs.reference(unpatched, partial(dense_divergence, "forward_kl"))
             assert abs(unpatched["loss"] - full.mean()) > 0.3 * full.mean()
         for patches in (["distillation"], ["distillation", "lean-loss"]):
             with applied(*patches):
                 run = job.of_logits()
                 of_deferred = job.of_logits(is_deferred=True) if "lean-loss" in patches else run
-            losses, gradient = jobs.reference(run, with_tail(forward_kl))
+            losses, gradient = jobs.reference(run, with_tail("forward_kl"))
             assert (losses > 0).all()
             if not policy:
                 assert run["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
@@ -123,34 +106,34 @@ def test_forward_kl_counts_the_tail(with_tensordict: list[str], ranks: int) -> N
 
 @with_each_tp
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
-def test_further_objectives(with_tensordict: list[str], ranks: int) -> None:  # noqa: F811
+def test_further_objectives(verl: list[str], ranks: int) -> None:
     """Importance weights are those of the policy that sampled.
 
     With them the first step is that of the reverse KL; the second has another value, by the KL of the step.
     """
-    jobs = prepare(with_tensordict)
+    jobs = prepare(verl)
     from tests.frameworks.loss_jobs import distance
 
     table, old = jobs.teacher_table(VOCABULARY), jobs.teacher_table(VOCABULARY, seed=1)
 
     def make(name: str, k: int = K, **options: Any) -> Any:
-        loss_mode = f"{jobs.OURS}{name}_topk"
+        loss_mode = f"megatron_rl_patches.{name}_topk"
         return jobs.DistillationJob(table, loss_mode, k, tp=ranks, vocab_size=VOCABULARY, **options)
 
-    def check(job: Any, formula: Any) -> None:
+    def check(job: Any, formula: Any, *tables: Tensor) -> None:
         run = job.of_logits()
-        losses, gradient = jobs.reference(run, lambda p, q: formula(p, q, run))
+        others = [of_all[run["tokens"]] for of_all in tables]
+        losses, gradient = jobs.reference(run, lambda p, q: formula(p, q, *others))
         assert run["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
         assert distance(run["gradient"], gradient) < 1e-5
 
     weighted = "importance_weighted_reverse_kl"
     with applied("distillation"):
-        # 40 ids are more than a rank of TP 2 has.
-        for name, k in (("reverse_kl", K), ("reverse_kl", 40), ("jsd", K), ("skewed_kl", K)):
-            compare = with_tail(FORMULAS[name], k)
-            check(make(name, k), lambda p, q, run, compare=compare: compare(p, q))
-        compare = with_tail(lambda p, q, old: (p.exp() * (old - q)).sum(1))
-        check(make(weighted, old=old), lambda p, q, run: compare(p, q, old[run["tokens"]]))
+        for k in (K, 40):  # 40 ids are more than a rank of TP 2 has
+            check(make("reverse_kl", k), with_tail("reverse_kl", k))
+        check(make("jsd"), with_tail("jensen_shannon", beta=0.5))
+        check(make("skewed_kl"), with_tail("skewed_forward_kl", beta=0.1))
+        check(make(weighted, old=old), with_tail(weighted), old)
         reverse, first = (make(name).update(epochs=2) for name in ("reverse_kl", weighted))
     if reverse:  # on the rank that has them
         assert first["grad_norm"][0] == pytest.approx(reverse["grad_norm"][0], rel=1e-4)
@@ -170,9 +153,9 @@ def peaked_table(vocabulary: int) -> Tensor:
 
 @with_each_tp
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
-def test_a_student_that_is_trained_to_the_end(with_tensordict: list[str], ranks: int) -> None:  # noqa: F811
+def test_a_student_that_is_trained_to_the_end(verl: list[str], ranks: int) -> None:
     """Without the tail it takes the teacher for surer than it is; right answers are all but the likeliest."""
-    jobs = prepare(with_tensordict, 16, 64)
+    jobs = prepare(verl, 16, 64)
     reached = []
     for patches in ((), ("distillation",)):
         with applied(*patches) if patches else nullcontext():
@@ -187,10 +170,10 @@ def test_a_student_that_is_trained_to_the_end(with_tensordict: list[str], ranks:
 @pytest.mark.parametrize("packed", [True, False])
 @with_each_tp
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
-def test_no_logits(with_tensordict: list[str], ranks: int, packed: bool) -> None:  # noqa: F811
+def test_no_logits(verl: list[str], ranks: int, packed: bool) -> None:
     """verl's worker trains on deferred logits, with the same losses, metrics and gradient norms."""
     # With these sizes the logits have more than twice the elements of any other tensor.
-    jobs = prepare(with_tensordict, 2048, 256)
+    jobs = prepare(verl, 2048, 256)
     small = {"num_layers": 1, "num_attention_heads": 2}
     sizes: dict[str, Any] = {"tp": ranks, "vocab_size": 2048, "seq_length": 256, "config": small}
     runs, table = [], jobs.teacher_table(2048)
@@ -215,9 +198,9 @@ def test_no_logits(with_tensordict: list[str], ranks: int, packed: bool) -> None
 @pytest.mark.runs("top-k distillation", ranks=2)
 @pytest.mark.parametrize("tp", [1, 2])
 @on_ranks(2, timeout=300, env=EAGER)
-def test_bad_input_is_refused_on_all_ranks(with_tensordict: list[str], tp: int) -> None:  # noqa: F811
+def test_bad_input_is_refused_on_all_ranks(verl: list[str], tp: int) -> None:
     """One of two data-parallel or tensor-parallel ranks has it; no rank forwards anything."""
-    jobs = prepare(with_tensordict)
+    jobs = prepare(verl)
 
     def check(message: str, k: int = K, **spoilt: Any) -> None:
         job = jobs.DistillationJob(jobs.teacher_table(80), "forward_kl_topk", k, tp=tp, vocab_size=64)

@@ -1,10 +1,12 @@
-"""verl's own Megatron engine, with a tiny GPT in the place of the model that it would load.
+"""verl's own Megatron engine, with given logits, or a tiny GPT in the place of the model that it would load.
 
-Import this on ranks only, inside ``cpu_backend()``, with verl and tensordict on the path.
+The teacher's distribution depends on the last token alone, so that all it knows has a closed form. Import
+this on ranks only, inside ``cpu_backend()``, with verl and tensordict on the path.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 from functools import partial
@@ -13,13 +15,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import get_model_config
+from torch import Tensor
 
+from megatron_rl_patches.frameworks import verl_distillation
 from megatron_rl_patches.testing import TinyModel
-from tests.frameworks.loss_jobs import VERL_ENGINE, Arguments, takes_packed_tokens
+from tests.frameworks import loss_jobs
+from tests.frameworks.loss_jobs import Arguments, columns_of_rank, describe
 from tests.references import tiny_gpt
+from tests.references.dense import dense_log_probs_and_entropy
 
+VERL_ENGINE = "verl.workers.engine.megatron.transformer_impl"
 SAMPLES = 2
 TEMPERATURE = 0.7
 
@@ -38,14 +45,25 @@ def make_engine(model: list[Any], of: str = "LMHead", **config: Any) -> Any:
     return engine
 
 
+def process_logits(engine: Any, logits: Tensor, labels: Tensor, temperature: Tensor, **ways: Any) -> Any:
+    """Call the engine's ``_lm_head_logits_processor``, for log-probs alone unless the ways say otherwise."""
+    defaults = {
+        "calculate_sum_pi_squared": False,
+        "calculate_entropy": False,
+        "distillation_use_topk": False,
+        "distillation_only": False,
+        "batch": None,
+        "data_format": "thd",
+    }
+    return engine._lm_head_logits_processor(logits, labels, temperature, **{**defaults, **ways})
+
+
 def on_the_cpu() -> Any:
     """A TensorDict does not know that the GPU's index means the CPU."""
     return mock.patch.object(importlib.import_module(VERL_ENGINE), "get_device_id", lambda: "cpu")
 
 
-def tensordict(
-    jagged: dict[str, list[torch.Tensor]], numbers: dict[str, Any], **columns: torch.Tensor
-) -> Any:
+def tensordict(jagged: dict[str, list[Tensor]], numbers: dict[str, Any], **columns: Tensor) -> Any:
     """A batch of samples; those of the first columns have lengths of their own, and no padding."""
     for name, values in jagged.items():
         columns[name] = torch.nested.as_nested_tensor(values, layout=torch.jagged)
@@ -84,7 +102,7 @@ class EngineJob:
         utils = importlib.import_module("verl.utils.megatron_utils")
         utils.register_megatron_training_hooks(model, optimizer)
         for chunk in model:
-            takes_packed_tokens(chunk.module)
+            loss_jobs.takes_packed_tokens(chunk.module)
         self.engine = make_engine(
             model,
             tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -97,7 +115,7 @@ class EngineJob:
         ppo_loss = importlib.import_module("verl.workers.utils.losses").ppo_loss
         self.loss = partial(ppo_loss, actor_config(entropy_coeff=0.1))
 
-    def scores(self) -> list[torch.Tensor]:
+    def scores(self) -> list[Tensor]:
         """Log-probabilities and entropies of the next batch, without gradients."""
         with on_the_cpu(), self.engine.eval_mode(disable_auto_offload=True):
             output = self.engine.infer_batch(self.data())["model_output"]
@@ -133,3 +151,231 @@ class EngineJob:
             "micro_batch_size_per_gpu": 1,
         }
         return tensordict(jagged, numbers, temperature=torch.full((SAMPLES,), TEMPERATURE))
+
+
+class LogitsJob:
+    """The engine's ``_lm_head_logits_processor``, and the functions under it."""
+
+    def __init__(self, rows: int = 10, vocabulary: int = loss_jobs.VOCAB, deferred: bool = False) -> None:
+        self.deferred = deferred
+        self.columns = columns_of_rank(vocabulary)
+        generator = torch.Generator().manual_seed(0)
+        self.whole = 3 * torch.randn(1, rows, vocabulary, generator=generator)
+        self.labels = torch.randint(vocabulary, (1, rows), generator=generator)
+        self.temperature = torch.full((1, rows), TEMPERATURE)
+        if deferred:
+            self.temperature[:, -2:] = 0.0  # as verl pads it; not elsewhere, since verl makes it 1e-8
+        self.weights = torch.linspace(0.5, 1.5, rows)
+
+    def logits(self) -> Tensor:
+        self.leaf = self.whole[..., self.columns].clone().requires_grad_()
+        return loss_jobs.deferred(self.leaf) if self.deferred else self.leaf * 1.0
+
+    def processed(
+        self, entropy: bool, chunks: bool = False, distillation: bool = False, squares: bool = True
+    ) -> dict[str, Any]:
+        engine = object.__new__(importlib.import_module(VERL_ENGINE).MegatronEngineWithLMHead)
+        engine.engine_config = SimpleNamespace(
+            entropy_from_logits_with_chunking=chunks, entropy_from_logits_chunk_size=4
+        )
+        logits = self.logits()
+        returned = process_logits(
+            engine,
+            logits,
+            self.labels,
+            self.temperature.clone(),
+            calculate_sum_pi_squared=squares,
+            calculate_entropy=entropy,
+            distillation_use_topk=distillation,
+            logits_processor_func=lambda student_logits, data, data_format: {
+                "distillation": student_logits.exp().sum(-1)
+            },
+        )
+        loss = self._loss_of(returned)
+        if distillation:
+            loss = loss + returned["distillation"].mean()
+        loss.backward()
+        return {
+            "made": self.deferred and not logits.is_deferred,
+            "returned": describe(dict(sorted(returned.items()))),
+            **{name: value.detach() for name, value in returned.items()},
+            "gradient": self.leaf.grad,
+        }
+
+    def dense(self, entropy: bool) -> dict[str, Tensor]:
+        logits = self.whole.double().requires_grad_()
+        scores = dense_log_probs_and_entropy(logits[0], self.labels[0], temperature=TEMPERATURE)
+        values = {"log_probs": scores[0][None]} | ({"entropy": scores[1][None]} if entropy else {})
+        self._loss_of(values).backward()
+        seen = {name: value.detach() for name, value in values.items()}
+        return {**seen, "gradient": logits.grad[..., self.columns]}
+
+    def _loss_of(self, scores: dict[str, Tensor]) -> Tensor:
+        loss = (self.weights * scores["log_probs"]).sum()
+        if "entropy" in scores:
+            loss = loss - 0.1 * (self.weights * scores["entropy"]).sum()
+        return loss
+
+
+def teacher_table(vocabulary: int, seed: int = 0) -> Tensor:
+    """Log-probabilities ``[token, next token]``, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2.0 * torch.randn(vocabulary, vocabulary, generator=generator, dtype=torch.float64)
+    return logits.log_softmax(1)
+
+
+class DistillationJob(EngineJob):
+    """``train_mini_batch`` of the worker, with verl's ``distillation_ppo_loss``.
+
+    Args:
+        table: of the teacher.
+        packed: ``use_remove_padding``.
+        policy: add the policy loss, so that the log-probabilities overwrite the logits.
+        old: table of the policy that sampled, for :meth:`of_logits` of an objective that needs it.
+    """
+
+    def __init__(
+        self,
+        table: Tensor,
+        loss_mode: str,
+        topk: int,
+        *,
+        packed: bool = True,
+        policy: bool = False,
+        old: Tensor | None = None,
+        **sizes: Any,
+    ) -> None:
+        super().__init__(packed, **sizes)
+        self.table, self.topk, self.policy, self.packed, self.old = table, topk, policy, packed, old
+        self.tu = importlib.import_module("verl.utils.tensordict_utils")
+        self.workers = importlib.import_module("verl.workers.engine_workers")
+        self.loss = distillation_loss(loss_mode, topk, policy)
+        self.engine._is_offload_param = self.engine._is_offload_optimizer = False
+        self.engine.lr_scheduler_step = lambda: None
+        self.worker = object.__new__(self.workers.TrainingWorker)
+        vars(self.worker).update(
+            engine=self.engine,
+            engine_config=self.engine.engine_config,
+            loss_fn=self.loss,
+            model_config={"use_remove_padding": packed},
+            device_name="cpu",
+            flops_counter=None,
+            profiler=importlib.import_module("verl.utils.profiler").DistProfiler(rank=0, config=None),
+        )
+
+    def update(self, data: Any = None, epochs: int = 1) -> dict[str, Any]:
+        """Return the metrics of an update."""
+        data = self.batch() if data is None else data
+        size = SAMPLES * parallel_state.get_data_parallel_world_size()
+        self.tu.assign_non_tensor(data, mini_batch_size=size, epochs=epochs, seed=0, dataloader_kwargs={})
+        timer, memory = SimpleNamespace(last=0.0), SimpleNamespace(used=0)
+        with (
+            on_the_cpu(),
+            mock.patch.object(self.workers, "Timer", lambda **unused: contextlib.nullcontext(timer)),
+            mock.patch.object(self.workers.psutil, "virtual_memory", lambda: memory),
+        ):
+            output = self.worker.train_mini_batch(data)
+        return {} if output is None else self.tu.get(output, "metrics")
+
+    def batch(self) -> Any:
+        """A batch with what verl's teacher server says of it."""
+        data = self.data()
+        tokens = data["input_ids"]
+        log_probs, ids = self.table[tokens.values()].topk(self.topk, 1)
+        ends = tokens.offsets()[1:] - 1
+        log_probs[ends], ids[ends] = 0.0, 0  # as verl fills up the last position
+        if self.old is not None:
+            log_probs = torch.cat([log_probs, buckets(self.old[tokens.values()], ids)], 1)
+        for name, values in (("teacher_logprobs", log_probs.float()), ("teacher_ids", ids.int())):
+            data[name] = torch.nested.nested_tensor_from_jagged(values, offsets=tokens.offsets())
+        self.tu.assign_non_tensor(
+            data,
+            calculate_entropy=self.policy,
+            distillation_use_topk=True,
+            distillation_only=not self.policy,
+        )
+        return data
+
+    def train_to_the_end(self, updates: int) -> None:
+        for update in range(updates):
+            for group in self.engine.optimizer.param_groups:
+                group["lr"] = 0.01 * (1 - update / updates)
+            self.update()
+
+    def distributions(self) -> tuple[Tensor, Tensor]:
+        """Log-probabilities ``[n, V]`` of student and teacher at response tokens, at the temperature."""
+        data, logits, tokens = self.data(), [], []
+        for sample, prompt in zip(data["input_ids"].unbind(), data["prompts"].unbind(), strict=True):
+            with torch.no_grad():
+                part = tensor_parallel.gather_from_tensor_model_parallel_region(
+                    self.engine.module[0](sample[None])
+                )
+            logits.append(part[0, len(prompt) - 1 : -1].double())
+            tokens.append(sample[len(prompt) - 1 : -1])
+        return (torch.cat(logits) / TEMPERATURE).log_softmax(1), self.table[torch.cat(tokens)]
+
+    def of_logits(self, is_deferred: bool = False) -> dict[str, Any]:
+        """Loss and gradient, by the engine's own functions, of a student that is surer than its teacher."""
+        util = importlib.import_module("verl.models.mcore.util")
+        self.batches = tiny_gpt.SyntheticData()  # the same in each call
+        data = self.batch()
+        ids, lengths = data["input_ids"], [len(response) for response in data["responses"].unbind()]
+        self.tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=sum(lengths))
+        way, further = ("thd", (ids, SAMPLES)) if self.packed else ("bshd", ())
+        cut, layout, _ = getattr(util, f"preprocess_{way}_engine")(ids)
+        postprocess = getattr(util, f"postprocess_{way}_engine")
+        generator = torch.Generator().manual_seed(5)
+        noise = torch.randn(*cut.shape, len(self.table), generator=generator)
+        whole = TEMPERATURE * (1.2 * self.table[cut].float() + noise)
+        leaf = whole[..., columns_of_rank(len(self.table))].clone().requires_grad_()
+        logits = loss_jobs.deferred(leaf) if is_deferred else leaf * 1.0
+        with verl_distillation._shares_logits.enter(self.policy):  # as train_mini_batch does with the patch
+            outputs = process_logits(
+                self.engine,
+                logits,
+                cut.roll(-1, 1),
+                torch.full(cut.shape, TEMPERATURE),
+                calculate_entropy=self.policy,
+                distillation_use_topk=True,
+                distillation_only=not self.policy,
+                logits_processor_func=self.loss,
+                batch=data,
+                data_format=way,
+            )
+        outputs = {name: postprocess(values, layout, *further) for name, values in outputs.items()}
+        loss, metrics = self.loss(model_output=outputs, data=data)
+        loss.backward()
+        places = postprocess(torch.arange(cut.numel()).view(cut.shape), layout, *further).unbind()
+        # Of the logits that predict a response token.
+        rows = torch.cat([of[-length - 1 : -1] for of, length in zip(places, lengths, strict=True)])
+        tokens = cut.flatten()[rows]
+        return {
+            "made": is_deferred and not logits.is_deferred,
+            "is_overwritten": not is_deferred and not torch.equal(logits, leaf / TEMPERATURE),
+            "loss": float(loss.detach()),
+            "least": metrics["distillation/loss_min"].values[0],
+            "gradient": leaf.grad.flatten(0, 1),
+            "student": whole.double().flatten(0, 1),
+            "rows": rows,
+            "tokens": tokens,
+            "teacher": self.table[tokens],
+        }
+
+
+def reference(run: dict[str, Any], function: Any) -> tuple[Tensor, Tensor]:
+    """Loss ``[n]`` of each response token in float64, and the gradient of their mean, of this rank's columns.
+
+    Args:
+        function: from log-probabilities ``[n, V]`` of student and teacher to losses ``[n]``.
+    """
+    student = run["student"].clone().requires_grad_()
+    losses = function((student[run["rows"]] / TEMPERATURE).log_softmax(1), run["teacher"])
+    losses.mean().backward()
+    assert student.grad is not None
+    return losses.detach(), student.grad[:, columns_of_rank(student.shape[1])]
+
+
+def buckets(log_probs: Tensor, ids: Tensor) -> Tensor:
+    """Log-probabilities of the ids and of all others together, ``[n, k + 1]``."""
+    others = log_probs.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
+    return torch.cat([log_probs.gather(1, ids), others], 1)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel as DDP
-from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from tests.references.tiny_gpt import backward, disable_forward_pre_hook, enable_forward_pre_hook
 
 NO_SYNC = (
     "When overlap_grad_reduce is True, config.no_sync_func must be None; "
@@ -25,16 +26,6 @@ def should_disable_forward_pre_hook(args: Any) -> bool:
     return args.use_distributed_optimizer and args.overlap_param_gather
 
 
-def enable_forward_pre_hook(model_chunks: Sequence[DDP]) -> None:
-    for model_chunk in model_chunks:
-        model_chunk.enable_forward_pre_hook()
-
-
-def disable_forward_pre_hook(model_chunks: Sequence[DDP], param_sync: bool = True) -> None:
-    for model_chunk in model_chunks:
-        model_chunk.disable_forward_pre_hook(param_sync=param_sync)
-
-
 def train_steps(args: Any, model: Sequence[DDP], steps: Sequence[Callable[[], object]]) -> None:
     """Take the steps; forward pre-hooks are on from the end of the first step to that of the last."""
     if args.manual_gc:
@@ -50,32 +41,11 @@ def train_steps(args: Any, model: Sequence[DDP], steps: Sequence[Callable[[], ob
         disable_forward_pre_hook(model)
 
 
-def zero_gradients(model: Sequence[DDP], optimizer: Any) -> None:
-    for model_chunk in model:
-        model_chunk.zero_grad_buffer()
+def compute_gradients(
+    forward_step_func: Any, data_iterator: Any, model: Sequence[DDP], optimizer: Any, num_microbatches: int
+) -> None:
     optimizer.zero_grad()
-
-
-def run_microbatches(
-    args: Any,
-    forward_step_func: Any,
-    data_iterator: Any,
-    model: Sequence[DDP],
-    num_microbatches: int,
-    forward_only: bool = False,
-    **options: Any,
-) -> Any:
-    """Call Megatron's schedule; ``args`` has the sizes of a microbatch."""
-    return get_forward_backward_func()(
-        forward_step_func=forward_step_func,
-        data_iterator=data_iterator,
-        model=model,
-        num_microbatches=num_microbatches,
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        forward_only=forward_only,
-        **options,
-    )
+    backward(model, data_iterator, num_microbatches, forward_step_func)
 
 
 def update(optimizer: Any, opt_param_scheduler: Any, samples: int) -> None:

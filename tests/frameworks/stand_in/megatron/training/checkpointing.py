@@ -19,7 +19,7 @@ _CHECKPOINT_VERSION: float | None = None
 def save_checkpoint(
     iteration: int, model: Any, optimizer: Any, opt_param_scheduler: Any, **unused: Any
 ) -> None:
-    get_args().disk.write([parameter.detach().clone() for chunk in model for parameter in chunk.parameters()])
+    get_args().disk.write(iteration, model)
 
 
 def load_checkpoint(
@@ -28,8 +28,7 @@ def load_checkpoint(
     opt_param_scheduler: Any,
     load_arg: str = "load",
     strict: bool = True,
-    checkpointing_context: Any = None,
-    skip_load_to_model_and_opt: bool = False,
+    **unused: Any,
 ) -> tuple[int, int]:
     global _CHECKPOINT_VERSION
 
@@ -41,15 +40,11 @@ def load_checkpoint(
     assert _CHECKPOINT_VERSION in (None, state_dict["checkpoint_version"])
     _CHECKPOINT_VERSION = state_dict["checkpoint_version"]
 
-    consumed = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
-    assert args.consumed_train_samples == 0
-    assert args.skipped_train_samples == 0
-    assert args.consumed_valid_samples == 0
+    assert args.consumed_train_samples == args.consumed_valid_samples == args.skipped_train_samples == 0
     if args.finetune:
         iteration = 0
     else:
-        assert state_dict["args"].hidden_size == args.hidden_size
-        vars(args).update({name: getattr(state_dict["args"], name) for name in consumed})
+        vars(args).update(state_dict["args"])
         update_num_microbatches(consumed_samples=args.consumed_train_samples)
 
     [model] = ddp_model
@@ -57,9 +52,8 @@ def load_checkpoint(
         model = model.module
     model.load_state_dict(state_dict["model"], strict=strict)
     if not args.finetune and not args.no_load_optim:
-        optimizer.load_state_dict(state_dict["optimizer"])
         opt_param_scheduler.load_state_dict(state_dict["opt_param_scheduler"])
-    elif (args.fp16 or args.bf16) and optimizer is not None:
+    if (args.fp16 or args.bf16) and optimizer is not None:
         optimizer.reload_model_params()
     if not args.finetune and not args.no_load_rng:
         torch.set_rng_state(state_dict["rng_state"])

@@ -18,14 +18,13 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 from steps import (
     NO_SYNC,
+    compute_gradients,
     disable_forward_pre_hook,
     enable_forward_pre_hook,
     install_sync_functions,
-    run_microbatches,
     should_disable_forward_pre_hook,
     train_steps,
     update,
-    zero_gradients,
 )
 
 from .checkpointing import save_checkpoint
@@ -66,8 +65,7 @@ def train_step(
     args, timers = get_args(), get_timers()
     rerun_state_machine = get_rerun_state_machine()
     while rerun_state_machine.should_run_forward_backward(data_iterator):
-        zero_gradients(model, optimizer)
-        run_microbatches(args, forward_step_func, data_iterator, model, args.num_microbatches)
+        compute_gradients(forward_step_func, data_iterator, model, optimizer, args.num_microbatches)
     _, should_exit, _ = rerun_state_machine.should_checkpoint_and_exit()
     assert not should_exit
 

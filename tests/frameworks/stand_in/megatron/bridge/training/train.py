@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel as DDP
-from steps import run_microbatches, train_steps, update, zero_gradients
+from steps import compute_gradients, train_steps, update
 
 
 def train(
@@ -25,15 +24,11 @@ def train(
     for model_module in model:
         model_module.train()
     global_state.timers("interval-time", log_level=0).start(barrier=True)
-    state = args, forward_step_func, train_data_iterator, model, optimizer, scheduler
+
+    def train_step() -> None:
+        compute_gradients(forward_step_func, train_data_iterator, model, optimizer, args.num_microbatches)
+        update(optimizer, scheduler, args.num_microbatches * args.micro_batch_size)
+
     steps = args.train_iters - train_state.step
-    train_steps(args, model, [partial(train_step, *state)] * steps)
+    train_steps(args, model, [train_step] * steps)
     train_state.step += steps
-
-
-def train_step(
-    args: Any, forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any, scheduler: Any
-) -> None:
-    zero_gradients(model, optimizer)
-    run_microbatches(args, forward_step_func, data_iterator, model, args.num_microbatches)
-    update(optimizer, scheduler, args.num_microbatches * args.micro_batch_size)

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from rl_framework import DataIterator
-
 from tests.worlds.actors import Actor
 
+from .data import DataIterator
 from .model import save, train  # noqa: F401
 
 

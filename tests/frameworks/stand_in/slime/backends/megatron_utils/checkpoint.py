@@ -1,12 +1,12 @@
-"""In the shape of slime's: Megatron's loader, or weights in the format of Hugging Face."""
+"""In the shape of slime's: Megatron's loader, under its own name."""
 
 from typing import Any
 
-import rl_framework
+from megatron.training.checkpointing import load_checkpoint as load_checkpoint_megatron
 from megatron.training.checkpointing import save_checkpoint
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 
 def load_checkpoint(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, **options: Any) -> Any:
-    return rl_framework.load_checkpoint(ddp_model, optimizer, opt_param_scheduler, **options)
+    return load_checkpoint_megatron(ddp_model, optimizer, opt_param_scheduler, **options)

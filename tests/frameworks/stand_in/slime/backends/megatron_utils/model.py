@@ -1,14 +1,22 @@
-"""In the shape of slime's, v0.2.4 to today: one ``train`` per rollout, on a config that outlives it."""
+"""In the shape of slime's: one ``train`` per rollout, on a config that outlives it.
+
+``initialize_model_and_optimizer`` advances a schedule that it has loaded, as up to v0.2.3.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
-import rl_framework
+import torch
 from megatron.core.distributed import DistributedDataParallel as DDP
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from megatron.training.global_vars import get_args
 from megatron.training.training import (
     disable_forward_pre_hook,
@@ -16,16 +24,12 @@ from megatron.training.training import (
     get_model,
     should_disable_forward_pre_hook,
 )
-from steps import NO_SYNC, install_sync_functions, train_steps
+from steps import NO_SYNC, compute_gradients, install_sync_functions, train_steps, update
 
 from tests.frameworks.jobs import scheduler_for
 
 from .checkpoint import load_checkpoint, save_checkpoint
-from .data import get_batch
-
-
-def train_one_step(*step):
-    return rl_framework.train_one_step(*step)
+from .data import DataIterator, get_batch
 
 
 def get_optimizer_param_scheduler(args: Any, optimizer: Any) -> Any:
@@ -37,7 +41,15 @@ def setup_model_and_optimizer(args: Any, role: str = "actor") -> tuple[Any, Any,
     if args.num_rollout == 0:
         args.no_load_optim = True
         return model, None, None
-    optimizer = rl_framework.make_optimizer(args, model)
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=args.lr,
+        min_lr=args.min_lr,
+        bf16=args.bf16,
+        params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+    )
+    optimizer = get_megatron_optimizer(config=config, model_chunks=model, use_gloo_process_groups=False)
     return model, optimizer, get_optimizer_param_scheduler(args, optimizer)
 
 
@@ -47,7 +59,16 @@ def initialize_model_and_optimizer(args: Any, role: str = "actor") -> tuple[Any,
     iteration, _ = load_checkpoint(
         model, optimizer, opt_param_scheduler, checkpointing_context={}, skip_load_to_model_and_opt=False
     )
+    if opt_param_scheduler is not None:
+        opt_param_scheduler.step(increment=iteration * args.global_batch_size)
     return model, optimizer, opt_param_scheduler, iteration
+
+
+def train_one_step(
+    data_iterator: Any, model: Any, optimizer: Any, opt_param_scheduler: Any, microbatches: int, samples: int
+) -> None:
+    compute_gradients(get_args().forward_step_func, data_iterator, model, optimizer, microbatches)
+    update(optimizer, opt_param_scheduler, samples)
 
 
 def train(
@@ -55,30 +76,72 @@ def train(
     model: Sequence[DDP],
     optimizer: Any,
     opt_param_scheduler: Any,
-    data_iterator: Sequence[Any],
+    data_iterator: Sequence[DataIterator],
     num_microbatches: Sequence[int],
     global_batch_sizes: Sequence[int],
 ) -> None:
-    args = get_args()
-    config = rl_framework.begin_rollout(model, optimizer, data_iterator)
+    args, config = get_args(), get_model_config(model[0])
+    for iterator in data_iterator:
+        iterator.reset()
+    for model_module in model:
+        model_module.train()
+    config.grad_scale_func = optimizer.scale_loss
+    config.timers = None
     if isinstance(model[0], DDP) and args.overlap_grad_reduce:
         assert config.no_sync_func is None, NO_SYNC
         install_sync_functions(config, model)
-    state = args, data_iterator, model, optimizer, opt_param_scheduler
+    config.finalize_model_grads_func = finalize_model_grads
+    step = partial(train_one_step, data_iterator, model, optimizer, opt_param_scheduler)
     sizes = zip(num_microbatches, global_batch_sizes, strict=True)
-    train_steps(args, model, [partial(train_one_step, *state, *step) for step in sizes])
+    train_steps(args, model, [partial(step, *each) for each in sizes])
 
 
+def logits_of(model: torch.nn.Module, tokens_bs: torch.Tensor) -> torch.Tensor:
+    """Return what the model predicts; its attention does not know where packed samples begin."""
+    positions_bs = torch.arange(tokens_bs.shape[1])[None]
+    mask_ss = torch.ones(1, 1, *tokens_bs.shape[1:] * 2, dtype=torch.bool).triu(1)
+    logits: torch.Tensor = model(tokens_bs, positions_bs, mask_ss)
+    return logits
+
+
+@torch.no_grad()
 def forward_only(
     f: Callable[..., Any],
     args: Any,
     model: Sequence[DDP],
-    data_iterator: Sequence[Any],
+    data_iterator: Sequence[DataIterator],
     num_microbatches: Sequence[int],
     store_prefix: str = "",
 ) -> dict[str, list[Any]]:
-    state = args, model, data_iterator, num_microbatches
-    return rl_framework.forward_only(get_batch, f, *state, store_prefix, collect_non_loss_data=False)
+    """Return what ``f`` makes of the logits, by sample and in the order of the rollout."""
+    [iterator] = data_iterator
+    iterator.reset()
+    for model_module in model:
+        model_module.eval()
+
+    def forward_step(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        batch = get_batch(iterator, ["tokens", "total_lengths", "response_lengths"])
+        lengths = {key: batch[key] for key in ("total_lengths", "response_lengths")}
+        return logits_of(chunk, batch["tokens"]), partial(f, args=args, with_entropy=False, **lengths)
+
+    collected: list[dict[str, list[Any]]] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=sum(num_microbatches),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=True,
+        collect_non_loss_data=args.collect_non_loss_data or False,
+    )
+    for model_module in model:
+        model_module.train()
+    order = [*chain(*iterator.micro_batch_indices)]
+    results = {}
+    for key in collected[0]:
+        values = [*chain(*(one[key] for one in collected))]
+        results[store_prefix + key] = [values[order.index(sample)] for sample in range(len(order))]
+    return results
 
 
 def save(iteration: int, model: Sequence[DDP], optimizer: Any, opt_param_scheduler: Any) -> None:
