@@ -18,8 +18,7 @@ import torch
 from megatron_rl_patches.inference import TeacherPool, build_inference_model
 from megatron_rl_patches.losses import PolicyBatch, PolicyOptions, SequenceLayout
 from megatron_rl_patches.testing import TinyModel
-from tests.docs.docstrings import public_names
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, public_names
 from tests.real import checkpoints
 from tests.references import tiny_gpt
 

@@ -1,7 +1,7 @@
 """Every code block of the README and the documentation runs, or is compared with what it quotes.
 
 Python runs on a rank with real megatron-core (``stand_ins.py``), tests under pytest, shell lines in a sandbox
-(``sandbox.py``). A block that none of these follows is in a table here, with the reason, or the test fails.
+(``test_shell_blocks.py``). A block that none of these follows is in a table here, with the reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 import megatron_rl_patches
 from megatron_rl_patches.errors import InferenceOnlyError
-from tests.docs import docstrings, pages
+from tests.docs import pages
 from tests.docs.pages import ROOT, Block
 from tests.ranks import on_ranks
 
@@ -33,15 +33,15 @@ FOLLOWED_ELSEWHERE = {
     (ADDING, "# tests/unit/patches/test_quiet_eval.py"): "test_adding_a_patch.py",
     (ADDING, "# my_package/quiet_eval.py"): "test_adding_a_patch.py",
     (ADDING, '[project.entry-points."megatron_rl_patches.patches"]'): "test_adding_a_patch.py",
-    **{(pages.name_of(page), "megatron_rl_patches "): "test_quickstarts.py" for page in QUICKSTARTS},
+    **{(pages.name_of(page), "megatron_rl_patches "): "test_records.py" for page in QUICKSTARTS},
 }
 A_RECORD = "the output of a run of half a minute or more; tests/real/test_demo.py runs the command"
 # Blocks of text that are not compared with anything, and why.
 NOT_COMPARED = {
     ("docs/demo.md", "starting 2 ranks with"): A_RECORD,
     ("docs/demo.md", "starting 1 rank with"): A_RECORD,
-    ("README.md", DEMO): "test_landing_page.py",
-    ("docs/index.md", DEMO): "test_landing_page.py",
+    ("README.md", DEMO): "test_records.py",
+    ("docs/index.md", DEMO): "test_records.py",
     ("docs/quickstart/megatron-bridge.md", "from megatron_rl_patches import hooks"): "the package is in no "
     "environment of these tests; tests/frameworks/test_real_bridge.py calls it",
     ("docs/losses.md", "forward                "): "a drawing",
@@ -87,7 +87,7 @@ def test_python_of_pages_and_docstrings(tmp_path: Path) -> None:
     for page, blocks in groupby(PROGRAMS, key=lambda block: block.page):
         set_up, check = stand_ins.SETUPS.get(page, (dict, lambda names: None))
         failures[page] = _run([(block.line, block.code) for block in blocks], page, set_up, check)
-    examples = docstrings.examples()
+    examples = pages.examples()
     assert {"TeacherPool", "checkpointed", "make_loss_func", "reentrant_train"} <= examples.keys()
     for name, example in examples.items():
         failures[name] = _run([(1, example)], name, stand_ins.docstrings)

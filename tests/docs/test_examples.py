@@ -1,8 +1,7 @@
-"""Every file of ``examples/``, run as its first lines say."""
+"""Every Python file of ``examples/``, run as its first lines say; shell scripts: ``test_shell_blocks.py``."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -12,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT
-from tests.docs.sandbox import Sandbox
 from tests.worlds.environment import without_ours
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = ROOT / "examples"
 THIRD_PARTY = EXAMPLES / "third_party_patch"
@@ -58,14 +58,9 @@ def test_own_loop() -> None:
     for line in lines:
         first, second, third = numbers(line)
         assert first > second > third
-
-
-@pytest.mark.slow
-def test_own_loop_without_the_guard() -> None:
     assert "a custom no_sync_func is not supported" in run("own_loop.py", "--plain", check=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("k", [(), ("24",)], ids=["full", "top-k"])
 def test_teacher_and_distillation(k: tuple[str, ...]) -> None:
     output = run("teacher_and_distillation.py", *k)
@@ -74,7 +69,6 @@ def test_teacher_and_distillation(k: tuple[str, ...]) -> None:
     assert "materialized" not in output
 
 
-@pytest.mark.slow
 def test_reward_model() -> None:
     lengths = re.findall(r"^sample \d: (\d) values, reward -?\d", run("reward_model.py"), re.MULTILINE)
     assert lengths == ["4", "6", "3"]
@@ -87,7 +81,6 @@ def test_my_loop() -> None:
     assert "5 passed" in output
 
 
-@pytest.mark.slow
 def test_third_party_patch(tmp_path: Path) -> None:
     run(
         *("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"),
@@ -97,16 +90,3 @@ def test_third_party_patch(tmp_path: Path) -> None:
     output = run(tmp_path / "train.py", path=str(tmp_path), MEGATRON_RL_PATCHES_REDUCTION_SECONDS="0")
     assert "finalize_model_grads applied" in output
     assert re.search(r"^rank 0: gradients of 1 chunks took \d", output, re.MULTILINE)
-
-
-@pytest.mark.parametrize("script", ["slime_run.sh", "verl_run.sh"])
-def test_launch_scripts(script: str, tmp_path: Path) -> None:
-    """The processes that the launcher starts have the patches; Ray and the framework are stand-ins."""
-    box = Sandbox(tmp_path)
-    for program in ("slime/train.py", "of_verl/verl/trainer/main_ppo.py"):
-        box.add_program(program)
-    (tmp_path / "slime" / "scripts" / "models").mkdir(parents=True)
-    (tmp_path / "slime" / "scripts" / "models" / "qwen3-4B.sh").write_text("MODEL_ARGS=(--num-layers 36)\n")
-    done = box.run(f"SLIME={tmp_path / 'slime'} bash {EXAMPLES / script}", checkout="of_verl")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout)["patched"] is True

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs import docstrings
+from tests.docs import pages
 from tests.docs.pages import ROOT
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -55,7 +55,7 @@ def test_the_api_has_every_public_name_by_its_public_path(site: Path) -> None:
         headings.update(re.findall(r'<h\d id="(megatron_rl_patches\.[\w.]+)"', text))
     # A module has the name of its function.
     headings = {heading.replace("cpu_backend.cpu_backend", "cpu_backend") for heading in headings}
-    public = {f"{package.__name__}.{name}" for package in docstrings.packages() for name in package.__all__}
+    public = {f"{package.__name__}.{name}" for package in pages.packages() for name in package.__all__}
     assert public - headings == set()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,18 +46,16 @@ class Data:
             self.rows = torch.tensor(sorted(draw.sample(range(size), size // 2)), dtype=torch.int64)
         n = size if self.rows is None else len(self.rows)
 
-        def noise(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
+        noise = partial(torch.randn, generator=generator, dtype=torch.float64)
         self.targets = torch.randint(self.vocabulary, (n,), generator=generator)
         distinct = [draw.sample(range(self.vocabulary), K) for _ in range(n)]
         self.ids = torch.tensor(distinct, dtype=torch.int64).view(n, K)
         self.per_token = noise(3, n) - 2
         self.mask = torch.tensor([draw.random() < 0.7 for _ in range(n)] if n else [], dtype=torch.bool)
         student = logits if self.rows is None else logits[self.rows]
-        self.teacher = (
-            student + 5e-5 * noise(n, self.vocabulary) if program.close else noise(n, self.vocabulary)
-        )
+        self.teacher = noise(n, self.vocabulary)
+        if program.close:
+            self.teacher = student + 5e-5 * self.teacher
         self.is_full = draw.random() < 0.4 and not loss.wrong
         if not program.close and draw.random() < 0.3:
             # A full teacher's logits are a product, in which zero times -inf is NaN.
@@ -160,16 +159,13 @@ def _function(loss: Loss, data: Data, program: Program, place: Place) -> Callabl
         if loss.kind == "alone":
             return losses.vocab_parallel_log_probs(logits, data.targets, rows=data.rows, **options)
         if loss.kind in ("scores", "kept"):
-            kept = {"keep_mask": data.keep_mask[:, columns]} if loss.kind == "kept" else {}
-            return torch.stack(
-                losses.vocab_parallel_log_probs_and_entropy(
-                    logits, data.targets, rows=data.rows, **kept, **options
-                )
-            )
+            how = {"rows": data.rows, "keep_mask": data.keep_mask[:, columns], **options}
+            if loss.kind == "scores":
+                del how["keep_mask"]
+            return torch.stack(losses.vocab_parallel_log_probs_and_entropy(logits, data.targets, **how))
         if loss.kind == "at":
-            at_ids, tail = losses.vocab_parallel_log_probs_at(
-                logits, data.ids, rows=data.rows, with_tail=True, **options
-            )
+            how = {"rows": data.rows, "with_tail": True, **options}
+            at_ids, tail = losses.vocab_parallel_log_probs_at(logits, data.ids, **how)
             return torch.cat([at_ids, tail[:, None]], 1)
         if loss.kind == "topk":
             topk = losses.vocab_parallel_topk(logits, K, rows=data.rows, **options)
@@ -186,23 +182,14 @@ def _function(loss: Loss, data: Data, program: Program, place: Place) -> Callabl
 
     if loss.kind not in OF_MICROBATCH:
         return of_rows
+    of_rank = {"cp_rank": place.cp_rank, "cp_size": program.cp}
     layout = losses.SequenceLayout.build(
-        *(TOTALS, RESPONSES),
-        qkv_format="bshd",
-        max_seq_lens=[S] * len(TOTALS),
-        cp_rank=place.cp_rank,
-        cp_size=program.cp,
+        TOTALS, RESPONSES, qkv_format="bshd", max_seq_lens=[S] * len(TOTALS), **of_rank
     )
-
-    def split(values: Tensor) -> list[Tensor]:
-        return list(values.split(RESPONSES))
-
-    options["cp_group"] = place.cp_group
+    split, options["cp_group"] = partial(torch.split, split_size_or_sections=RESPONSES), place.cp_group
     if loss.kind == "policy":
-        tokens = [
-            torch.cat([torch.zeros(2, dtype=torch.int64), response]) for response in split(data.targets)
-        ]
-        batch = losses.PolicyBatch(*(split(x) for x in (data.per_token[0], data.mask, *data.per_token[1:])))
+        tokens = [torch.cat([response.new_zeros(2), response]) for response in split(data.targets)]
+        batch = losses.PolicyBatch(*map(split, (data.per_token[0], data.mask, *data.per_token[1:])))
         loss_func = losses.make_loss_func(tokens, layout, batch, _POLICY, **options)
     else:
         whole: Any = data.teacher_at_ids

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "function of some rows": lambda x: torch.cat([_ThreeTimes.apply(x[0])[None][:, :5], x[1:, :5]]) / 2,
     "detached rows beside others": lambda x: torch.cat([x[:1].detach(), x[1:]]),
     "rows of another scale beside others": lambda x: torch.cat([x[:1] / 1.7, x[1:]]),
-    "past the graph": lambda x: _past_the_graph(x),
+    "past the graph": _past_the_graph,
     "past the graph beside others": lambda x: torch.cat([_past_the_graph(x)[1:], x[:1]]),
     "where": lambda x: torch.where(_last(x), x.new_tensor(-30.0), x),
     "multiplied": lambda x: x * 1.5,
@@ -112,17 +112,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 RESHAPING = ("function of some rows", "numbers", "mask")
 
 
-class _Printed:
-    """Prints as the call that makes it, without what has its default."""
-
-    def __repr__(self) -> str:
-        of_fields = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
-        shown = ", ".join(f"{name}={value!r}" for name, value, default in of_fields if value != default)
-        return f"{type(self).__name__}({shown})"
-
-
-@dataclass(frozen=True, repr=False)
-class Step(_Printed):
+class Step(NamedTuple):
     """Appends a tensor made of one before, or changes one.
 
     Attributes:
@@ -137,8 +127,7 @@ class Step(_Printed):
     alone: int | None = None
 
 
-@dataclass(frozen=True, repr=False)
-class Loss(_Printed):
+class Loss(NamedTuple):
     """A loss of one tensor.
 
     Attributes:
@@ -160,8 +149,8 @@ class Loss(_Printed):
     wrong: str = ""
 
 
-@dataclass(frozen=True, repr=False)
-class Program(_Printed):
+@dataclass(frozen=True)
+class Program:
     """Logits, steps and losses.
 
     Attributes:
@@ -217,10 +206,9 @@ def drawn(seed: int, ranks: int = 1) -> Program:
         wrong = draw.choice(["id", "id", "duplicate"]) if last and draw.random() < 0.15 else ""
         if kind not in ("policy", "distillation") or (kind == "policy" and wrong == "duplicate"):
             wrong = ""
-        return Loss(
-            *(kind, which(), draw.randrange(1000), draw.choice([1.0, 0.7, 0.6, 2.0])),
-            *(draw.choice(DIVERGENCES), draw.choice(["", "", "checkpointed", "reentrant"]), wrong),
-        )
+        numbers = which(), draw.randrange(1000), draw.choice([1.0, 0.7, 0.6, 2.0])
+        how = draw.choice(DIVERGENCES), draw.choice(["", "", "checkpointed", "reentrant"])
+        return Loss(kind, *numbers, *how, wrong)
 
     made = draw.choice(["deferred"] * 3 + ["existing", "ordinary"])
     gradients = tuple(draw.random() < 0.8 for _ in range(3))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,6 +23,7 @@ from megatron_rl_patches.losses import (
     mean_count,
 )
 from tests.ranks import everywhere, on_ranks
+from tests.references.sent_bytes import sent_bytes
 
 on_two_ranks = on_ranks(2, megatron=False, timeout=60)
 
@@ -49,9 +50,7 @@ def test_what_one_rank_finds_wrong_is_an_error_on_all(tmp_path: Path) -> None:
     here = dist.get_rank() == 1
     (tmp_path / "math").mkdir(exist_ok=True)
 
-    def forward(function: Any) -> NoReturn:
-        raise AssertionError("a rank has started a forward pass")
-
+    forward = mock.Mock(side_effect=AssertionError("a rank has started a forward pass"))
     for fault, message in FAULTS.items():
         teachers = {"math": str(tmp_path / ("missing" if here and fault == "folder" else "math"))}
         other = {"name": "poetry", "number": 3}.get(fault, "math") if here else "math"
@@ -63,18 +62,11 @@ def test_what_one_rank_finds_wrong_is_an_error_on_all(tmp_path: Path) -> None:
 
 @on_two_ranks
 def test_logits_that_are_made_on_the_last_stage_are_an_error_on_all() -> None:
-    args = SimpleNamespace(
-        opd_teachers={"math": "."}, opd_combine="mixture", opd_top_k="full", opd_divergence="reverse_kl"
-    )
-    switched: list[str] = []
-    scorer = TeacherScorer(
-        SimpleNamespace(
-            args=args,
-            model=[torch.nn.Linear(1, 1)],
-            weights_backuper=SimpleNamespace(backup_tags={"opd_math"}),
-            _switch_model=switched.append,
-        )
-    )
+    how = {"opd_combine": "mixture", "opd_top_k": "full", "opd_divergence": "reverse_kl"}
+    args, switched = SimpleNamespace(opd_teachers={"math": "."}, **how), list[str]()
+    weights = SimpleNamespace(backup_tags={"opd_math"})
+    state = {"model": [torch.nn.Linear(1, 1)], "weights_backuper": weights, "_switch_model": switched.append}
+    scorer = TeacherScorer(SimpleNamespace(args=args, **state))
     scorer.batch = {"total_lengths": [4], "response_lengths": [2]}
 
     def forward(function: Any) -> dict[str, Any]:
@@ -98,14 +90,12 @@ def test_teachers_that_disagree_are_an_error_on_all_before_a_collective() -> Non
     # Without tensor parallelism the number of ids would say which columns of another padding to compare.
     for rows, vocabulary, num_ids in ((5, 8, None), (4, 12, None), (4, 12, 16)):
         teachers = [logits(4, 8), logits(rows, vocabulary)]
-        collectives = ("all_reduce", "all_gather_into_tensor", "all_gather", "all_gather_single")
-        none = {name: mock.DEFAULT for name in collectives if hasattr(dist, name)}
         with (
-            mock.patch.multiple(dist, **none) as started,
+            sent_bytes() as sent,
             pytest.raises(InvalidInputError, match=rf"teacher 1 is \[{rows}, {vocabulary}\]") as raised,
         ):
             full_vocabulary_divergence(logits(4, 8), teachers, tp_group=group, num_ids=num_ids)
-        assert not any(collective.called for collective in started.values())
+        assert not sent
         first, second = everywhere(str(raised.value))
         assert first == second
 

@@ -77,12 +77,6 @@ def watched(*parts: str, methods: Container[str] = (), at: Call | None = None) -
         sys.setprofile(None)
 
 
-def first_and_last(calls: list[Call]) -> list[Call]:
-    """Of each function."""
-    counts = Counter(call.function for call in calls)
-    return [call for call in calls if call.number in (0, counts[call.function] - 1)]
-
-
 @contextmanager
 def interrupted_after(owner: Any, name: str) -> Iterator[None]:
     """SIGINT once, when the function returns."""
@@ -139,10 +133,11 @@ def test_interrupted_at_every_call() -> None:
         run.trainee.train(1)
         with watched(*PARTS) as calls:
             run.trainee.train(2)
-        places = first_and_last(calls)
-        names = {call.function.partition(",")[0] for call in places}
+        counts = Counter(call.function for call in calls)
+        names = {function.partition(",")[0] for function in counts}
         assert {"register_grad_ready", "start_grad_sync", "disable", "synchronize_interrupted"} <= names
-        for place in places:
+        # The first and the last call of each function.
+        for place in [call for call in calls if call.number in (0, counts[call.function] - 1)]:
             with (
                 counting_updates(run.trainee.optimizer) as updates,
                 pytest.raises(KeyboardInterrupt),
@@ -224,7 +219,7 @@ def _fill(model: torch.nn.Module, value: float) -> None:
 
 
 def _values(pool: TeacherPool) -> set[float]:
-    return {float(value) for weight in pool.model.state_dict().values() for value in weight.flatten()}
+    return {value for weight in pool.model.state_dict().values() for value in weight.flatten().tolist()}
 
 
 def take_turns(pool: TeacherPool) -> None:
@@ -286,22 +281,20 @@ def _check(pool: TeacherPool, place: Any) -> None:
     assert pool.names == ["a", "b"], place
 
 
-ROUNDS = 4
 # Stage and step of each failing call of a round. Not "in step": what a half update gives is not defined.
-IN_SECOND_STEP = [stage for stage in STAGES if stage not in ("before forward", "in step")]
-ROUND = [("before forward", 0), *((stage, 1) for stage in IN_SECOND_STEP)]
-ROUND += [("backward 1", 0), ("after step", 0), ("before step", 0)]
+IN_SECOND_STEP = [(stage, 1) for stage in STAGES if stage not in ("before forward", "in step")]
+ROUND = [("before forward", 0), *IN_SECOND_STEP, ("backward 1", 0), ("after step", 0), ("before step", 0)]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads and file descriptors in /proc")
 @on_ranks(2, timeout=200)
 def test_forty_failing_calls() -> None:
-    assert ROUNDS * len(ROUND) == 40
+    assert 4 * len(ROUND) == 40
     with applied("reentrant-train", settings=SETTINGS):
         trainee = Trainee(TinyModel())
         found = []  # after the first call of every stage, and 20 and 40 calls later
-        for done in range(1 + ROUNDS):
+        for done in range(1 + 4):
             for stage, step in ROUND:
                 trainee.fail(stage, step)
             if done % 2 == 0:
@@ -323,14 +316,9 @@ def held(model: Sequence[Any]) -> dict[str, int]:
     """Return counts of what a failing call could leave behind in a process, after collecting garbage."""
     counts = {"live bytes": reachable_bytes()}
     things = [type(thing) for thing in gc.get_objects()]
-    for kinds in (
-        (types.GeneratorType, contextlib._GeneratorContextManager),
-        (RemovableHandle,),
-        (torch.Tensor,),
-        (types.FrameType,),
-        (BaseException,),
-    ):
-        counts[kinds[0].__name__] = sum(issubclass(kind, kinds) for kind in things)
+    generators = (types.GeneratorType, contextlib._GeneratorContextManager)
+    for kind in (*generators, RemovableHandle, torch.Tensor, types.FrameType, BaseException):
+        counts[kind.__name__] = sum(issubclass(thing, kind) for thing in things)
     owners = [vars(thing) for chunk in model for thing in (*chunk.modules(), *chunk.parameters())]
     hooks = [value for owner in owners for name, value in owner.items() if name.endswith("_hooks")]
     counts["hooks"] = sum(len(value) for value in hooks if value)

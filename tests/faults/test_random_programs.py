@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from itertools import cycle, product
 from typing import NamedTuple
 
@@ -45,8 +46,8 @@ from tests.faults.programs import (
 from tests.ranks import everywhere, on_ranks
 from tests.references.sent_bytes import sent_bytes
 
-#: Programs in the default suite and in the slow one, by the number of ranks.
-PROGRAMS = {1: (150, 1500), 2: (40, 400), 4: (0, 100)}
+#: Programs up to which the default suite goes, the slow one, and that of the night, by the number of ranks.
+PROGRAMS = {1: (60, 300, 1500), 2: (20, 100, 400), 4: (0, 25, 100)}
 #: Losses of the last tensor, which nobody draws together.
 ALL_LOSSES = (
     *(Loss(kind, -1, 1, temperature=1.2) for kind in ("alone", "scores", "kept", "at", "topk", "mixture")),
@@ -154,14 +155,10 @@ def leaves_of(program: Program, place: Place) -> Leaves:
     columns = slice(place.tp_rank * program.width, (place.tp_rank + 1) * program.width)
     dtype = torch.float32 if program.close or program.single else torch.float64
 
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
+    random = partial(torch.randn, generator=generator, dtype=torch.float64)
     if program.close:  # each row of logits is a column of the weight
-        hidden, weight = (
-            torch.eye(B * S).view(B, S, B * S),
-            2 * random(program.width * program.tp, B * S) + 15,
-        )
+        hidden = torch.eye(B * S).view(B, S, B * S)
+        weight = 2 * random(program.width * program.tp, B * S) + 15
     else:
         hidden, weight = random(B, S, H), random(program.width * program.tp, H)
     bias = random(len(weight))
@@ -170,11 +167,8 @@ def leaves_of(program: Program, place: Place) -> Leaves:
     # Zigzag: each rank has a chunk from the front and one from the back.
     chunks = hidden.chunk(2 * program.cp, 1)
     part = torch.cat([chunks[place.cp_rank], chunks[-1 - place.cp_rank]], 1) if program.cp > 1 else hidden
-    leaves = (
-        part.to(dtype),
-        weight[columns].to(dtype),
-        None if program.close else bias[columns].to(dtype, copy=True),
-    )
+    bias = None if program.close else bias[columns].to(dtype, copy=True)
+    leaves = part.to(dtype), weight[columns].to(dtype), bias
     for leaf, has_gradient in zip(leaves, program.gradients, strict=True):
         if leaf is not None:
             leaf.requires_grad_(has_gradient and not (program.close and leaf is leaves[0]))
@@ -218,14 +212,9 @@ def made(program: Program, leaves: Leaves, place: Place) -> Tensor:
 
     def make(x: Tensor) -> Tensor:
         if program.made == "deferred":
-            return deferred_logits(
-                x * 1 if program.within else x,
-                weight,
-                bias=bias,
-                tp_group=place.tp_group,
-                sequence_parallel=program.sequence_parallel,
-                tile_bytes=program.tile_bytes,
-            )
+            x = x * 1 if program.within else x
+            how = {"sequence_parallel": program.sequence_parallel, "tile_bytes": program.tile_bytes}
+            return deferred_logits(x, weight, bias=bias, tp_group=place.tp_group, **how)
         logits = linear(sum_gradient(x, place.tp_group), weight, bias).clone()
         return logits if program.made == "ordinary" else rows_of_existing(logits)
 
@@ -304,15 +293,9 @@ def places(ranks: int) -> Iterator[tuple[tuple[int, int], Place]]:
     for tp in (n for n in (1, 2, 4) if ranks % n == 0):
         by_tp = [list(range(first, first + tp)) for first in range(0, ranks, tp)]
         by_cp = [list(range(first, ranks, tp)) for first in range(tp)]
-        groups = [
-            next(
-                made
-                for members, made in [(one, dist.new_group(one, timedelta(seconds=60))) for one in group]
-                if rank in members
-            )
-            for group in (by_tp, by_cp)
-        ]
-        yield (tp, ranks // tp), Place(rank % tp, rank // tp, groups[0], groups[1] if tp < ranks else None)
+        minute = timedelta(seconds=60)
+        of_tp, of_cp = (dist.new_subgroups_by_enumeration(lists, minute)[0] for lists in (by_tp, by_cp))
+        yield (tp, ranks // tp), Place(rank % tp, rank // tp, of_tp, of_cp if tp < ranks else None)
 
 
 def check_all(ranks: int, seeds: range, found: bool = False) -> None:
@@ -348,15 +331,12 @@ def test_on_two_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_more_on_one_rank() -> None:
-    check_all(1, range(*PROGRAMS[1]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("nightly", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("ranks", PROGRAMS)
 @on_ranks(lambda ranks: ranks, megatron=False, timeout=480)
-def test_more_on_several_ranks(ranks: int) -> None:
-    check_all(ranks, range(*PROGRAMS[ranks]))
+def test_more(ranks: int, nightly: bool) -> None:
+    check_all(ranks, range(*PROGRAMS[ranks][nightly : nightly + 2]))
     # One rank alone without a graph has no backward, and the others would wait: with ordinary logits, too.
-    left_out = (*RESHAPING, "past the graph")
-    check_operations(ranks, (name for name in OPERATIONS if name not in left_out), 8 // ranks)
+    left_out = (*RESHAPING, "past the graph") if ranks > 1 else ()
+    times = 8 // ranks if nightly else 1
+    check_operations(ranks, (name for name in OPERATIONS if name not in left_out), times)

@@ -26,8 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 if the patches have changed no outcome, and 1 otherwise; usage errors exit with 2."""
     options = _options(arguments)
     checkout, file, hang_after = options.checkout, options.results, options.hang_after
-    changed: list[Change] = []
-    differed_once: list[Change] = []
+    changed, differed_once = list[Change](), list[Change]()
     runs.run_at_smallest(checkout, options.select, ranks=options.ranks, results=file, hang_after=hang_after)
     for names in options.patches:
         runs.run_with_patches(checkout, names, results=file, hang_after=hang_after)
@@ -36,12 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         changed += again
         repeated = {change.without.nodeid for change in again}
         differed_once += [change for change in differ if change.without.nodeid not in repeated]
-    final = runs.final_of(file)
-    counts = _counts(final, changed)
+    counts = _counts(runs.final_of(file), changed)
     _show(counts, changed, differed_once)
     if options.json:
+        git = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True)
         facts = {
-            "commit": _commit_of(checkout),
+            "commit": git.stdout.strip() or None,
             "date": datetime.date.today().isoformat(),
             "python": platform.python_version(),
             "torch": version("torch"),
@@ -108,11 +107,6 @@ def _counts(final: Sequence[Result], changed: Sequence[Change]) -> dict[str, Any
         "failed": [asdict(result) for result in final if result.outcome in (runs.FAILED, runs.HANGS)],
         "changed_by_patches": [_as_dict(change) for change in changed],
     }
-
-
-def _commit_of(checkout: Path) -> str | None:
-    done = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip() or None
 
 
 def _as_dict(change: Change) -> dict[str, Any]:

@@ -49,7 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--ranks", type=int, default=1, metavar="N", help="number of ranks (default: 1)")
     group.addoption("--patches", default="", metavar="NAMES", help="patches to apply: names, or all")
     group.addoption("--hang-after", type=float, default=60.0, metavar="SECONDS", help="default: 60")
-    group.addoption("--results", type=Path, metavar="FILE", help="gets a line per test; leave out its tests")
+    group.addoption(
+        "--results", type=Path, default=os.devnull, help="gets a line per test; leave out its tests"
+    )
     group.addoption("--only", type=Path, metavar="FILE", help="run only the tests that this file lists")
 
 
@@ -99,7 +101,7 @@ def pytest_unconfigure() -> None:
 
 
 class _Fixtures:
-    """Fixtures of Megatron-LM's conftest, for where that cannot be imported for want of a package."""
+    """Fixtures of Megatron-LM's conftest, where that cannot be imported for want of a package."""
 
     @pytest.fixture(autouse=True)
     def reset_env_vars(self) -> Iterator[None]:
@@ -138,22 +140,14 @@ class _Conductor:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.options = config.option
-        self._known = self._read_known(config.option.results) if config.option.results else set()
-
-    def _read_known(self, file: Path) -> set[str]:
-        """Return the tests that have a result already, of those in a file that a run may have left half."""
-        if file.exists() and not file.read_bytes().endswith(b"\n"):
-            with open(file, "a") as lines:
-                lines.write("\n")  # the last line was cut off
-        run = self.options.ranks, self.options.patches
-        return {result.nodeid for result in read_results(file) if (result.ranks, result.patches) == run}
+        self._what = self.options.ranks, self.options.patches
+        known = read_results(self.options.results)
+        self._known = {result.nodeid for result in known if (result.ranks, result.patches) == self._what}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Generator[None, object, object]:
         # Some files initialize torch.distributed when they are imported, and a fork cannot use its groups.
-        nothing: dict[str, Any] = dict.fromkeys(
-            ("initialize_distributed", "initialize_model_parallel"), mock.DEFAULT
-        )
+        nothing = {f"initialize_{what}": mock.DEFAULT for what in ("distributed", "model_parallel")}
         with mock.patch.multiple(_utils(), **nothing):
             return (yield)
 
@@ -249,17 +243,13 @@ class _Conductor:
             report.longrepr = (str(path), 0, f"Skipped: not runnable here: {reason}: {message}")
 
     def _record(self, nodeid: str, outcome: str, reason: str, message: str, seconds: float) -> None:
-        if not self.options.results:
-            return
         for folder in (str(self.config.rootpath), *filter(None, sys.path)):
             message = message.replace(f"{folder}/", "")
         if len(message) > _MESSAGE_LENGTH:
             half = _MESSAGE_LENGTH // 2
             message = f"{message[:half]}\n[...]\n{message[-half:]}"
-        run = self.options.ranks, self.options.patches
-        result = Result(nodeid, *run, outcome, reason, message, round(seconds, 3))
-        with open(self.options.results, "a") as file:
-            file.write(result.to_json() + "\n")
+        result = Result(nodeid, *self._what, outcome, reason, message, round(seconds, 3))
+        result.append_to(self.options.results)
 
 
 def _innermost(stacks: str, lines: int) -> str:

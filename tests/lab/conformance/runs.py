@@ -19,8 +19,6 @@ from megatron_rl_patches.errors import MegatronRLPatchesError
 PASSED, SKIPPED, NOT_RUNNABLE, FAILED, HANGS = "passed", "skipped", "not_runnable", "failed", "hangs"
 REASONS = ("TransformerEngine", "CUDA kernel", "tensor on a GPU", "more ranks", "data", "other package")
 TRANSFORMER_ENGINE, CUDA_KERNEL, GPU_TENSOR, MORE_RANKS, DATA, OTHER_PACKAGE = REASONS
-#: The module beside this one, as the tests' own process imports it.
-PLUGIN = "conformance.plugin"
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,9 @@ class Result:
     message: str = ""
     seconds: float = 0.0
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+    def append_to(self, path: Path) -> None:
+        with path.open("a") as file:
+            file.write(f"\n{json.dumps(asdict(self))}")  # in a new line, also after one that was cut off
 
 
 def read_results(path: Path) -> list[Result]:
@@ -92,18 +91,7 @@ def run(
 
     pytest runs in a process of its own, and its output goes to stderr. Tests for which ``results`` has a line
     already, at these ranks and patches, are left out, so a run that was interrupted goes on where it was.
-
-    Args:
-        checkout: the folder of Megatron-LM.
-        select: files, folders or node ids, relative to the checkout.
-        ranks: how many processes run each test.
-        patches: "" for none, "all", or names with commas between them.
-        results: the file that gets a line per test.
-        only: node ids of all tests that are to run, in place of ``select``.
-        hang_after: seconds after which a test is cut off.
-
-    Raises:
-        TestsNotRun: pytest could not collect the tests, or was killed.
+    ``only`` lists the node ids of all tests that are to run, in place of ``select``.
     """
     options = [f"--ranks={ranks}", f"--patches={patches}", f"--results={results.resolve()}"]
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
@@ -112,7 +100,7 @@ def run(
             listed = Path(folder, "only")
             listed.write_text("\n".join(only))
             options.append(f"--only={listed}")
-        command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-o", "addopts="]
+        command = [sys.executable, "-m", "pytest", "-p", "conformance.plugin", "-o", "addopts="]
         command += ["-p", "no:cacheprovider", "--tb=short", "-q", f"--rootdir={checkout.resolve()}", *options]
         command += [f"--hang-after={hang_after}", *select]
         # The patches are those that the caller asks for, and no others.
