@@ -30,9 +30,9 @@ ADDING, DEMO = "docs/adding-a-patch.md", "$ megatron-rl-patches demo"
 QUICKSTARTS = sorted((ROOT / "docs" / "quickstart").glob("*.md"))
 # Blocks that another test follows.
 FOLLOWED_ELSEWHERE = {
-    (ADDING, "# tests/unit/patches/test_quiet_eval.py"): "test_adding_a_patch.py",
-    (ADDING, "# my_package/quiet_eval.py"): "test_adding_a_patch.py",
-    (ADDING, '[project.entry-points."megatron_rl_patches.patches"]'): "test_adding_a_patch.py",
+    (ADDING, "# tests/unit/patches/test_quiet_eval.py"): "test_examples.py",
+    (ADDING, "# my_package/quiet_eval.py"): "test_examples.py",
+    (ADDING, '[project.entry-points."megatron_rl_patches.patches"]'): "test_examples.py",
     **{(pages.name_of(page), "megatron_rl_patches "): "test_records.py" for page in QUICKSTARTS},
 }
 A_RECORD = "the output of a run of half a minute or more; tests/real/test_demo.py runs the command"

@@ -1,8 +1,8 @@
 """Random programs on logits as data: drawn from a seed, printed as Python, shortened by hand.
 
-A program makes logits ``[B, S, V]`` on tensor- and context-parallel ranks, takes them apart and puts them
-together again, writes to them, reads them, and computes losses of what results. It is printed as a call that
-makes it again: drop steps from it until what fails is short.
+A program makes logits ``[B, S, V]`` on tensor-parallel ranks, takes them apart and puts them together again,
+writes to them, reads them, and computes losses of what results. It is printed as a call that makes it again:
+drop steps from it until what fails is short.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-B, S, H, TOTALS, RESPONSES = 2, 8, 4, (6, 5), (4, 3)
+B, S, H = 2, 8, 4
 
 _KEEPS_VALUES = ("slice", "index", "rows", "cat", "reshape", "transpose", "split", "detach", "clone", "look")
 _OFTEN = (*_KEEPS_VALUES[:-1], "divide", "divide", "convert", "columns", "columns")
@@ -131,13 +131,12 @@ class Loss(NamedTuple):
     """A loss of one tensor.
 
     Attributes:
-        kind: ``scores``, ``at``, ``topk``, ``divergence``, ``sum``; of the microbatch ``policy`` and
-            ``distillation``. Nobody draws ``alone``, log-probabilities without entropies, ``kept``, those of
-            some columns, ``mutual``, a divergence from other rows of the same logits, and ``mixture``.
+        kind: ``scores``, ``at``, ``topk``, ``divergence``, ``sum``. Nobody draws ``alone``, log-probabilities
+            without entropies, ``kept``, those of some columns, ``mutual``, a divergence from other rows of
+            the same logits, and ``mixture``.
         of: which tensor, as in a step.
         draw: seed of targets, ids, masks and teachers.
         within: ``checkpointed`` or ``reentrant``, the function that computes it again in backward.
-        wrong: what all ranks must refuse: an ``id`` outside of the vocabulary, a ``duplicate`` one.
     """
 
     kind: str
@@ -146,7 +145,6 @@ class Loss(NamedTuple):
     temperature: float = 1.0
     divergence: str = "reverse_kl"
     within: str = ""
-    wrong: str = ""
 
 
 @dataclass(frozen=True)
@@ -155,7 +153,7 @@ class Program:
 
     Attributes:
         seed: of hidden states and weights.
-        tp: number of tensor-parallel ranks, ``cp`` of context-parallel ranks.
+        tp: number of tensor-parallel ranks.
         made: ``deferred``, ``existing`` (deferred rows of logits that exist), ``ordinary``.
         within: the checkpoint in which the logits are made: ``checkpointed``, ``reentrant``.
         masked: what the bias of the second half of the vocabulary is, if not zero.
@@ -167,7 +165,6 @@ class Program:
 
     seed: int
     tp: int = 1
-    cp: int = 1
     made: str = "deferred"
     within: str = ""
     masked: float = 0.0
@@ -185,10 +182,9 @@ class Program:
         return (1024 if self.close else 10) // self.tp
 
 
-def drawn(seed: int, ranks: int = 1) -> Program:
+def drawn(seed: int, tp: int = 1) -> Program:
     """Draw a program for so many ranks."""
-    draw = random.Random(seed * 8 + ranks)
-    tp = draw.choice([n for n in (1, 2, 4) if ranks % n == 0])
+    draw = random.Random(seed * 8 + tp)
     close = draw.random() < 0.15
 
     def which() -> int:
@@ -199,16 +195,13 @@ def drawn(seed: int, ranks: int = 1) -> Program:
         alone = draw.randrange(tp) if kind in _ALONE and tp > 1 and draw.random() < 0.5 else None
         return Step(kind, which(), draw.randrange(1000), alone)
 
-    def loss(last: bool) -> Loss:
+    def loss() -> Loss:
         kinds = ["divergence", "scores"] if close else ["scores", "at", "topk", "divergence"] * 2
-        kinds += [] if close else ["policy", "distillation"] * (1 if ranks == tp else 8)
         kind = draw.choice(kinds + ["sum"] * (tp == 1 and not close))
-        wrong = draw.choice(["id", "id", "duplicate"]) if last and draw.random() < 0.15 else ""
-        if kind not in ("policy", "distillation") or (kind == "policy" and wrong == "duplicate"):
-            wrong = ""
         numbers = which(), draw.randrange(1000), draw.choice([1.0, 0.7, 0.6, 2.0])
-        how = draw.choice(DIVERGENCES), draw.choice(["", "", "checkpointed", "reentrant"])
-        return Loss(kind, *numbers, *how, wrong)
+        return Loss(
+            kind, *numbers, draw.choice(DIVERGENCES), draw.choice(["", "", "checkpointed", "reentrant"])
+        )
 
     made = draw.choice(["deferred"] * 3 + ["existing", "ordinary"])
     gradients = tuple(draw.random() < 0.8 for _ in range(3))
@@ -217,7 +210,6 @@ def drawn(seed: int, ranks: int = 1) -> Program:
     return Program(
         seed,
         tp,
-        cp=ranks // tp,
         made=made,
         within=within,
         masked=draw.choice(_MASKS) if not close and draw.random() < 0.3 else 0.0,
@@ -225,7 +217,7 @@ def drawn(seed: int, ranks: int = 1) -> Program:
         tile_bytes=draw.choice([1 << 14, 1 << 20] if close else [128, 128, 512, 1 << 20]),
         gradients=gradients,
         steps=tuple(step() for _ in range(draw.randrange(0, 8))),
-        losses=tuple(loss(n == number - 1) for n in range(number)),
+        losses=tuple(loss() for _ in range(number)),
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_rl_patches import losses
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.frameworks import distillation_loss
 from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer
@@ -122,3 +123,22 @@ def test_what_one_replica_cannot_average_is_an_error_on_all() -> None:
     refused_alike(
         "that of microbatch 1 has ['loss']", lambda: average_metrics([report, {"loss": loss}], group)
     )
+
+
+@on_two_ranks
+def test_a_wrong_id_of_one_context_parallel_rank_is_an_error_on_all() -> None:
+    ones, options = [torch.ones(6)], {"cp_group": dist.group.WORLD}
+    layout = losses.SequenceLayout.build(
+        [8], [6], qkv_format="bshd", max_seq_lens=[8], cp_rank=dist.get_rank(), cp_size=2
+    )
+    tokens, of_none, twice = torch.zeros(8, dtype=torch.int64), *torch.arange(3).repeat(2, 6, 1)
+    tokens[4] = of_none[2, 1] = 5  # as many ids as there are; their rows are those of the second rank
+    twice[2, 1] = twice[2, 0]
+    loss_funcs = [losses.make_loss_func([tokens], layout, losses.PolicyBatch(ones, ones), **options)]
+    for indices in (of_none, twice):
+        teacher = losses.TopKDistribution(indices, torch.full((6, 3), -2.0), torch.full((6,), -1.0))
+        batch = losses.DistillationBatch([[teacher]], ones)
+        loss_funcs.append(losses.make_distillation_loss_func(layout, batch, **options))
+    for loss_func in loss_funcs:
+        with pytest.raises(InvalidInputError):
+            loss_func(torch.randn(1, 4, 5, requires_grad=True))

@@ -15,9 +15,8 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -32,7 +31,7 @@ VARIABLES = re.compile("MEGATRON_RL_PATCHES|PYTHON|RAY_|COV_")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--artifacts", type=Path, metavar="FOLDER", help="test the sdist and the wheel in FOLDER, build none"
+        "--artifacts", type=Path, metavar="FOLDER", help="test the sdist and the wheel in FOLDER"
     )
 
 
@@ -54,8 +53,7 @@ def check_call(command: list[str | Path], **options: Any) -> str:
     return done.stdout
 
 
-@dataclass(frozen=True)
-class Environment:
+class Environment(NamedTuple):
     """A virtual environment; `run` starts its Python with exactly the variables of ours that are given.
 
     It starts in the folder of the environment: in this one, `import` would find the working tree.
@@ -69,9 +67,11 @@ class Environment:
         return folder
 
     def pip(self, command: str, *arguments: str | Path) -> None:
-        python = self.path / "bin" / "python"
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
-        check_call([*pip, command, *arguments], timeout=600)
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python"]
+        check_call([*pip, self.path / "bin" / "python", command, *arguments], timeout=600)
+
+    def install(self, *arguments: str | Path) -> None:
+        self.pip("install", "--quiet", "--no-deps", *arguments)
 
     def run(
         self, *arguments: str | Path, variables: Mapping[str, str] | None = None, **options: Any
@@ -93,17 +93,12 @@ class Environment:
         return json.loads(done.stdout)
 
 
-@dataclass(frozen=True)
-class Artifacts:
+class Artifacts(NamedTuple):
+    """``tree`` is the unpacked sdist: editable installs are made of it, which shows that it is complete."""
+
     sdist: Path
     wheel: Path
     tree: Path
-    """The unpacked sdist: what editable installs are made of, so that it is known to be complete."""
-
-
-def _not_source(folder: str, names: list[str]) -> set[str]:
-    """Return what is not copied of a folder; `megatron_rl_patches/inference/models` is source."""
-    return NOT_SOURCE(folder, names) | (BUILT if Path(folder) == ROOT else set())
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +110,11 @@ def artifacts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("artifacts")
     built = request.config.getoption("--artifacts", default=None) or folder
     if built is folder:
-        source = shutil.copytree(ROOT, folder / "source", ignore=_not_source)
+
+        def not_source(place: str, names: list[str]) -> set[str]:  # inference/models, too, is source
+            return NOT_SOURCE(place, names) | (BUILT if Path(place) == ROOT else set())
+
+        source = shutil.copytree(ROOT, folder / "source", ignore=not_source)
         check_call([sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source], timeout=300)
     (sdist,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
     with tarfile.open(sdist) as archive:
@@ -123,11 +122,8 @@ def artifacts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return Artifacts(sdist.absolute(), wheel.absolute(), folder / sdist.name.removesuffix(".tar.gz"))
 
 
-MakeEnvironment = Callable[..., Environment]
-
-
 @pytest.fixture(scope="session")
-def make_environment(tmp_path_factory: pytest.TempPathFactory) -> MakeEnvironment:
+def make_environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Environment]:
     """An empty environment (no pip in it) that sees the stand-in for Megatron."""
 
     def make(name: str, version: str = CURRENT) -> Environment:
@@ -155,31 +151,22 @@ def interpreter(version: str) -> str:
     scope="session", params=[*(f"{version}-wheel" for version in VERSIONS), f"{CURRENT}-editable"]
 )
 def installed(
-    request: pytest.FixtureRequest, artifacts: Artifacts, make_environment: MakeEnvironment
+    request: pytest.FixtureRequest, artifacts: Artifacts, make_environment: Callable[..., Environment]
 ) -> Iterator[Environment]:
     version, kind = request.param.split("-")
     environment = make_environment(f"{kind}-{version}", version)
     source = [artifacts.wheel] if kind == "wheel" else ["--editable", artifacts.tree]
     environment.pip("install", "--quiet", "wrapt>=1.16,<3")
-    environment.pip("install", "--quiet", "--no-deps", *source)
-    yield environment
-    shutil.rmtree(environment.path)
-
-
-@pytest.fixture
-def disposable(artifacts: Artifacts, make_environment: MakeEnvironment) -> Iterator[Environment]:
-    """The wheel in an environment of this Python that the test may damage; without wrapt."""
-    environment = make_environment("disposable")
-    environment.pip("install", "--quiet", "--no-deps", artifacts.wheel)
+    environment.install(*source)
     yield environment
     shutil.rmtree(environment.path)
 
 
 @pytest.fixture(scope="session")
-def with_torch(artifacts: Artifacts, make_environment: MakeEnvironment) -> Environment:
+def with_torch(artifacts: Artifacts, make_environment: Callable[..., Environment]) -> Environment:
     """The wheel in an environment that sees all packages of the one that runs the tests, torch for one."""
     environment = make_environment("with-torch")
-    environment.pip("install", "--quiet", "--no-deps", artifacts.wheel)
+    environment.install(artifacts.wheel)
     # Only put on the path: startup files in there do not run, so an install of this package there is mute.
     packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (environment.site_packages / "zz_packages_of_the_tests.pth").write_text("\n".join(packages) + "\n")

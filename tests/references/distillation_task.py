@@ -28,7 +28,7 @@ from megatron_rl_patches.inference import (
     forward_hidden_states,
     forward_topk,
 )
-from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from megatron_rl_patches.testing import TinyModel, cpu_backend, spawn_ranks
 from megatron_rl_patches.testing.tiny_models import GatheredAttention
 
 TRAIN = "megatron_rl_patches.demo.training:train"
@@ -73,7 +73,6 @@ def distill(
         way: what a teacher is known by: ``"top-k"``, its probabilities of the ``K`` tokens that the student
             finds most probable, or ``"full"``, its hidden states and output layer.
         folder: of the teachers, which the first call trains and the others load.
-        timeout: in seconds.
     """
     first, second = spawn_ranks(_on_a_rank, 2, sizes, target, way, folder, rollouts, timeout=timeout)
     assert first == second
@@ -125,18 +124,18 @@ def _distill(config: Any, pool: TeacherPool, target: str, way: str, rollouts: in
     for order, prompts_bp in zip(ORDERS, examples, strict=True):
         with pool.use(order) as teacher:
             scores.append(_score(teacher, prompts_bp))
-    student = Student(_by_order(scores), {order: [] for order in ORDERS}, {order: [] for order in ORDERS})
+    student = Student(_by_order(scores), *({order: [] for order in ORDERS} for _ in range(2)))
     model, optimizer = _build(config, seed=0)
     generator = _generator(0)
     for _ in range(rollouts):
         tokens_bs = _answer(model, _prompts(PROMPTS, generator), generator)
-        divergences = _by_order(_divergences(pool, model, tokens_bs, target))
+        divergences = _divergences(pool, model, tokens_bs, target)
         targets = _targets(pool, model, tokens_bs, target, K if way == "top-k" else None)
         examples = [_prompts(EXAMPLES, generator, order) for order in ORDERS]
-        scores_now = _by_order([_score(model, prompts_bp) for prompts_bp in examples])
-        for order in ORDERS:
-            student.reverse_kl[order].append(divergences[order])
-            student.score[order].append(scores_now[order])
+        scores = [_score(model, prompts_bp) for prompts_bp in examples]
+        for found, values in ((student.reverse_kl, divergences), (student.score, scores)):
+            for order, value in _by_order(values).items():
+                found[order].append(value)
         indices = torch.randperm(PROMPTS, generator=generator).chunk(STEPS * MICROBATCHES)
         microbatches = (
             {"tokens": tokens_bs[index], "teachers": targets and [targets[i] for i in index.tolist()]}
@@ -202,9 +201,8 @@ def _generator(seed: int) -> torch.Generator:
 def _prompts(count: int, generator: torch.Generator, order: str | None = None) -> torch.Tensor:
     """Return random prompts, ``[count, PROMPT]``, of one order or of all."""
     digits_bd = torch.randint(10, (count, DIGITS), generator=generator)
-    orders = ORDERS if order is None else (order,)
-    first = 10 + ORDERS.index(orders[0])
-    order_b1 = torch.randint(first, first + len(orders), (count, 1), generator=generator)
+    first, last = (0, len(ORDERS) - 1) if order is None else [ORDERS.index(order)] * 2
+    order_b1 = torch.randint(10 + first, 11 + last, (count, 1), generator=generator)
     return torch.cat([order_b1, digits_bd, order_b1], dim=1)
 
 
@@ -306,27 +304,20 @@ def _train(
 ) -> None:
     from megatron_rl_patches.demo.training import train
 
-    groups = {
-        "tp_group": parallel_state.get_tensor_model_parallel_group(),
-        "cp_group": parallel_state.get_context_parallel_group(),
-    }
-    cp_rank, cp_size = groups["cp_group"].rank(), groups["cp_group"].size()
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    cp_group = parallel_state.get_context_parallel_group()
+    options = {"tp_group": tp_group, "cp_group": cp_group, "recompute": True}
+    cp = {"cp_rank": cp_group.rank(), "cp_size": cp_group.size()}
+    lengths = [LENGTH] * size
     layout = losses.SequenceLayout.build(
-        [LENGTH] * size,
-        [DIGITS] * size,
-        qkv_format="bshd",
-        max_seq_lens=[LENGTH] * size,
-        cp_rank=cp_rank,
-        cp_size=cp_size,
+        lengths, [DIGITS] * size, qkv_format="bshd", max_seq_lens=lengths, **cp
     )
+    positions_s = TinyModel(cp=cp_group.size(), seq_length=LENGTH).positions()
 
     def forward_step(data_iterator: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Any]:
         batch = next(data_iterator)
-        inputs = batch["tokens"], torch.arange(LENGTH).expand(size, LENGTH)
-        # The two pieces of each sequence that this context-parallel rank has (zigzag).
-        pieces = [values_bs.chunk(2 * cp_size, dim=1) for values_bs in inputs]
-        own = [torch.cat([several[cp_rank], several[-1 - cp_rank]], dim=1) for several in pieces]
-        return chunk(*own, attention_mask=None), partial(loss, batch, layout, {**groups, "recompute": True})
+        inputs = batch["tokens"][:, positions_s], positions_s.expand(size, -1)
+        return chunk(*inputs, attention_mask=None), partial(loss, batch, layout, options)
 
     sizes = {"num_microbatches": num_microbatches, "micro_batch_size": size, "seq_length": LENGTH}
     train(forward_step, microbatches, model, optimizer, steps=steps, **sizes)
@@ -335,18 +326,14 @@ def _train(
 def _likelihood_loss(batch: Batch, layout: losses.SequenceLayout, options: Any, logits: torch.Tensor) -> Any:
     """Return a loss with the gradient of the negative log-likelihood of the answers: PPO's at advantage 1."""
     ones = list(torch.ones(len(batch["tokens"]), DIGITS))
-    loss_func = losses.make_loss_func(
-        list(batch["tokens"]), layout, losses.PolicyBatch(ones, ones), with_entropy=False, **options
-    )
-    return loss_func(logits)
+    tokens, policy = list(batch["tokens"]), losses.PolicyBatch(ones, ones)
+    return losses.make_loss_func(tokens, layout, policy, with_entropy=False, **options)(logits)
 
 
 def _distillation_loss(
     batch: Batch, layout: losses.SequenceLayout, options: Any, logits: torch.Tensor
 ) -> Any:
     """Return the reverse KL divergence of a batch from its teachers. The last pipeline stage calls it."""
-    masks = list(torch.ones(len(batch["tokens"]), DIGITS))
-    loss_func = losses.make_distillation_loss_func(
-        layout, losses.DistillationBatch([batch["teachers"]], masks), **options
-    )
-    return loss_func(logits)
+    ones = list(torch.ones(len(batch["tokens"]), DIGITS))
+    distillation = losses.DistillationBatch([batch["teachers"]], ones)
+    return losses.make_distillation_loss_func(layout, distillation, **options)(logits)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -93,24 +93,23 @@ class Case:
         return self.tp * self.pp * self.dp
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """One rank's account, in bytes.
 
     Attributes:
         training: storages that model and optimizer hold after a step, by what they are for.
+        from_chunks: what the estimate says of the model chunks of this rank.
         live_training: all tensors that came to life with them, whoever holds them.
         allocated_training: by the CUDA allocator; 0 on the CPU.
-        from_chunks: what the estimate says of the model chunks of this rank.
     """
 
     rank: int
     training: Memory
-    live_training: int
-    live_inference: int
-    allocated_training: int
-    allocated_inference: int
     from_chunks: MemoryEstimate
+    live_training: int
+    allocated_training: int
+    live_inference: int
+    allocated_inference: int
 
 
 def measure(cases: Sequence[Case], env: Mapping[str, str] | None = None) -> dict[str, list[Measured]]:
@@ -133,23 +132,21 @@ def inference_model(case: Case, device: str) -> list[Any]:
 
 def _measure(case: Case, device: str) -> Measured:
     initialize(case)
-    before, allocated_before = reachable_bytes(), _allocated(device)
+    before = _held(device)
     teacher = inference_model(case, device)
-    live_inference, allocated_inference = reachable_bytes() - before, _allocated(device) - allocated_before
+    inference = [after - held for after, held in zip(_held(device), before, strict=True)]
     del teacher
-
-    before, allocated_before = reachable_bytes(), _allocated(device)
+    before = _held(device)
     model, optimizer = _train(case, _config(case), device)
-    live_training, allocated_training = reachable_bytes() - before, _allocated(device) - allocated_before
-    return Measured(
-        rank=torch.distributed.get_rank(),
-        training=_parts(model, optimizer),
-        live_training=live_training,
-        live_inference=live_inference,
-        allocated_training=allocated_training,
-        allocated_inference=allocated_inference,
-        from_chunks=estimate_memory(model, data_parallel_size=case.dp, optimizer=case.optimizer),
-    )
+    training = [after - held for after, held in zip(_held(device), before, strict=True)]
+    estimate = estimate_memory(model, data_parallel_size=case.dp, optimizer=case.optimizer)
+    rank = torch.distributed.get_rank()
+    return Measured(rank, _parts(model, optimizer), estimate, *training, *inference)
+
+
+def _held(device: str) -> tuple[int, int]:
+    """Return the bytes that can be reached, and those that the CUDA allocator has given."""
+    return reachable_bytes(), torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
 def initialize(case: Case) -> None:
@@ -229,10 +226,6 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 def _besides(known: dict[int, int], tensors: Iterable[torch.Tensor]) -> int:
     return sum(size for address, size in _storages(tensors).items() if address not in known)
-
-
-def _allocated(device: str) -> int:
-    return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
 def parts_of(measured: Memory, estimated: Memory) -> Iterator[tuple[str, int, int]]:

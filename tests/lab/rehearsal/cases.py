@@ -14,9 +14,8 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl_patches import losses
 from megatron_rl_patches.common.devices import on_device
-from megatron_rl_patches.losses import deferred_logits, vocab_parallel_log_probs_and_entropy
+from megatron_rl_patches.losses import vocab_parallel_log_probs_and_entropy
 from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
 from megatron_rl_patches.losses.logits.tiles import add_product
 from tests.lab.rehearsal.recorder import recording
@@ -35,26 +34,21 @@ from tests.references.pages import join, table
 SETUPS = Setup(8192, 4096, 151936, torch.bfloat16), Setup(4096, 4096, 131072, torch.bfloat16)
 
 
-def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return logits in float32, as Megatron returns them."""
-    return (hidden @ weight.T).float()
-
-
-def deferred_keeping(share: float, hidden: Tensor, weight: Tensor) -> Tensor:
-    return deferred_logits(hidden, weight, keep_bytes=share_of_logits(len(hidden), weight, share))
+def keeping(share: float, hidden: Tensor, weight: Tensor) -> Tensor:
+    return losses.deferred_logits(hidden, weight, keep_bytes=share_of_logits(len(hidden), weight, share))
 
 
 PLAIN_OPERATORS = f"{DEFERRED}, plain operators"
 HEADS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = {
-    BASE: (logits_of, {"inplace_backward": True}),
-    DEFERRED: (deferred_logits, {}),
-    PLAIN_OPERATORS: (deferred_logits, {"fused": False}),
-    **{name: (partial(deferred_keeping, share), {}) for name, share in KEPT.items()},
+    # In float32, as Megatron returns them.
+    BASE: (lambda hidden, weight: (hidden @ weight.T).float(), {"inplace_backward": True}),
+    DEFERRED: (losses.deferred_logits, {}),
+    PLAIN_OPERATORS: (losses.deferred_logits, {"fused": False}),
+    **{name: (partial(keeping, share), {}) for name, share in KEPT.items()},
 }
 
 
-@dataclass
-class Count:
+class Count(NamedTuple):
     """Bytes of a step at its peak, beyond its inputs and gradients; and what was called how often."""
 
     peak: int
@@ -67,14 +61,9 @@ def count(setup: Setup, head: str, compiling_fails: bool = False) -> Count:
     """Count log-probabilities and entropies at a temperature, forward and backward, of all rows."""
     make, options = HEADS[head]
     with recording(compiling_fails=compiling_fails) as recorder:
-        shapes = (setup.rows, setup.hidden), (setup.vocabulary, setup.hidden)
-        hidden, weight = (
-            torch.empty(shape, device="cuda", dtype=setup.dtype, requires_grad=True) for shape in shapes
-        )
-        targets = torch.zeros(setup.rows, device="cuda", dtype=torch.int64)
-        values = vocab_parallel_log_probs_and_entropy(
-            make(hidden, weight), targets, temperature=0.8, **options
-        )
+        hidden, weight = layer(setup.dtype, setup.hidden, rows=setup.rows, vocabulary=setup.vocabulary)
+        options = {"temperature": 0.8, **options}
+        values = vocab_parallel_log_probs_and_entropy(make(hidden, weight), ids(setup.rows), **options)
         sum(value.sum() for value in values).backward()
         assert not recorder.waits
         inputs = hidden.nbytes + weight.nbytes
@@ -96,7 +85,10 @@ def where_compiling_fails() -> list[tuple[int, dict[str, int]]]:
 
 def _memory(counts: dict[tuple[Setup, str], Count]) -> Iterator[dict[str, str]]:
     for (setup, head), counted in counts.items():
-        gib = partial(_gib, setup)
+
+        def gib(nbytes: int, setup: Setup = setup) -> str:
+            return f"{nbytes / 2**30:.2f} GiB, {nbytes / setup.logits_bytes:.3f}"
+
         yield {
             "setup": str(setup),
             "head": head,
@@ -106,10 +98,6 @@ def _memory(counts: dict[tuple[Setup, str], Count]) -> Iterator[dict[str, str]]:
             "products": str(counted.products.total()),
             "row passes": ", ".join(f"{n} × `{name}`" for name, n in counted.row_passes.items()),
         }
-
-
-def _gib(setup: Setup, nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB, {nbytes / setup.logits_bytes:.3f}"
 
 
 def _products(counts: dict[tuple[Setup, str], Count]) -> Iterator[dict[str, str]]:
@@ -124,10 +112,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Case = Callable[[torch.dtype], Any]
 
 
-def layer(dtype: torch.dtype, hidden_size: int = HIDDEN, trains: bool = True) -> tuple[Tensor, Tensor]:
+def layer(
+    dtype: torch.dtype,
+    hidden_size: int = HIDDEN,
+    trains: bool = True,
+    rows: int = ROWS,
+    vocabulary: int = VOCABULARY,
+) -> tuple[Tensor, Tensor]:
     """Return hidden states, which train, and the weight of an output layer."""
-    hidden = torch.empty(ROWS, hidden_size, device=GPU, dtype=dtype, requires_grad=True)
-    return hidden, torch.empty(VOCABULARY, hidden_size, device=GPU, dtype=dtype, requires_grad=trains)
+    hidden = torch.empty(rows, hidden_size, device=GPU, dtype=dtype, requires_grad=True)
+    return hidden, torch.empty(vocabulary, hidden_size, device=GPU, dtype=dtype, requires_grad=trains)
+
+
+def logits_of(hidden: Tensor, weight: Tensor, is_deferred: bool = True) -> Tensor:
+    return losses.deferred_logits(hidden, weight) if is_deferred else hidden @ weight.T
 
 
 def ids(*shape: int) -> Tensor:
@@ -160,10 +158,8 @@ def deferred(
 ) -> None:
     hidden, weight = layer(dtype, trains=trains)
     rows = every_second_row() if some_rows else None
-    logits, targets = (
-        losses.deferred_logits(hidden, weight, **options),
-        ids(ROWS if rows is None else len(rows)),
-    )
+    logits = losses.deferred_logits(hidden, weight, **options)
+    targets = ids(ROWS if rows is None else len(rows))
     if entropy:
         backward(hidden, *losses.vocab_parallel_log_probs_and_entropy(logits, targets, rows=rows))
     else:
@@ -178,8 +174,7 @@ def kept_automatically(dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def scoring(dtype: torch.dtype) -> None:
-    hidden, weight = layer(dtype)
-    losses.vocab_parallel_log_probs_and_entropy(losses.deferred_logits(hidden, weight), ids(ROWS))
+    losses.vocab_parallel_log_probs_and_entropy(logits_of(*layer(dtype)), ids(ROWS))
 
 
 def main_grad(dtype: torch.dtype) -> None:
@@ -190,24 +185,20 @@ def main_grad(dtype: torch.dtype) -> None:
 
 def top_k(dtype: torch.dtype, is_deferred: bool) -> None:
     hidden, weight = (x.detach() for x in layer(dtype))
-    logits = losses.deferred_logits(hidden, weight) if is_deferred else hidden @ weight.T
-    chosen = losses.vocab_parallel_topk(logits, 8)
+    chosen = losses.vocab_parallel_topk(logits_of(hidden, weight, is_deferred), 8)
     assert chosen.indices.is_cuda and chosen.indices.shape == (ROWS, 8)
 
 
 def at_ids(dtype: torch.dtype, is_deferred: bool) -> None:
     hidden, weight = layer(dtype)
-    logits = losses.deferred_logits(hidden, weight) if is_deferred else hidden @ weight.T
+    logits = logits_of(hidden, weight, is_deferred)
     backward(hidden, *losses.vocab_parallel_log_probs_at(logits, ids(ROWS, 8), with_tail=True))
 
 
 def divergence(dtype: torch.dtype, name: Any) -> None:
     hidden, weight = layer(dtype)
-    teacher, student = (
-        losses.deferred_logits(*layer(dtype, HIDDEN // 2)),
-        losses.deferred_logits(hidden, weight),
-    )
-    old = losses.deferred_logits(*layer(dtype)) if DIVERGENCES[name].needs_old else None
+    teacher, student = logits_of(*layer(dtype, HIDDEN // 2)), logits_of(hidden, weight)
+    old = logits_of(*layer(dtype)) if DIVERGENCES[name].needs_old else None
     backward(hidden, losses.full_vocabulary_divergence(student, teacher, divergence=name, old=old))
 
 
@@ -215,12 +206,11 @@ def host_memory(dtype: torch.dtype) -> None:
     """A teacher's hidden states and output layer wait in host memory."""
     hidden, weight = layer(dtype)
     of_teacher, its_weight = (x.detach() for x in layer(dtype, HIDDEN // 2))
-    waiting = losses.FullDistribution.from_hidden(
-        of_teacher, losses.OutputHead(its_weight).copied_to("cpu")
-    ).to("cpu")
+    head = losses.OutputHead(its_weight).copied_to("cpu")
+    waiting = losses.FullDistribution.from_hidden(of_teacher, head).to("cpu")
     assert not waiting.hidden[0].is_cuda and not waiting.heads[0].weight.is_cuda
     teacher = waiting.to(GPU).logits()
-    backward(hidden, losses.full_vocabulary_divergence(losses.deferred_logits(hidden, weight), teacher))
+    backward(hidden, losses.full_vocabulary_divergence(logits_of(hidden, weight), teacher))
 
 
 def microbatch(dtype: torch.dtype) -> tuple[Tensor, Tensor, losses.SequenceLayout, list[Tensor]]:
@@ -254,11 +244,9 @@ def distillation(dtype: torch.dtype, is_full: bool) -> None:
 
 
 def mixture_of_top_k(dtype: torch.dtype) -> None:
-    one = losses.TopKDistribution(
-        ids(ROWS, 8), torch.zeros(ROWS, 8, device=GPU), torch.zeros(ROWS, device=GPU)
-    )
-    other = losses.TopKDistribution(ids(ROWS, 8), one.log_probs, one.tail_log_prob)
-    assert losses.TopKDistribution.mixture([one, other], [1.0, 2.0]).log_probs.is_cuda
+    known = torch.zeros(ROWS, 8, device=GPU), torch.zeros(ROWS, device=GPU)
+    teachers = [losses.TopKDistribution(ids(ROWS, 8), *known) for _ in range(2)]
+    assert losses.TopKDistribution.mixture(teachers, [1.0, 2.0]).log_probs.is_cuda
 
 
 def tensor_parallel(dtype: torch.dtype) -> None:
@@ -266,11 +254,11 @@ def tensor_parallel(dtype: torch.dtype) -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         (hidden, weight), group = layer(dtype), dist.group.WORLD
-        logits = losses.deferred_logits(hidden, weight)
+        logits = logits_of(hidden, weight)
         backward(hidden, *losses.vocab_parallel_log_probs_and_entropy(logits, ids(ROWS), tp_group=group))
         chosen = losses.vocab_parallel_topk(logits.detach(), 8, tp_group=group).indices
         backward(hidden, *losses.vocab_parallel_log_probs_at(logits, chosen, with_tail=True, tp_group=group))
-        teacher = losses.deferred_logits(*layer(dtype))
+        teacher = logits_of(*layer(dtype))
         backward(hidden, losses.full_vocabulary_divergence(logits, teacher, tp_group=group))
     finally:
         dist.destroy_process_group()
