@@ -139,7 +139,6 @@ def test_tests_that_pages_show(tmp_path: Path) -> None:
 # --- text
 
 
-@on_ranks(1)
 def test_text_is_what_it_quotes() -> None:
     """A text is the startup file, or the error of a model that only scores."""
     from megatron_rl_patches.frameworks.inference_roles import freeze_role

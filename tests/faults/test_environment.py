@@ -126,7 +126,7 @@ def test_an_unrelated_process_never_hears_of_us(
     assert environment.complaint(UNRELATED, variables, *options) == ""
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(variables=_environments(*sorted(sys.stdlib_module_names)))
 @example({VARIABLE: "nothing", STRICT_VARIABLE: "maybe"})
 def test_reading_them_costs_one_line_at_most(
@@ -179,6 +179,7 @@ DAMAGES: dict[str, Callable[[str], bytes | None]] = {
 }
 
 
+@pytest.mark.slow
 def test_every_file_gone_in_turn(environment: Environment) -> None:
     """Of those that a process loads when it imports the framework."""
     loaded = f"(m.__file__ for n, m in sys.modules.items() if n.startswith('{PACKAGE}'))"

@@ -103,25 +103,25 @@ PARTS = (
 )
 
 
-class Interrupted:
+class Interrupted(Trainee):
     """A model whose training is interrupted again and again, and goes on for a step after each interrupt."""
 
     def __init__(self) -> None:
-        self.trainee = Trainee(TinyModel())
+        super().__init__(TinyModel())
         self._losses: dict[str, tuple[int, float]] = {}  # after the interrupt at a place
 
     def go_on(self, place: object) -> None:
-        self.trainee.train(1)
-        self._losses[str(place)] = self.trainee.done - 1, self.trainee.losses[-1]
+        self.train(1)
+        self._losses[str(place)] = self.done - 1, self.losses[-1]
 
     def assert_same_as_undisturbed(self) -> None:
         with same_process_groups():
             undisturbed = Trainee(TinyModel())
-        undisturbed.train(self.trainee.done)
+        undisturbed.train(self.done)
         for place, (step, loss) in self._losses.items():
             assert loss == undisturbed.losses[step], f"{place}: step {step}"
-        assert self.trainee.checksums() == undisturbed.checksums()
-        first, second = everywhere((list(self._losses), self.trainee.checksums().params))
+        assert self.checksums() == undisturbed.checksums()
+        first, second = everywhere((list(self._losses), self.checksums().params))
         assert first == second
 
 
@@ -129,31 +129,27 @@ class Interrupted:
 @on_ranks(2, timeout=200)
 def test_interrupted_at_every_call() -> None:
     with applied("reentrant-train", settings=SETTINGS):
-        run = Interrupted()
-        run.trainee.train(1)
+        trainee = Interrupted()
+        trainee.train(1)
         with watched(*PARTS) as calls:
-            run.trainee.train(2)
+            trainee.train(2)
         counts = Counter(call.function for call in calls)
         names = {function.partition(",")[0] for function in counts}
         assert {"register_grad_ready", "start_grad_sync", "disable", "synchronize_interrupted"} <= names
         # The first and the last call of each function.
         for place in [call for call in calls if call.number in (0, counts[call.function] - 1)]:
-            with (
-                counting_updates(run.trainee.optimizer) as updates,
-                pytest.raises(KeyboardInterrupt),
-                watched(*PARTS, at=place),
-            ):
-                run.trainee.train(2)
-            run.trainee.done += len(updates)
-            run.go_on(place)
-        run.assert_same_as_undisturbed()
+            updates = counting_updates(trainee.optimizer)
+            with updates as done, pytest.raises(KeyboardInterrupt), watched(*PARTS, at=place):
+                trainee.train(2)
+            trainee.done += len(done)
+            trainee.go_on(place)
+        trainee.assert_same_as_undisturbed()
 
 
 @on_ranks(2)
 def test_interrupted_again_while_cleaning_up() -> None:
     with applied("reentrant-train", settings=SETTINGS):
-        run = Interrupted()
-        trainee = run.trainee
+        trainee = Interrupted()
         trainee.train(1)
         for name in ("_close_abandoned_no_sync", "_reset_bucket_group"):  # cleaning up
             for stage, step in (("backward 1", 1), ("after step", 0)):
@@ -164,13 +160,13 @@ def test_interrupted_again_while_cleaning_up() -> None:
                 ):
                     trainee.train(2)
                 trainee.done += 1
-                run.go_on((stage, name))
+                trainee.go_on((stage, name))
         for name in ("_any_rank_was", "_gather_parameters"):  # the next entry
             trainee.fail("after step", 0, interrupt)
             with pytest.raises(KeyboardInterrupt), interrupted_after(recovery, name):
                 trainee.train(1)
-            run.go_on(("entry", name))
-        run.assert_same_as_undisturbed()
+            trainee.go_on(("entry", name))
+        trainee.assert_same_as_undisturbed()
 
 
 @on_ranks(2)
@@ -183,8 +179,7 @@ def _terminated(exits: bool) -> None:
         trainee.train(1)
         if dist.get_rank() == 1:
             trainee.fail("backward 1", 0, lambda stage: os.kill(os.getpid(), signal.SIGTERM))
-        else:
-            trainee.train(1)
+        trainee.train(1)
 
 
 @pytest.mark.parametrize("exits", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -292,24 +287,17 @@ ROUND = [("before forward", 0), *IN_SECOND_STEP, ("backward 1", 0), ("after step
 def test_forty_failing_calls() -> None:
     assert 4 * len(ROUND) == 40
     with applied("reentrant-train", settings=SETTINGS):
-        trainee = Trainee(TinyModel())
-        found = []  # after the first call of every stage, and 20 and 40 calls later
+        trainee, found = Interrupted(), []  # after the first call of every stage, and 20 and 40 calls later
         for done in range(1 + 4):
             for stage, step in ROUND:
                 trainee.fail(stage, step)
             if done % 2 == 0:
                 found.append(held(trainee.model))
-        trainee.train(2)
-        with same_process_groups():
-            undisturbed = Trainee(TinyModel())
-        undisturbed.train(trainee.done)
+        trainee.go_on("the last call")
+        trainee.assert_same_as_undisturbed()
     warm, *later = found
     assert warm["hooks"] > 0 and warm["live bytes"] > 0
     assert later == [warm, warm]
-    assert trainee.checksums() == undisturbed.checksums()
-    assert trainee.losses == undisturbed.losses[-2:]
-    first, second = everywhere(trainee.checksums().params)
-    assert first == second
 
 
 def held(model: Sequence[Any]) -> dict[str, int]:

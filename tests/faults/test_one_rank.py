@@ -132,22 +132,6 @@ def _new_model(options: TinyModel, folder: Path, name: str) -> str:
     return whole
 
 
-@pytest.mark.slow
-@on_ranks(2, timeout=90)
-def test_a_lone_retry_whose_reductions_its_peer_takes_for_its_own(tmp_path: Path) -> None:
-    """Those of rank 1's second forward meet those of rank 0's backward, which are of the same size."""
-    with applied("reentrant-train", settings=SETTINGS), short_lived_groups(tmp_path, "groups") as store:
-        trainee = Trainee(TinyModel(tp=2))
-        trainee.train(1)
-        before = trainee.checksums()
-        if dist.get_rank() == 1:
-            trainee.fail("forward 1", 0)
-        error = error_of(lambda: trainee.train(1))
-        meet(store, "after the error", dist.get_rank())
-        assert error == "timed out"
-        assert trainee.checksums() == before
-
-
 @on_ranks(2, timeout=90)
 def _mismatch(folder: Path) -> None:
     with applied("reentrant-train", settings=SETTINGS), short_lived_groups(folder, "groups"):

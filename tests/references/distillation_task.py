@@ -21,13 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 
-from megatron_rl_patches import Settings, applied, losses
-from megatron_rl_patches.inference import (
-    TeacherPool,
-    build_inference_model,
-    forward_hidden_states,
-    forward_topk,
-)
+from megatron_rl_patches import Settings, applied, inference, losses
 from megatron_rl_patches.testing import TinyModel, cpu_backend, spawn_ranks
 from megatron_rl_patches.testing.tiny_models import GatheredAttention
 
@@ -93,7 +87,7 @@ def _on_a_rank(sizes: dict[str, int], target: str, way: str, folder: str, rollou
             calculate_per_token_loss=True,
             **sizes,
         )
-        pool = TeacherPool(build_inference_model(_provide, config, dtype="fp32"))
+        pool = inference.TeacherPool(inference.build_inference_model(_provide, config, dtype="fp32"))
         for seed, order in enumerate(ORDERS):
             if not (teacher := Path(folder, order)).exists():
                 _train_teacher(config, order, seed, teacher)
@@ -118,7 +112,7 @@ def _train_teacher(config: Any, order: str, seed: int, folder: Path) -> None:
     torch.distributed.barrier()
 
 
-def _distill(config: Any, pool: TeacherPool, target: str, way: str, rollouts: int) -> Student:
+def _distill(config: Any, pool: inference.TeacherPool, target: str, way: str, rollouts: int) -> Student:
     generator, scores = _generator(0), []
     examples = [_prompts(8 * EXAMPLES, generator, order) for order in ORDERS]
     for order, prompts_bp in zip(ORDERS, examples, strict=True):
@@ -146,7 +140,7 @@ def _distill(config: Any, pool: TeacherPool, target: str, way: str, rollouts: in
 
 
 def _targets(
-    pool: TeacherPool, model: Any, tokens_bs: torch.Tensor, target: str, k: int | None
+    pool: inference.TeacherPool, model: Any, tokens_bs: torch.Tensor, target: str, k: int | None
 ) -> list[Any] | None:
     """Return what each answer is drawn towards on the last pipeline stage, ``None`` on the others.
 
@@ -158,7 +152,7 @@ def _targets(
         with pool.use(order) as teacher:
             if k:
                 distributions[order] = _topk(teacher, tokens_bs, at=student)
-            elif hidden := forward_hidden_states(teacher, [_microbatch(tokens_bs)], progress=False):
+            elif hidden := inference.forward_hidden_states(teacher, [_microbatch(tokens_bs)], progress=False):
                 head: Any = pool.head(order)
                 distributions[order] = [
                     losses.FullDistribution.from_hidden(hidden_dh, head) for hidden_dh in hidden
@@ -174,7 +168,9 @@ def _targets(
     return [losses.mix_teachers(pair, weights[name]) for name, pair in zip(names, pairs, strict=True)]
 
 
-def _divergences(pool: TeacherPool, model: Any, tokens_bs: torch.Tensor, target: str) -> list[torch.Tensor]:
+def _divergences(
+    pool: inference.TeacherPool, model: Any, tokens_bs: torch.Tensor, target: str
+) -> list[torch.Tensor]:
     """Return the student's reverse KL divergence from the targets per token, in nats, by order."""
     # A top-k of as many tokens as there are is the whole distribution.
     student = _topk(model, tokens_bs, VOCABULARY)
@@ -264,7 +260,7 @@ def _answer(model: Any, prompts_bp: torch.Tensor, generator: torch.Generator | N
         if generator is not None:  # on all ranks of a replica, so that their generators stay in step
             noise_bv.exponential_(generator=generator)
         # The last token is a placeholder: it stands for the distribution from which it comes.
-        if distributions := forward_topk(
+        if distributions := inference.forward_topk(
             model, [_microbatch(tokens_bs, number + 1, 1)], VOCABULARY, progress=False
         ):
             vocabulary = losses.TopKDistribution.cat(distributions)
@@ -280,7 +276,7 @@ def _microbatch(tokens_bs: torch.Tensor, length: int = LENGTH, response_length: 
 
 
 def _topk(model: Any, tokens_bs: torch.Tensor, k: int | None = None, at: Any = None) -> Any:
-    return forward_topk(model, [_microbatch(tokens_bs)], k, at=at, progress=False)
+    return inference.forward_topk(model, [_microbatch(tokens_bs)], k, at=at, progress=False)
 
 
 def _broadcast_from_last_stage(values: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from megatron_rl_patches.reentry import TrainGuard, preserved_hooks, reentrant_t
 
 Model = Sequence[torch.nn.Module]
 LossResult = tuple[Tensor, Tensor, dict[str, Tensor]]
+TopK = losses.TopKDistribution
 MASKS = [torch.ones(3), torch.ones(5)]
 
 
@@ -57,28 +58,22 @@ def hooks(args: Any, model: list[Any]) -> list[Any]:
     return pre_wrap(model)
 
 
-def own_loop(model: Model, optimizer: Any, step: Callable[[], float]) -> Iterator[float]:
-    with reentrant_train(model, optimizer=optimizer):
-        yield step()
-    with preserved_hooks(model), TrainGuard(model, optimizer):
-        pass
-
-
 @reentrant_train
 def train(model: Model, optimizer: Any) -> list[float]:
     return []
 
 
-def decorate(loop: Callable[[Model], float], optimizer: Any) -> Callable[[Model], float]:
-    return reentrant_train(loop, optimizer=optimizer)
+def own_loop(loop: Callable[[Model], float], model: Model, optimizer: Any) -> Iterator[float]:
+    with reentrant_train(model, optimizer=optimizer):
+        yield loop(model)
+    with preserved_hooks(model), TrainGuard(model, optimizer):
+        decorated: Callable[[Model], float] = reentrant_train(loop, optimizer=optimizer)
+        yield decorated(model) + sum(train(model, optimizer))
 
 
-def own_models(
-    provider: Callable[..., torch.nn.Module], config: Any, path: Path
-) -> tuple[list[torch.nn.Module], int]:
-    inference.build_inference_model(
-        provider, config, pre_wrap=lambda chunks: None, perform_initialization=True
-    )
+def own_models(provider: Callable[..., torch.nn.Module], config: Any, path: Path) -> tuple[Model, int]:
+    how: dict[str, Any] = {"pre_wrap": lambda chunks: None, "perform_initialization": True}
+    inference.build_inference_model(provider, config, **how)
     model = inference.build_inference_model(provider, config, dtype="bf16", device="cuda")
     inference.load_inference_checkpoint(model[0], str(path))
     return model, inference.load_inference_checkpoint(model, path, ckpt_step=7, exact=True)
@@ -86,9 +81,7 @@ def own_models(
 
 def scores(model: Model) -> tuple[list[Tensor], list[Tensor] | None] | None:
     microbatches = [{"tokens": torch.zeros(2, 4, dtype=torch.int64), "lengths": [4, 3]}]
-    topk: list[losses.TopKDistribution] | None = inference.forward_topk(
-        model, microbatches, 64, progress=False
-    )
+    topk: list[TopK] | None = inference.forward_topk(model, microbatches, 64, progress=False)
     if topk is not None:
         inference.forward_topk(model, microbatches, at=topk)
         inference.forward_topk(model, microbatches, at=[distribution.indices for distribution in topk])
@@ -98,8 +91,7 @@ def scores(model: Model) -> tuple[list[Tensor], list[Tensor] | None] | None:
     if hidden is not None and head is not None:
         one = losses.FullDistribution.from_hidden(torch.cat(hidden), head)
         parts: list[losses.FullDistribution] = one.split([3, 4])
-        whole: losses.FullDistribution = losses.FullDistribution.cat(parts)
-        print(whole.nbytes, values)
+        print(losses.FullDistribution.cat(parts).nbytes, values)
     found: inference.Scores | None = inference.forward_log_probs(
         model, microbatches, with_entropy=True, temperature=0.7, vocab_size=50_000
     )
@@ -119,35 +111,37 @@ def teachers(model: Model, path: Path) -> tuple[list[str], losses.OutputHead | N
 
 
 def memory(model: Model) -> tuple[list[inference.MemoryEstimate], list[int]]:
-    described = inference.estimate_memory(
-        {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4},
-        vocab_size=100,
-        data_parallel_size=2,
-        optimizer=inference.OptimizerSettings(),
-    )
+    layers = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    settings = inference.OptimizerSettings()
+    described = inference.estimate_memory(layers, vocab_size=100, data_parallel_size=2, optimizer=settings)
     print(inference.GPTArguments(vocab_size=100).share_embeddings_and_output_weights)
     totals = [stage.training.total - stage.inference_only.total for stage in described.stages]
     return [described, inference.estimate_memory(model, teachers=2, teacher_heads=True)], totals
 
 
-def log_probs(
+def of_logits(
     logits: Tensor, targets: Tensor, group: dist.ProcessGroup
-) -> tuple[Tensor, tuple[Tensor, Tensor], bool]:
-    topk: losses.TopKDistribution = losses.vocab_parallel_topk(logits, 64, tp_group=group)
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    topk: TopK = losses.vocab_parallel_topk(logits, 64, tp_group=group)
     at = losses.vocab_parallel_log_probs_at(logits, topk.indices, with_tail=True)
     tensors: tuple[Tensor, Tensor, Tensor] = topk.indices, topk.log_probs, topk.tail_log_prob
-    whole: losses.TopKDistribution = losses.TopKDistribution.cat(topk.split([2, 2]))
+    whole: TopK = TopK.cat(topk.split([2, 2]))
     print(at, tensors, whole.k, len(whole), whole[1:])
+    layer = torch.zeros(8, 2, 4), torch.zeros(10, 4)
     lean: losses.DeferredLogits = losses.deferred_logits(
-        torch.zeros(8, 2, 4), torch.zeros(10, 4), bias=None, tp_group=group, sequence_parallel=True
+        *layer, bias=None, tp_group=group, sequence_parallel=True
     )
-    values = losses.vocab_parallel_log_probs(
-        logits, targets, tp_group=group, rows=torch.arange(4), temperature=0.7
-    )
+    is_deferred: bool = lean.is_deferred
     both = losses.vocab_parallel_log_probs_and_entropy(
-        logits, targets, rows=slice(2, 6), keep_mask=logits > 0, entropy_grad=False, inplace_backward=True
+        logits,
+        targets,
+        rows=slice(2, 6),
+        keep_mask=logits > 0,
+        entropy_grad=is_deferred,
+        inplace_backward=True,
     )
-    return values, both, lean.is_deferred
+    rows = torch.arange(4)
+    return losses.vocab_parallel_log_probs(logits, targets, tp_group=group, rows=rows, temperature=0.7), both
 
 
 def layouts(logits: Tensor, tokens: list[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -179,32 +173,26 @@ def policy(
 
 
 def distillation(
-    logits: Tensor, teacher: list[losses.TopKDistribution], layout: losses.SequenceLayout
-) -> tuple[LossResult, LossResult]:
+    logits: Tensor, teacher: list[TopK], layout: losses.SequenceLayout
+) -> tuple[LossResult, LossResult, list[Tensor]]:
     options = losses.DistillationOptions("jensen_shannon", beta=0.3, teacher_weights=(3.0, 1.0))
     batch = losses.DistillationBatch([teacher, teacher], MASKS, old=teacher)
     loss_func = losses.make_distillation_loss_func(layout, batch, options, temperature=0.7)
-    routed: list[losses.TopKDistribution] = losses.route_teachers(
-        ["math", "code"], {"math": teacher, "code": {1: teacher[1]}}
-    )
-    mixed: losses.TopKDistribution = losses.mix_teachers(teacher, [0.2, 0.8])
-    print(routed, mixed)
-    return loss_func(logits), losses.distillation_loss(MASKS, MASKS, batch, options)
-
-
-def divergences(logits: Tensor, one: losses.TopKDistribution) -> list[Tensor]:
+    routed: list[TopK] = losses.route_teachers(["a", "b"], {"a": teacher, "b": {1: teacher[1]}})
+    mixed: TopK = losses.mix_teachers(teacher, [0.2, 0.8])
     student = MASKS[0], MASKS[0]
-    return [
-        losses.reverse_kl(*student, one),
-        losses.forward_kl(*student, one),
-        losses.generalized_kl(*student, one),
-        losses.jensen_shannon(*student, one, beta=0.1),
-        losses.importance_weighted_reverse_kl(*student, one, one),
+    divergences = [
+        losses.reverse_kl(*student, mixed),
+        losses.forward_kl(*student, mixed),
+        losses.generalized_kl(*student, mixed),
+        losses.jensen_shannon(*student, mixed, beta=0.1),
+        losses.importance_weighted_reverse_kl(*student, mixed, routed[0]),
         losses.opd_advantages(*student),
         losses.full_vocabulary_divergence(
-            logits, [logits, logits], divergence="forward_kl", teacher_weights=[1, 2]
+            logits, [logits] * 2, divergence="forward_kl", teacher_weights=[1, 2]
         ),
     ]
+    return loss_func(logits), losses.distillation_loss(MASKS, MASKS, batch, options), divergences
 
 
 @losses.checkpointed
@@ -219,16 +207,14 @@ def recomputed(logits: Tensor) -> Tensor:
 
 def on_a_rank(number: int, scale: float = 1.0) -> float:
     with testing.cpu_backend():
+        described: testing.TinyModel = testing.tiny_model(
+            "moe", tp=2, overlap_param_gather=False, config={"num_layers": 2}
+        )
+        described.initialize()
+        chunks: list[Any] = described.chunks()
+        model, optimizer = described.build()
+        print(chunks, model, optimizer, described.provider, described.positions(), described.dtype)
         return number * scale
-
-
-def tiny() -> testing.TinyModel:
-    described = testing.tiny_model("moe", tp=2, overlap_param_gather=False, config={"num_layers": 2})
-    described.initialize()
-    chunks: list[Any] = described.chunks()
-    model, optimizer = described.build()
-    print(chunks, model, optimizer, described.provider, described.positions(), described.dtype)
-    return described
 
 
 def unit_tests() -> list[Any]:
@@ -253,11 +239,7 @@ def normalization() -> tuple[bool, list[str], float]:
 
 def mocks() -> list[testing.MockBucketGroup]:
     module = testing.MockModule(testing.MockModule(params=1), testing.MockModule(params=1, expert=True))
-    ddp = testing.MockDDP(
-        testing.MockConfig(),
-        testing.MockDDPConfig(overlap_grad_reduce=False),
-        testing.MockFloat16Module(module),
-        overlap_param_gather=True,
-    )
+    chunk, config = testing.MockFloat16Module(module), testing.MockDDPConfig(overlap_grad_reduce=False)
+    ddp = testing.MockDDP(testing.MockConfig(), config, chunk, overlap_param_gather=True)
     print(testing.MockOptimizer([ddp]).calls)
     return ddp.bucket_groups
