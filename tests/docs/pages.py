@@ -7,18 +7,16 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 _FENCED = re.compile(r"^( *)```(\w*)[^`\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A fenced block; ``line`` is that of its first line of code, counted from 1."""
 
     page: str
@@ -52,8 +50,16 @@ def name_of(path: Path) -> str:
 
 
 @cache
-def blocks() -> tuple[Block, ...]:
-    return tuple(block for path in paths() for block in _blocks(name_of(path), path.read_text("utf-8")))
+def blocks() -> list[Block]:
+    found = []
+    for path in paths():
+        text = path.read_text("utf-8")
+        fences = list(_FENCED.finditer(text))
+        assert 2 * len(fences) == len(re.findall(r"^ *```", text, re.MULTILINE)), f"{path} has an open block"
+        for fence in fences:
+            line = text.count("\n", 0, fence.start(3)) + 1
+            found.append(Block(name_of(path), line, fence[2], textwrap.dedent(fence[3])))
+    return found
 
 
 def in_language(language: str, page: str = "") -> list[Block]:
@@ -79,14 +85,6 @@ def dotted_names() -> list[str]:
     return sorted(name for name in names if not name.endswith(files))
 
 
-def _blocks(page: str, text: str) -> Iterator[Block]:
-    fences = list(_FENCED.finditer(text))
-    assert 2 * len(fences) == len(re.findall(r"^ *```", text, re.MULTILINE)), f"{page}: a block is not closed"
-    for fence in fences:
-        line = text.count("\n", 0, fence.start(3)) + 1
-        yield Block(page, line, fence[2], textwrap.dedent(fence[3]))
-
-
 PUBLIC = ("", ".reentry", ".inference", ".losses", ".testing")
 _LITERAL = re.compile(r"::\n\n((?:[ ]+.*\n|\n)+)")
 
@@ -102,21 +100,15 @@ def public_names() -> dict[str, Any]:
 
 def examples() -> dict[str, str]:
     """Return the code of each example by the name of the function, class or method that it belongs to."""
-    return {name: code for name, text in _docstrings() for code in _literal_blocks(text)}
-
-
-def _docstrings() -> Iterator[tuple[str, str]]:
+    documented = public_names()
     for name, value in public_names().items():
         members = vars(value).items() if isinstance(value, type) else ()
-        documented = {name: value} | {
-            f"{name}.{member}": function for member, function in members if isinstance(function, FunctionType)
-        }
-        yield from ((place, inspect.cleandoc(thing.__doc__ or "")) for place, thing in documented.items())
-
-
-def _literal_blocks(docstring: str) -> Iterator[str]:
-    for block in _LITERAL.finditer(docstring + "\n"):
-        code = textwrap.dedent(block[1])
-        if re.search(r"^return ", code, re.MULTILINE):  # the reader's own function ends here
-            code = f"def example():\n{textwrap.indent(code, '    ')}\nexample()\n"
-        yield code
+        documented |= {f"{name}.{member}": one for member, one in members if isinstance(one, FunctionType)}
+    found = {}
+    for name, thing in documented.items():
+        for block in _LITERAL.finditer(inspect.cleandoc(thing.__doc__ or "") + "\n"):
+            code = textwrap.dedent(block[1])
+            if re.search(r"^return ", code, re.MULTILINE):  # the reader's own function ends here
+                code = f"def example():\n{textwrap.indent(code, '    ')}\nexample()\n"
+            found[name] = code
+    return found

@@ -122,14 +122,14 @@ def check_a_wrong_id_of_one_context_parallel_rank() -> None:
     tokens, of_none, twice = torch.zeros(8, dtype=torch.int64), *torch.arange(3).repeat(2, 6, 1)
     tokens[4] = of_none[2, 1] = 5  # as many ids as there are; their rows are those of the second rank
     twice[2, 1] = twice[2, 0]
-    loss_funcs = [losses.make_loss_func([tokens], layout, losses.PolicyBatch(ones, ones), **options)]
+    logits = torch.randn(1, 4, 5, requires_grad=True)
+    with pytest.raises(InvalidInputError):
+        losses.make_loss_func([tokens], layout, losses.PolicyBatch(ones, ones), **options)(logits)
     for indices in (of_none, twice):
         teacher = losses.TopKDistribution(indices, torch.full((6, 3), -2.0), torch.full((6,), -1.0))
         batch = losses.DistillationBatch([[teacher]], ones)
-        loss_funcs.append(losses.make_distillation_loss_func(layout, batch, **options))
-    for loss_func in loss_funcs:
         with pytest.raises(InvalidInputError):
-            loss_func(torch.randn(1, 4, 5, requires_grad=True))
+            losses.make_distillation_loss_func(layout, batch, **options)(logits)
 
 
 @on_ranks(2, megatron=False, timeout=60)

@@ -242,7 +242,10 @@ def add_what_the_model_holds(pool: TeacherPool) -> None:
         pass
 
 
-@pytest.mark.parametrize("scenario", [take_turns, add_from_state, add_within_use, add_what_the_model_holds])
+SLOW = pytest.param(take_turns, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("scenario", [SLOW, add_from_state, add_within_use, add_what_the_model_holds])
 def test_swaps_interrupted_at_every_call(scenario: Callable[[TeacherPool], None]) -> None:
     pool = _pool()
     with _watched() as calls:

@@ -44,7 +44,7 @@ from tests.ranks import everywhere, on_ranks
 from tests.references.sent_bytes import sent_bytes
 
 #: Programs up to which the default suite goes, the slow one, and that of the night, by the number of ranks.
-PROGRAMS = {1: (100, 300, 1500), 2: (30, 100, 400), 4: (0, 25, 100)}
+PROGRAMS = {1: (150, 300, 1500), 2: (30, 100, 400), 4: (0, 25, 100)}
 #: Losses of the last tensor, which nobody draws together.
 ALL_LOSSES = (
     *(Loss(kind, -1, 1, temperature=1.2) for kind in ("alone", "scores", "kept", "at", "topk", "mixture")),
@@ -245,7 +245,7 @@ def check_all(ranks: int, seeds: range, names: Iterable[str], times: int, found:
 
 
 def test_on_one_rank() -> None:
-    check_all(1, range(PROGRAMS[1][0]), OPERATIONS, 2, found=True)
+    check_all(1, range(PROGRAMS[1][0]), OPERATIONS, 1, found=True)
 
 
 @on_ranks(2, megatron=False, timeout=180)
@@ -261,4 +261,4 @@ def test_more(ranks: int, nightly: bool) -> None:
     # One rank alone without a graph has no backward, and the others would wait: with ordinary logits, too.
     left_out = (*RESHAPING, "past the graph") if ranks > 1 else ()
     names = [name for name in OPERATIONS if name not in left_out]
-    check_all(ranks, range(*PROGRAMS[ranks][nightly : nightly + 2]), names, 8 // ranks if nightly else 1)
+    check_all(ranks, range(*PROGRAMS[ranks][nightly : nightly + 2]), names, (8 if nightly else 4) // ranks)

@@ -14,16 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import TransformerConfig
+from megatron.core import dist_checkpointing, parallel_state
 
 from megatron_rl_patches import Settings, applied, inference, losses
 from megatron_rl_patches.testing import TinyModel, cpu_backend, spawn_ranks
-from megatron_rl_patches.testing.tiny_models import GatheredAttention
 
 TRAIN = "megatron_rl_patches.demo.training:train"
 DIGITS = 5
@@ -37,6 +31,7 @@ PROMPTS, EXAMPLES = 256, 64
 #: Of a call of ``train()``.
 STEPS, MICROBATCHES = 8, 2
 K = 8
+MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "calculate_per_token_loss": True}
 #: Weights in the mixture: the teacher for a sample's order, and the other teacher.
 OWN, OTHER = 3.0, 1.0
 
@@ -75,28 +70,27 @@ def distill(
 
 def _on_a_rank(sizes: dict[str, int], target: str, way: str, folder: str, rollouts: int) -> Student:
     with cpu_backend(), applied(settings=Settings(train_functions=(TRAIN,))):
-        parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
-        tensor_parallel.model_parallel_cuda_manual_seed(0)
-        config = TransformerConfig(
-            num_layers=2,
-            hidden_size=64,
-            num_attention_heads=4,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            pipeline_dtype=torch.float32,
-            calculate_per_token_loss=True,
-            **sizes,
+        tiny = TinyModel(
+            tp=sizes.get("tensor_model_parallel_size", 1),
+            pp=sizes.get("pipeline_model_parallel_size", 1),
+            cp=sizes.get("context_parallel_size", 1),
+            vocab_size=VOCABULARY,
+            seq_length=LENGTH,
+            lr=1e-3,
+            config=MODEL,
         )
-        pool = inference.TeacherPool(inference.build_inference_model(_provide, config, dtype="fp32"))
+        tiny.initialize()
+        scorer = inference.build_inference_model(tiny.provider, tiny.transformer_config(), dtype="fp32")
+        pool = inference.TeacherPool(scorer)
         for seed, order in enumerate(ORDERS):
             if not (teacher := Path(folder, order)).exists():
-                _train_teacher(config, order, seed, teacher)
+                _train_teacher(tiny, order, seed, teacher)
             pool.add(order, teacher)
-        return _distill(config, pool, target, way, rollouts)
+        return _distill(tiny, pool, target, way, rollouts)
 
 
-def _train_teacher(config: Any, order: str, seed: int, folder: Path) -> None:
-    model, optimizer = _build(config, seed)
+def _train_teacher(tiny: TinyModel, order: str, seed: int, folder: Path) -> None:
+    model, optimizer = _build(tiny, seed)
     generator = _generator(seed)
 
     def solved_prompts() -> Iterator[Batch]:
@@ -112,14 +106,14 @@ def _train_teacher(config: Any, order: str, seed: int, folder: Path) -> None:
     torch.distributed.barrier()
 
 
-def _distill(config: Any, pool: inference.TeacherPool, target: str, way: str, rollouts: int) -> Student:
+def _distill(tiny: TinyModel, pool: inference.TeacherPool, target: str, way: str, rollouts: int) -> Student:
     generator, scores = _generator(0), []
     examples = [_prompts(8 * EXAMPLES, generator, order) for order in ORDERS]
     for order, prompts_bp in zip(ORDERS, examples, strict=True):
         with pool.use(order) as teacher:
             scores.append(_score(teacher, prompts_bp))
-    student = Student(_by_order(scores), *({order: [] for order in ORDERS} for _ in range(2)))
-    model, optimizer = _build(config, seed=0)
+    student = Student(_by_order(scores), *({order: list[float]() for order in ORDERS} for _ in range(2)))
+    model, optimizer = _build(tiny, seed=0)
     generator = _generator(0)
     for _ in range(rollouts):
         tokens_bs = _answer(model, _prompts(PROMPTS, generator), generator)
@@ -228,22 +222,11 @@ def _by_order(values: Sequence[torch.Tensor]) -> dict[str, float]:
 # --- the models
 
 
-def _provide(config: Any, pre_process: bool = True, post_process: bool = True) -> GPTModel:
-    spec = get_gpt_layer_local_spec()
-    if config.context_parallel_size > 1:
-        spec.submodules.self_attention.submodules.core_attention = GatheredAttention
-    return GPTModel(config, spec, VOCABULARY, LENGTH, pre_process, post_process)
-
-
-def _build(config: Any, seed: int) -> tuple[list[DistributedDataParallel], Any]:
+def _build(tiny: TinyModel, seed: int) -> tuple[list[Any], Any]:
+    """Build a model in DDP, and its optimizer, in the groups that there are."""
     torch.manual_seed(seed)
-    overlapped = {"use_distributed_optimizer": True, "overlap_param_gather": True}
-    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=25_000, **overlapped)
-    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    model = [DistributedDataParallel(config, ddp_config, _provide(config, first, last))]
-    model[0].broadcast_params()
-    optimizer_config = OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.0, **overlapped)
-    return model, get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=False)
+    config = tiny.transformer_config()
+    return tiny.in_training(config, tiny.chunks(config))
 
 
 @torch.no_grad()

@@ -15,11 +15,11 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from importlib import import_module
-from itertools import groupby
+from itertools import groupby, product
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext
 from pathlib import Path
@@ -36,9 +36,6 @@ from megatron_rl_patches.testing.rank_pool import Outcome, RankPool, group_varia
 from .runs import FAILED, HANGS, NOT_RUNNABLE, PASSED, SKIPPED, Result, read_results, reason_of
 
 Report = pytest.TestReport | pytest.CollectReport
-#: Sends a value to the parent of a rank, and whether it is a failure.
-Send = Callable[[Any, bool], None]
-
 _MESSAGE_LENGTH = 2000
 _DOWNLOAD = "tests.test_utils.python_scripts.download_unit_tests_dataset"
 _until_exit = ExitStack()
@@ -94,10 +91,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Conductor(config), "megatron-tests-conductor")
-
-
-def pytest_unconfigure() -> None:
-    _until_exit.close()
+    config.add_cleanup(_until_exit.close)
 
 
 class _Fixtures:
@@ -128,10 +122,9 @@ class _Fixtures:
 
 def _utils() -> Any:
     """Return Megatron's class that initializes and destroys process groups for its tests."""
-    try:
+    with suppress(ImportError, AttributeError):
         return import_module("tests.unit_tests.test_utilities").Utils
-    except (ImportError, AttributeError):
-        return mock.Mock(inited=False)
+    return mock.Mock(inited=False)
 
 
 class _Conductor:
@@ -154,10 +147,7 @@ class _Conductor:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         only: Path | None = self.options.only
         listed = set(only.read_text().splitlines()) if only else {item.nodeid for item in items}
-        chosen = [item for item in items if item.nodeid in listed - self._known]
-        if left_out := [item for item in items if item not in set(chosen)]:
-            self.config.hook.pytest_deselected(items=left_out)
-            items[:] = chosen
+        items[:] = [item for item in items if item.nodeid in listed - self._known]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(
@@ -189,7 +179,6 @@ class _Conductor:
         return True
 
     def _run(self, pool: RankPool, item: pytest.Item, number: int) -> None:
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         began = time.perf_counter()
         if not pool.ranks:  # the first test of a file, or one after a test that failed
             pool.start()
@@ -199,7 +188,6 @@ class _Conductor:
         outcome = pool.wait(self.options.hang_after)
         for report in self._reports(item, outcome, time.perf_counter() - began):
             item.ihook.pytest_runtest_logreport(report=report)
-        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
     def _reports(self, item: pytest.Item, outcome: Outcome, seconds: float) -> list[pytest.TestReport]:
         """Record what became of a test, and return the reports that pytest is to show."""
@@ -277,25 +265,29 @@ def _last_lines(text: str) -> str:
 
 def _run_tests(session: pytest.Session, pipe: Connection, folder: Path) -> None:
     """Run the tests whose numbers come, until the pool is closed."""
+    manager = session.config.pluginmanager
+    _capture_output_alone(manager.getplugin("capturemanager"))
+    manager.unregister(name="terminalreporter")
+    manager.unregister(name="megatron-tests-conductor")
+    manager.register(_Reports(session.config, pipe))
     _prepare(session, int(os.environ["RANK"]), folder)
     with suppress(EOFError):
         while True:
-            _run_test(session, pipe.recv(), partial(send, pipe))
+            _run_test(session, pipe.recv())
             pipe.send(None)
 
 
 def _prepare(session: pytest.Session, rank: int, folder: Path) -> None:
     """Make the fork of the process that has collected the tests a rank of its own."""
-    manager = session.config.pluginmanager
-    _capture_output_alone(manager.getplugin("capturemanager"))
-    manager.unregister(name="terminalreporter")
-    manager.unregister(name="megatron-tests-conductor")
-    manager.register(_Reports(session.config), "megatron-tests-reports")
     # Megatron's conftest makes a folder beside that of the rank, which the ranks share.
     base = folder / f"rank{rank}"
     base.mkdir()
     session.config._tmp_path_factory._basetemp = base  # type: ignore[attr-defined]
-    _correct_rank_numbers(rank)
+    # Put right what the tests have read from the variables of rank 0 when they were imported.
+    tests = [module for name, module in sys.modules.items() if name.startswith("tests.")]
+    for owner, name in product((_utils(), *tests), ("rank", "local_rank")):
+        if isinstance(getattr(owner, name, None), int):
+            setattr(owner, name, rank)
     _free_groups()
     # Some tests rely on an earlier test for this, since in Megatron's CI a process runs many files.
     _utils().initialize_distributed()
@@ -314,15 +306,6 @@ def _capture_output_alone(manager: Any) -> None:
             with tempfile.TemporaryFile() as own:
                 os.dup2(own.fileno(), stream.tmpfile.fileno())
             os.dup2(stream.tmpfile.fileno(), stream.targetfd)
-
-
-def _correct_rank_numbers(rank: int) -> None:
-    """Put right what the tests have read from the variables of rank 0 when they were imported."""
-    tests = [module for name, module in sys.modules.items() if name.startswith("tests.")]
-    for owner in (_utils(), *tests):
-        for name in ("rank", "local_rank"):
-            if isinstance(getattr(owner, name, None), int):
-                setattr(owner, name, rank)
 
 
 def _free_groups() -> None:
@@ -353,7 +336,7 @@ def _free_groups() -> None:
     tools.destroy_model_parallel = destroy_all
 
 
-def _run_test(session: pytest.Session, number: int, send: Send) -> None:
+def _run_test(session: pytest.Session, number: int) -> None:
     import torch
 
     # Seeded as a new process seeds a GPU: always alike, unlike the CPU. Without a seed some tests would pass
@@ -362,7 +345,6 @@ def _run_test(session: pytest.Session, number: int, send: Send) -> None:
     item, *others = session.items[number:]
     # Megatron's CI passes --experimental, an option of its conftest, for tests with this mark.
     session.config.option.experimental = item.get_closest_marker("experimental") is not None
-    session.config.pluginmanager.getplugin("megatron-tests-reports").send = send
     is_last = not others or others[0].path != item.path
     session.config.hook.pytest_runtest_protocol(item=item, nextitem=None if is_last else others[0])
 
@@ -370,10 +352,8 @@ def _run_test(session: pytest.Session, number: int, send: Send) -> None:
 class _Reports:
     """Adds to each report of a failure what was raised, and where, in few words; sends all reports."""
 
-    send: Send
-
-    def __init__(self, config: pytest.Config) -> None:
-        self.config = config
+    def __init__(self, config: pytest.Config, pipe: Connection) -> None:
+        self.config, self.pipe = config, pipe
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -388,7 +368,7 @@ class _Reports:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
-        self.send(data, report.failed)
+        send(self.pipe, data, report.failed)
 
 
 def _place_of(frame: TracebackEntry) -> str:

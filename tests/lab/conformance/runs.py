@@ -23,25 +23,14 @@ TRANSFORMER_ENGINE, CUDA_KERNEL, GPU_TENSOR, MORE_RANKS, DATA, OTHER_PACKAGE = R
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one test at one number of ranks; a line of a results file.
+    """What became of one test at one number of ranks; a line of a results file."""
 
-    Attributes:
-        nodeid: the test, or a file whose import failed or which skips itself.
-        ranks: how many ranks it ran on.
-        patches: the patches that were in place, as given: "", "all" or names with commas between them.
-        outcome: passed, skipped, not_runnable, failed or hangs.
-        reason: one of ``REASONS`` if the test is not runnable here, otherwise empty.
-        message: what was raised or the reason of the skip, with the rank that failed first, or the stacks of
-            the ranks that hang; empty if the test has passed.
-        seconds: wall time.
-    """
-
-    nodeid: str
+    nodeid: str  # a test, or a file whose import failed or which skips itself
     ranks: int
-    patches: str
+    patches: str  # as given: "", "all" or names with commas between them
     outcome: str
-    reason: str = ""
-    message: str = ""
+    reason: str = ""  # one of REASONS if the test is not runnable here
+    message: str = ""  # what was raised or why it is skipped; of ranks that hang, their stacks
     seconds: float = 0.0
 
     def append_to(self, path: Path) -> None:
@@ -69,12 +58,6 @@ def final_of(path: Path, patches: str = "") -> list[Result]:
         if result.patches == patches and (before is None or before.outcome != PASSED):
             chosen[result.nodeid] = result
     return list(chosen.values())
-
-
-class TestsNotRun(MegatronRLPatchesError):
-    """pytest ended before it had run the tests; its output, on stderr, says why."""
-
-    __test__ = False
 
 
 def run(
@@ -113,7 +96,7 @@ def run(
         # The file descriptor of stderr gets what goes to stdout.
         done = subprocess.run(command, cwd=checkout, env=variables, stdin=subprocess.DEVNULL, stdout=2)
     if done.returncode not in (0, 1, 5):  # all tests passed, some failed, none was selected
-        raise TestsNotRun(f"pytest ended with exit code {done.returncode}; its output above says why")
+        raise MegatronRLPatchesError(f"pytest ended with exit code {done.returncode}; its output says why")
 
 
 def run_at_smallest(
@@ -131,7 +114,10 @@ def run_at_smallest(
     """
     run(checkout, select, ranks=ranks[0], results=results, hang_after=hang_after)
     for count in ranks[1:]:
-        if again := [one.nodeid for one in final_of(results) if _may_pass_at(count, one)]:
+        # Messages of tests that lack ranks differ, and some tests fail without such a message.
+        unsettled = [one for one in final_of(results) if one.reason == MORE_RANKS or one.outcome == FAILED]
+        fewer = [one for one in unsettled if one.ranks < count and count % ranks_needed(one.message) == 0]
+        if again := [one.nodeid for one in fewer]:
             run(checkout, ranks=count, only=again, results=results, hang_after=hang_after)
 
 
@@ -191,12 +177,6 @@ def repeated_changes(
 
 def _files_of(nodeids: Iterable[str]) -> list[str]:
     return sorted({nodeid.partition("::")[0] for nodeid in nodeids})
-
-
-def _may_pass_at(ranks: int, result: Result) -> bool:
-    # Messages of tests that lack ranks differ, and some tests fail without such a message.
-    unsettled = result.reason == MORE_RANKS or result.outcome == FAILED
-    return unsettled and ranks > result.ranks and ranks % ranks_needed(result.message) == 0
 
 
 _NEEDED = re.compile(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl_patches.errors import MegatronRLPatchesError
 from tests.lab.conformance import report, runs
 from tests.lab.conformance.__main__ import main
 from tests.worlds.files import write
@@ -130,8 +131,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("Megatron-LM"), files)
 
 
-def _by_name(results: Iterable[runs.Result]) -> dict[str, runs.Result]:
-    return {result.nodeid.partition("::")[2] or result.nodeid: result for result in results}
+def _by_name(results: Iterable[runs.Result], ranks: int = 0, patches: str = "") -> dict[str, runs.Result]:
+    chosen = [one for one in results if one.ranks in (ranks or one.ranks,) and one.patches == patches]
+    return {result.nodeid.partition("::")[2] or result.nodeid: result for result in chosen}
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +145,7 @@ def results(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_verdicts(results: Path) -> None:
-    at_one = _by_name(result for result in runs.read_results(results) if result.ranks == 1)
+    at_one = _by_name(runs.read_results(results), ranks=1)
     assert {name: (result.outcome, result.reason) for name, result in at_one.items()} == {
         "test_passes": ("passed", ""),
         "test_fails": ("failed", ""),
@@ -162,7 +164,7 @@ def test_verdicts(results: Path) -> None:
     assert "time.sleep" in at_one["test_hangs"].message or "in test_hangs" in at_one["test_hangs"].message
     assert "SIGKILL" in at_one["test_dies"].message
     # What may need more ranks is tried again.
-    at_two = _by_name(result for result in runs.read_results(results) if result.ranks == 2)
+    at_two = _by_name(runs.read_results(results), ranks=2)
     outcomes = {"test_fails": "failed", "test_needs_two_ranks": "passed", "test_dies": "failed"}
     assert {name: result.outcome for name, result in at_two.items()} == outcomes
     assert at_two["test_fails"].message.startswith("rank 1 of 2: AssertionError: the last rank")
@@ -181,7 +183,7 @@ def test_the_command_compares_and_goes_on_after_a_run_that_was_cut_off(
     assert main(command) == 0
     one, *_ = [result for result in runs.read_results(file) if result.nodeid.endswith("test_passes")]
     assert (one.outcome, one.patches) == ("passed", "")
-    patched = _by_name(result for result in runs.read_results(file) if result.patches)
+    patched = _by_name(runs.read_results(file), patches="all")
     ran = {name: one.ranks for name, one in patched.items() if one.outcome in ("passed", "skipped")}
     assert ran.pop("test_needs_two_ranks") == 2
     assert {"test_passes", "test_skips", "test_is_experimental"} < ran.keys()
@@ -189,10 +191,9 @@ def test_the_command_compares_and_goes_on_after_a_run_that_was_cut_off(
     text = file.read_text()
     [line] = [line for line in text.splitlines() if "test_passes" in line and '"all"' in line]
     file.write_text(text.replace(line, line.replace('"outcome": "passed"', '"outcome": "failed"')))
-    capsys.readouterr()
     assert main(command) == 0
     assert "differed once with all, and not again: " in capsys.readouterr().out
-    file.write_text(text.replace(f"{line}\n", ""))
+    file.write_text(text.replace(line, ""))
     assert [change.patched.message for change in runs.changes(file, "all")] == ["it was not collected"]
     counts = json.loads(facts.read_text())
     assert (counts["tests"], counts["passed"], counts["skipped"], counts["commit"]) == (12, 5, 1, None)
@@ -222,7 +223,7 @@ def test_without_a_conftest_and_without_megatron(
     (result,) = runs.read_results(tmp_path / "results.jsonl")
     assert result.outcome == "passed", result.message
     shutil.rmtree(copy / "megatron")
-    with pytest.raises(runs.TestsNotRun, match="pytest ended with exit code 4"):
+    with pytest.raises(MegatronRLPatchesError, match="pytest ended with exit code 4"):
         runs.run(copy, results=tmp_path / "results.jsonl")
     assert "is no checkout of Megatron-LM" in capfd.readouterr().err
 

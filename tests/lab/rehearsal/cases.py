@@ -12,10 +12,10 @@ import os
 import sys
 import traceback
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl_patches import losses
 from megatron_rl_patches.common.devices import on_device
-from megatron_rl_patches.losses import vocab_parallel_log_probs_and_entropy
 from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
 from megatron_rl_patches.losses.logits.tiles import add_product
-from tests.lab.rehearsal.recorder import recording
+from tests.lab.rehearsal.recorder import Recorder, recording
 from tests.references.heads import BASE, DEFERRED, KEPT, Setup, share_of_logits
 from tests.references.pages import join, table
 
 SETUPS = Setup(8192, 4096, 151936, torch.bfloat16), Setup(4096, 4096, 131072, torch.bfloat16)
+
+
+ROWS, HIDDEN, VOCABULARY = 1024, 512, 32768
+GPU = torch.device("cuda")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+Case = Callable[[torch.dtype], Any]
 
 
 def keeping(share: float, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -48,80 +53,64 @@ HEADS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = {
 }
 
 
-class Count(NamedTuple):
-    """Bytes of a step at its peak, beyond its inputs and gradients; and what was called how often."""
-
-    peak: int
-    inputs: int
-    products: Counter[str]
-    row_passes: Counter[str]
+# --- what the head takes
 
 
-def count(setup: Setup, head: str, compiling_fails: bool = False) -> Count:
-    """Count log-probabilities and entropies at a temperature, forward and backward, of all rows."""
+def count(setup: Setup, head: str, compiling_fails: bool = False) -> tuple[Recorder, int, int]:
+    """Count log-probabilities and entropies at a temperature, forward and backward, of all rows.
+
+    Return the record, the bytes of the inputs, and those at the peak beyond inputs and gradients.
+    """
     make, options = HEADS[head]
     with recording(compiling_fails=compiling_fails) as recorder:
         hidden, weight = layer(setup.dtype, setup.hidden, rows=setup.rows, vocabulary=setup.vocabulary)
         options = {"temperature": 0.8, **options}
-        values = vocab_parallel_log_probs_and_entropy(make(hidden, weight), ids(setup.rows), **options)
+        values = losses.vocab_parallel_log_probs_and_entropy(make(hidden, weight), ids(setup.rows), **options)
         sum(value.sum() for value in values).backward()
         assert not recorder.waits
         inputs = hidden.nbytes + weight.nbytes
-        return Count(recorder.peak - 2 * inputs, inputs, recorder.products, recorder.row_passes)
+        return recorder, inputs, recorder.peak - 2 * inputs
 
 
 def part() -> str:
     """Return the part of the page, in Markdown."""
-    counts = {(setup, head): count(setup, head) for setup in SETUPS for head in HEADS}
-    return join(table(_memory(counts)), table(_products(counts)))
+    memory, products = [], []
+    for setup, head in product(SETUPS, HEADS):
+        record, inputs, peak = count(setup, head)
+        sizes = {"beyond gradients": peak, "with gradients": peak + inputs}
+        sizes["with inputs and gradients"] = peak + 2 * inputs
+        passes = ", ".join(f"{n} × `{name}`" for name, n in record.row_passes.items())
+        memory.append(
+            {"setup": str(setup), "head": head}
+            | {name: f"{n / 2**30:.2f} GiB, {n / setup.logits_bytes:.3f}" for name, n in sizes.items()}
+            | {"products": str(record.products.total()), "row passes": passes}
+        )
+        for shapes, number in record.products.items() if head == DEFERRED else ():
+            row = {"setup": str(setup), "products, deferred": shapes, "how often": str(number)}
+            products.append(row)
+    return join(table(memory), table(products))
 
 
 def where_compiling_fails() -> list[tuple[int, dict[str, int]]]:
     """Return peak and row passes where the compiler fails, and those of plain operators."""
-    setup = SETUPS[1]
-    counts = count(setup, DEFERRED, compiling_fails=True), count(setup, PLAIN_OPERATORS)
-    return [(counted.peak, counted.row_passes) for counted in counts]
+    ways: tuple[tuple[str, bool], ...] = (DEFERRED, True), (PLAIN_OPERATORS, False)
+    counts = [count(SETUPS[1], *way) for way in ways]
+    return [(peak, record.row_passes) for record, _, peak in counts]
 
 
-def _memory(counts: dict[tuple[Setup, str], Count]) -> Iterator[dict[str, str]]:
-    for (setup, head), counted in counts.items():
-
-        def gib(nbytes: int, setup: Setup = setup) -> str:
-            return f"{nbytes / 2**30:.2f} GiB, {nbytes / setup.logits_bytes:.3f}"
-
-        yield {
-            "setup": str(setup),
-            "head": head,
-            "beyond gradients": gib(counted.peak),
-            "with gradients": gib(counted.peak + counted.inputs),
-            "with inputs and gradients": gib(counted.peak + 2 * counted.inputs),
-            "products": str(counted.products.total()),
-            "row passes": ", ".join(f"{n} × `{name}`" for name, n in counted.row_passes.items()),
-        }
-
-
-def _products(counts: dict[tuple[Setup, str], Count]) -> Iterator[dict[str, str]]:
-    for setup in SETUPS:
-        for shapes, number in counts[setup, DEFERRED].products.items():
-            yield {"setup": str(setup), "products, deferred": shapes, "how often": str(number)}
-
-
-ROWS, HIDDEN, VOCABULARY = 1024, 512, 32768
-GPU = torch.device("cuda")
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-Case = Callable[[torch.dtype], Any]
+# --- cases
 
 
 def layer(
     dtype: torch.dtype,
-    hidden_size: int = HIDDEN,
+    width: int = HIDDEN,
     trains: bool = True,
     rows: int = ROWS,
     vocabulary: int = VOCABULARY,
 ) -> tuple[Tensor, Tensor]:
     """Return hidden states, which train, and the weight of an output layer."""
-    hidden = torch.empty(rows, hidden_size, device=GPU, dtype=dtype, requires_grad=True)
-    return hidden, torch.empty(vocabulary, hidden_size, device=GPU, dtype=dtype, requires_grad=trains)
+    hidden = torch.empty(rows, width, device=GPU, dtype=dtype, requires_grad=True)
+    return hidden, torch.empty(vocabulary, width, device=GPU, dtype=dtype, requires_grad=trains)
 
 
 def logits_of(hidden: Tensor, weight: Tensor, is_deferred: bool = True) -> Tensor:
@@ -132,10 +121,6 @@ def ids(*shape: int) -> Tensor:
     return torch.zeros(shape, device=GPU, dtype=torch.int64)
 
 
-def every_second_row() -> Tensor:
-    return on_device(torch.arange(0, ROWS, 2), GPU)  # from host memory, as the rows of responses are
-
-
 def backward(hidden: Tensor, *values: Tensor) -> None:
     for value in values:
         assert value.is_cuda and value.dtype == torch.float32, value
@@ -144,32 +129,36 @@ def backward(hidden: Tensor, *values: Tensor) -> None:
     assert (hidden.grad.dtype, hidden.grad.device) == (hidden.dtype, hidden.device)
 
 
-def materialized(dtype: torch.dtype, some_rows: bool = False, mask: bool = False, **options: Any) -> None:
-    hidden, weight = layer(dtype)
-    rows = every_second_row() if some_rows else None
-    n = ROWS if rows is None else len(rows)
-    keep_mask = torch.empty(n, VOCABULARY, dtype=torch.bool, device=GPU) if mask else None
-    options = {"rows": rows, "keep_mask": keep_mask, "temperature": 0.8, **options}
-    backward(hidden, *losses.vocab_parallel_log_probs_and_entropy(hidden @ weight.T, ids(n), **options))
-
-
-def deferred(
-    dtype: torch.dtype, some_rows: bool = False, trains: bool = True, entropy: bool = True, **options: Any
+def log_probs(
+    dtype: torch.dtype,
+    *,
+    deferred: dict[str, Any] | None = None,
+    some_rows: bool = False,
+    mask: bool = False,
+    trains: bool = True,
+    entropy: bool = True,
+    **options: Any,
 ) -> None:
     hidden, weight = layer(dtype, trains=trains)
-    rows = every_second_row() if some_rows else None
-    logits = losses.deferred_logits(hidden, weight, **options)
-    targets = ids(ROWS if rows is None else len(rows))
-    if entropy:
-        backward(hidden, *losses.vocab_parallel_log_probs_and_entropy(logits, targets, rows=rows))
+    n = ROWS
+    if some_rows:  # from host memory, as the rows of responses are
+        options["rows"], n = on_device(torch.arange(0, ROWS, 2), GPU), ROWS // 2
+    if mask:
+        options["keep_mask"] = torch.empty(n, VOCABULARY, dtype=torch.bool, device=GPU)
+    if deferred is None:
+        logits, options["temperature"] = hidden @ weight.T, 0.8
     else:
-        backward(hidden, losses.vocab_parallel_log_probs(logits, targets, rows=rows))
+        logits = losses.deferred_logits(hidden, weight, **deferred)
+    if entropy:
+        backward(hidden, *losses.vocab_parallel_log_probs_and_entropy(logits, ids(n), **options))
+    else:
+        backward(hidden, losses.vocab_parallel_log_probs(logits, ids(n), **options))
     assert (weight.grad is not None and weight.grad.dtype == dtype) == trains
 
 
 def kept_automatically(dtype: torch.dtype) -> None:
     for _ in range(2):  # tiles are kept after the first backward
-        deferred(dtype, keep_bytes="auto")
+        log_probs(dtype, deferred={"keep_bytes": "auto"})
 
 
 @torch.no_grad()
@@ -183,13 +172,13 @@ def main_grad(dtype: torch.dtype) -> None:
     add_product(torch.zeros(weight.shape, device=GPU), gradient.T, hidden.detach())
 
 
-def top_k(dtype: torch.dtype, is_deferred: bool) -> None:
+def top_k(dtype: torch.dtype, is_deferred: bool = False) -> None:
     hidden, weight = (x.detach() for x in layer(dtype))
     chosen = losses.vocab_parallel_topk(logits_of(hidden, weight, is_deferred), 8)
     assert chosen.indices.is_cuda and chosen.indices.shape == (ROWS, 8)
 
 
-def at_ids(dtype: torch.dtype, is_deferred: bool) -> None:
+def at_ids(dtype: torch.dtype, is_deferred: bool = False) -> None:
     hidden, weight = layer(dtype)
     logits = logits_of(hidden, weight, is_deferred)
     backward(hidden, *losses.vocab_parallel_log_probs_at(logits, ids(ROWS, 8), with_tail=True))
@@ -273,26 +262,26 @@ def on_model(dtype: torch.dtype, case: str) -> None:
 #: What is run, and how many products of all rows and columns it takes, with that of materialized logits and
 #: its two in backward. Small tiles multiply more often in float32, and an old torch twice for ``main_grad``.
 LOSSES: dict[str, tuple[Case, int | None]] = {
-    "log-probs and entropy": (materialized, 3),
-    "log-probs and entropy, in place": (partial(materialized, inplace_backward=True), 3),
-    "log-probs and entropy, plain operators": (partial(materialized, fused=False), 3),
-    "keep-mask": (partial(materialized, mask=True), 3),
-    "scattered rows": (partial(materialized, some_rows=True), 3),
-    "scattered rows, in place": (partial(materialized, some_rows=True, inplace_backward=True), 3),
-    "deferred": (deferred, 4),
-    "deferred, some rows": (partial(deferred, some_rows=True), 4),
-    "deferred, small tiles": (partial(deferred, tile_bytes=1 << 23), None),
-    "deferred, tiles kept": (partial(deferred, keep_bytes=1 << 30), 3),
+    "log-probs and entropy": (log_probs, 3),
+    "log-probs and entropy, in place": (partial(log_probs, inplace_backward=True), 3),
+    "log-probs and entropy, plain operators": (partial(log_probs, fused=False), 3),
+    "keep-mask": (partial(log_probs, mask=True), 3),
+    "scattered rows": (partial(log_probs, some_rows=True), 3),
+    "scattered rows, in place": (partial(log_probs, some_rows=True, inplace_backward=True), 3),
+    "deferred": (partial(log_probs, deferred={}), 4),
+    "deferred, some rows": (partial(log_probs, deferred={}, some_rows=True), 4),
+    "deferred, small tiles": (partial(log_probs, deferred={"tile_bytes": 1 << 23}), None),
+    "deferred, tiles kept": (partial(log_probs, deferred={"keep_bytes": 1 << 30}), 3),
     "deferred, tiles kept automatically": (kept_automatically, 4 + 3),
-    "deferred, frozen": (partial(deferred, trains=False), 3),
-    "deferred, frozen, no entropy": (partial(deferred, trains=False, entropy=False), 2),
+    "deferred, frozen": (partial(log_probs, deferred={}, trains=False), 3),
+    "deferred, frozen, no entropy": (partial(log_probs, deferred={}, trains=False, entropy=False), 2),
     "deferred, scoring": (scoring, 1),
     "main_grad": (main_grad, None),
-    "top-k": (partial(top_k, is_deferred=False), 1),
+    "top-k": (top_k, 1),
     "top-k, deferred": (partial(top_k, is_deferred=True), 1),
-    "top-k, ties": (partial(top_k, is_deferred=False), 1),
+    "top-k, ties": (top_k, 1),
     "mixture of top-k": (mixture_of_top_k, 0),
-    "log-probs at ids": (partial(at_ids, is_deferred=False), 3),
+    "log-probs at ids": (at_ids, 3),
     "log-probs at ids, deferred": (partial(at_ids, is_deferred=True), 4),
     "reverse_kl": (partial(divergence, name="reverse_kl"), 6),
     "reverse_kl, ids ruled out": (partial(divergence, name="reverse_kl"), 8),
@@ -325,23 +314,18 @@ CONDITIONS_HOLD = {
 }
 
 
-def record(name: str, dtype: torch.dtype) -> dict[str, Any]:
-    error = ""
-    with recording(name in CONDITIONS_HOLD) as recorder:
-        try:
-            CASES[name][0](dtype)
-        except Exception:
-            error = traceback.format_exc()
-    return {
-        "error": error,
-        "waits": recorder.waits,
-        "products": recorder.products.total(),
-        "plain passes": recorder.plain_passes.total(),
-    }
-
-
-def records(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    return {f"{name}, {key}": record(name, dtype) for name in names for key, dtype in DTYPES.items()}
+def records(cases: dict[str, tuple[Case, int | None]]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for (name, (case, _)), (key, dtype) in product(cases.items(), DTYPES.items()):
+        error = ""
+        with recording(name in CONDITIONS_HOLD) as recorder:
+            try:
+                case(dtype)
+            except Exception:
+                error = traceback.format_exc()
+        counts = {"products": recorder.products.total(), "plain passes": recorder.plain_passes.total()}
+        found[f"{name}, {key}"] = {"error": error, "waits": recorder.waits, **counts}
+    return found
 
 
 PARTS: dict[str, Callable[[], Any]] = {
