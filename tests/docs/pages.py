@@ -50,7 +50,7 @@ def name_of(path: Path) -> str:
 
 
 @cache
-def blocks() -> list[Block]:
+def _blocks() -> list[Block]:
     found = []
     for path in paths():
         text = path.read_text("utf-8")
@@ -62,12 +62,9 @@ def blocks() -> list[Block]:
     return found
 
 
-def in_language(language: str, page: str = "") -> list[Block]:
-    return [block for block in blocks() if block.language == language and page in ("", block.page)]
-
-
-def of_page(page: str) -> list[Block]:
-    return [block for block in blocks() if block.page == page]
+def blocks(language: str = "", page: str = "") -> list[Block]:
+    chosen = [block for block in _blocks() if language in ("", block.language)]
+    return [block for block in chosen if page in ("", block.page)]
 
 
 def inline_code() -> Iterator[tuple[str, str]]:

@@ -59,14 +59,14 @@ def _entry(table: dict[tuple[str, str], str], block: Block) -> tuple[str, str] |
     return next((key for key in table if key[0] == block.page and block.head.startswith(key[1])), None)
 
 
-PYTHON = [block for block in pages.in_language("python") if not _entry(FOLLOWED_ELSEWHERE, block)]
+PYTHON = [block for block in pages.blocks("python") if not _entry(FOLLOWED_ELSEWHERE, block)]
 TESTS = [block for block in PYTHON if "\ndef test_" in f"\n{block.code}"]
 PROGRAMS = [block for block in PYTHON if block not in TESTS]
 
 
 def test_every_block_is_followed_and_no_entry_is_left_over() -> None:
     assert {block.language for block in pages.blocks()} == LANGUAGES
-    assert [block.place for block in pages.in_language("toml") if not _entry(FOLLOWED_ELSEWHERE, block)] == []
+    assert [block.place for block in pages.blocks("toml") if not _entry(FOLLOWED_ELSEWHERE, block)] == []
     for table in (FOLLOWED_ELSEWHERE, NOT_COMPARED):
         used = {_entry(table, block) for block in pages.blocks()}
         assert set(table) - used == set()
@@ -151,5 +151,5 @@ def test_text_is_what_it_quotes() -> None:
         refuse_to_train([chunk], "train")
     quoted = {" ".join(text.split()) for text in (startup, f"InferenceOnlyError: {caught.value}")}
     followed = {**FOLLOWED_ELSEWHERE, **NOT_COMPARED}
-    texts = [block.code.split() for block in pages.in_language("text") if not _entry(followed, block)]
+    texts = [block.code.split() for block in pages.blocks("text") if not _entry(followed, block)]
     assert set(map(" ".join, texts)) == quoted, "compare it, or say why not"

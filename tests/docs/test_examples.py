@@ -107,10 +107,10 @@ def test_third_party_patch(tmp_path: Path) -> None:
 PAGE = "docs/adding-a-patch.md"
 FILES = {
     block.head.removeprefix("# "): block.code
-    for block in pages.in_language("python", PAGE)
+    for block in pages.blocks("python", PAGE)
     if block.head.endswith(".py")
 }
-ENTRY_POINT = pages.in_language("toml", PAGE)[0].code
+ENTRY_POINT = pages.blocks("toml", PAGE)[0].code
 PATCH = "megatron_rl_patches/patches/quiet_eval.py"
 TEST = "tests/unit/patches/test_quiet_eval.py"
 OURS = "my_package/quiet_eval.py"

@@ -23,15 +23,8 @@ from tests.docs.pages import ROOT
 VARIABLES = set(settings.variables())
 # Classes that pages name, and that are not of this package.
 OF_OTHERS = {
-    "AutoBridge",
-    "ChainedOptimizer",
-    "DistributedDataParallel",
-    "FileSystemWriter",
-    "ModelConfig",
-    "ProcessPoolExecutor",
-    "SimpleNamespace",
-    "TransformerBlock",
-    "TransformerConfig",
+    *("AutoBridge", "ChainedOptimizer", "DistributedDataParallel", "FileSystemWriter", "ModelConfig"),
+    *("ProcessPoolExecutor", "SimpleNamespace", "TransformerBlock", "TransformerConfig"),
 }
 
 

@@ -86,7 +86,7 @@ def test_bias_variance_and_memory_of_objectives() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_before_and_after_are_of_the_demo(page: str) -> None:
-    shown = [block.code for block in pages.of_page(page) if "megatron-rl-patches demo" in block.code]
+    shown = [block.code for block in pages.blocks(page=page) if "megatron-rl-patches demo" in block.code]
     recorded = (DOCS / "demo.md").read_text("utf-8")
     rollouts = re.findall("^rollout.*$", "".join(shown), re.MULTILINE)
     assert len(rollouts) > 2 and all(f"\n{line}" in recorded for line in rollouts)
@@ -127,7 +127,7 @@ def _that_fit(source: str, core: str = "") -> Counter[tuple[str, str]]:
 
 @pytest.mark.parametrize("page", QUICKSTARTS, ids=lambda page: page.stem)
 def test_a_quickstart_says_what_to_type_and_what_rank_0_logs_then(page: Path) -> None:
-    to_type, to_see, *_ = pages.of_page(pages.name_of(page))
+    to_type, to_see, *_ = pages.blocks(page=pages.name_of(page))
     assert to_type.language == "bash" and VARIABLE in to_type.code
     assert len(to_type.code.splitlines()) <= 5
     install = "pip install --no-deps ." if page.stem == "openclaw-rl" else '--8<-- "install.md:command"'

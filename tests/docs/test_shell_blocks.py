@@ -126,12 +126,12 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
 
 
 def _pages_with(language: str) -> list[str]:
-    return list(dict.fromkeys(block.page for block in pages.in_language(language)))
+    return list(dict.fromkeys(block.page for block in pages.blocks(language)))
 
 
 @pytest.mark.parametrize("page", _pages_with("bash"))
 def test_bash(page: str, sandbox: Sandbox) -> None:
-    for block in pages.in_language("bash", page):
+    for block in pages.blocks("bash", page):
         only_exports = all(line.startswith("export ") for line in block.code.splitlines())
         code = f"{block.code}python train.py" if only_exports else block.code
         printed = _printed(sandbox, code, "of_verl" if "verl" in page or "verl." in block.code else "")
@@ -150,7 +150,7 @@ def test_bash(page: str, sandbox: Sandbox) -> None:
 @pytest.mark.parametrize("page", _pages_with("console"))
 def test_console(page: str, sandbox: Sandbox) -> None:
     """Commands, and the beginning of what they print."""
-    for block in pages.in_language("console", page):
+    for block in pages.blocks("console", page):
         code = block.code.replace("\\\n", "")
         for session in filter(str.strip, re.split(r"^\$ ", code, flags=re.MULTILINE)):
             command, _, shown = session.partition("\n")

@@ -43,15 +43,13 @@ def _changed(change: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
     return operation
 
 
-def _overwritten(
-    of: Callable[[], Tensor], take: Callable[[Tensor, Tensor], Tensor]
-) -> Callable[[Tensor], Tensor]:
+def _overwritten(take: Callable[[Tensor, Tensor], Tensor], *other: float) -> Callable[[Tensor], Tensor]:
     """Return an operation with another tensor, which is overwritten afterwards."""
 
     def operation(x: Tensor) -> Tensor:
-        other = of()
-        result = take(x, other)
-        other.zero_()
+        tensor = torch.tensor(other if len(other) > 1 else other[0])
+        result = take(x, tensor)
+        tensor.zero_()
         return result
 
     return operation
@@ -64,11 +62,11 @@ def _past_the_graph(x: Tensor) -> Tensor:
 
 #: Of logits without a graph: torch keeps the other tensor for the gradient.
 OVERWRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
-    "numbers": _overwritten(lambda: torch.tensor([1, 0, 1]), lambda x, rows: x[rows]),
-    "mask": _overwritten(lambda: torch.arange(B) == 1, lambda x, mask: x[mask]),
-    "index_select": _overwritten(lambda: torch.tensor([1, 1]), lambda x, rows: x.index_select(0, rows)),
-    "divisor": _overwritten(lambda: torch.tensor(2.0), lambda x, divisor: x / divisor),
-    "divisor in place": _overwritten(lambda: torch.tensor(2.0), lambda x, divisor: x.div_(divisor)),
+    "numbers": _overwritten(lambda x, rows: x[rows], 1, 0, 1),
+    "mask": _overwritten(lambda x, mask: x[mask], False, True),
+    "index_select": _overwritten(lambda x, rows: x.index_select(0, rows), 1, 1),
+    "divisor": _overwritten(lambda x, divisor: x / divisor, 2.0),
+    "divisor in place": _overwritten(lambda x, divisor: x.div_(divisor), 2.0),
 }
 #: What makes deferred logits ordinary, takes rows of them, or gives them another scale. Nobody draws these.
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -36,12 +36,7 @@ from tests.real.faults import STAGES, Trainee, counting_updates, fault, interrup
 from tests.real.test_interruption import SETTINGS
 from tests.references.live_bytes import reachable_bytes
 
-
-class Call(NamedTuple):
-    """The ``number``-th call of a function, from 0."""
-
-    function: str
-    number: int
+Call = tuple[str, int]  # the n-th call of a function, from 0
 
 
 @contextmanager
@@ -65,7 +60,7 @@ def watched(*parts: str, methods: Container[str] = (), at: Call | None = None) -
             name = f"{event} {argument.__name__}"
         else:
             return
-        calls.append(Call(name, counts[name]))
+        calls.append((name, counts[name]))
         counts[name] += 1
         if calls[-1] == at:
             os.kill(os.getpid(), signal.SIGINT)  # Python switches off what raises in it
@@ -133,11 +128,11 @@ def test_interrupted_at_every_call() -> None:
         trainee.train(1)
         with watched(*PARTS) as calls:
             trainee.train(2)
-        counts = Counter(call.function for call in calls)
+        counts = Counter(function for function, _ in calls)
         names = {function.partition(",")[0] for function in counts}
         assert {"register_grad_ready", "start_grad_sync", "disable", "synchronize_interrupted"} <= names
         # The first and the last call of each function.
-        for place in [call for call in calls if call.number in (0, counts[call.function] - 1)]:
+        for place in [call for call in calls if call[1] in (0, counts[call[0]] - 1)]:
             updates = counting_updates(trainee.optimizer)
             with updates as done, pytest.raises(KeyboardInterrupt), watched(*PARTS, at=place):
                 trainee.train(2)

@@ -165,7 +165,7 @@ def _differing(counts: tuple[int, int], folder: Path) -> None:
         assert logits.is_deferred
 
 
-@pytest.mark.parametrize("counts", [(4, 3), (4, 0)], ids=str)
+@pytest.mark.parametrize("counts", [pytest.param((4, 3), marks=pytest.mark.slow), (4, 0)], ids=str)
 def test_tensor_parallel_ranks_whose_rows_differ(counts: tuple[int, int], tmp_path: Path) -> None:
     """An error within the time-out of the collectives; where sizes differ, gloo ends a process."""
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -131,21 +130,19 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("Megatron-LM"), files)
 
 
-def _by_name(results: Iterable[runs.Result], ranks: int = 0, patches: str = "") -> dict[str, runs.Result]:
-    chosen = [one for one in results if one.ranks in (ranks or one.ranks,) and one.patches == patches]
-    return {result.nodeid.partition("::")[2] or result.nodeid: result for result in chosen}
-
-
-@pytest.fixture(scope="module")
-def results(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("results") / "results.jsonl"
-    runs.run_at_smallest(checkout, ranks=(1, 2), results=file, hang_after=4)
-    return file
-
-
 @pytest.mark.slow
-def test_verdicts(results: Path) -> None:
-    at_one = _by_name(runs.read_results(results), ranks=1)
+def test_the_command_compares_and_goes_on_after_a_run_that_was_cut_off(
+    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, facts = tmp_path / "results.jsonl", tmp_path / "facts.json"
+    file.write_text('{"nodeid": "tests/unit_tests/test_so')
+    command = [str(checkout), "--ranks=1,2", "--hang-after=4", f"--results={file}", f"--json={facts}"]
+    assert main(command) == 0
+    results: dict[tuple[int, str], dict[str, runs.Result]] = {}
+    for one in runs.read_results(file):
+        name = one.nodeid.partition("::")[2] or one.nodeid
+        results.setdefault((one.ranks, one.patches), {})[name] = one
+    at_one, at_two = results[1, ""], results[2, ""]
     assert {name: (result.outcome, result.reason) for name, result in at_one.items()} == {
         "test_passes": ("passed", ""),
         "test_fails": ("failed", ""),
@@ -163,42 +160,28 @@ def test_verdicts(results: Path) -> None:
     assert "\nat tests/unit_tests/test_some.py:" in at_one["test_fails"].message
     assert "time.sleep" in at_one["test_hangs"].message or "in test_hangs" in at_one["test_hangs"].message
     assert "SIGKILL" in at_one["test_dies"].message
-    # What may need more ranks is tried again.
-    at_two = _by_name(runs.read_results(results), ranks=2)
+    # What may need more ranks is tried again, and what runs at all runs with patches.
     outcomes = {"test_fails": "failed", "test_needs_two_ranks": "passed", "test_dies": "failed"}
     assert {name: result.outcome for name, result in at_two.items()} == outcomes
     assert at_two["test_fails"].message.startswith("rank 1 of 2: AssertionError: the last rank")
-    final = _by_name(runs.final_of(results))
-    assert {name for name, result in final.items() if result.ranks == 2} == at_two.keys()
+    assert results[2, "all"].keys() == at_two.keys()
+    runnable = {name for name, result in at_one.items() if result.outcome != "not_runnable"}
+    assert results[1, "all"].keys() == runnable - at_two.keys()
+    counts = json.loads(facts.read_text())
+    assert (counts["tests"], counts["passed"], counts["skipped"], counts["commit"]) == (12, 5, 1, None)
+    assert counts["not_runnable"] == {"TransformerEngine": 2, "other package": 1}
+    assert len(counts["failed"]) == 3 and counts["differed_once"] == []
 
-
-@pytest.mark.slow
-def test_the_command_compares_and_goes_on_after_a_run_that_was_cut_off(
-    checkout: Path, results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, facts = tmp_path / "results.jsonl", tmp_path / "facts.json"
-    lines = [line for line in results.read_text().splitlines() if "test_passes" not in line]
-    file.write_text("\n".join([*lines, '{"nodeid": "tests/unit_tests/test_so']))
-    command = [str(checkout), "--ranks=1,2", "--hang-after=4", f"--results={file}", f"--json={facts}"]
-    assert main(command) == 0
-    one, *_ = [result for result in runs.read_results(file) if result.nodeid.endswith("test_passes")]
-    assert (one.outcome, one.patches) == ("passed", "")
-    patched = _by_name(runs.read_results(file), patches="all")
-    ran = {name: one.ranks for name, one in patched.items() if one.outcome in ("passed", "skipped")}
-    assert ran.pop("test_needs_two_ranks") == 2
-    assert {"test_passes", "test_skips", "test_is_experimental"} < ran.keys()
-    assert list(ran.values()) == [1] * 5
     text = file.read_text()
     [line] = [line for line in text.splitlines() if "test_passes" in line and '"all"' in line]
     file.write_text(text.replace(line, line.replace('"outcome": "passed"', '"outcome": "failed"')))
     assert main(command) == 0
+    assert len(file.read_text().splitlines()) == len(
+        text.splitlines()
+    )  # what has a result does not run again
     assert "differed once with all, and not again: " in capsys.readouterr().out
     file.write_text(text.replace(line, ""))
     assert [change.patched.message for change in runs.changes(file, "all")] == ["it was not collected"]
-    counts = json.loads(facts.read_text())
-    assert (counts["tests"], counts["passed"], counts["skipped"], counts["commit"]) == (12, 5, 1, None)
-    assert counts["not_runnable"] == {"TransformerEngine": 2, "other package": 1}
-    assert len(counts["failed"]) == 3 and len(counts["differed_once"]) == 1
 
 
 FOLDER_TEST = """
