@@ -159,9 +159,9 @@ def test_divergence_from_a_teacher_in_host_memory() -> None:
 
 def test_losses_take_little_beyond_logits_and_gradients() -> None:
     rows, hidden_size, vocabulary = (512, 32, 16384) if IS_DRY else (8192, 512, 131072)
+    of_device: dict[str, Any] = {"dtype": torch.bfloat16, "device": DEVICE}
     hidden, weight = (
-        torch.randn(size, hidden_size, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
-        for size in (rows, vocabulary)
+        torch.randn(size, hidden_size, **of_device, requires_grad=True) for size in (rows, vocabulary)
     )
     targets = torch.randint(vocabulary, (rows,), device=DEVICE)
     options = {"tile_bytes": 1 << 20} if IS_DRY else {}
@@ -174,7 +174,7 @@ def test_losses_take_little_beyond_logits_and_gradients() -> None:
     gradients = hidden.nbytes + weight.nbytes
     assert peak_bytes(step) - gradients < 0.5 * rows * vocabulary * hidden.element_size()
 
-    logits = torch.randn(rows // 2, vocabulary, dtype=torch.bfloat16, device=DEVICE).requires_grad_() * 1
+    logits = torch.randn(rows // 2, vocabulary, **of_device).requires_grad_() * 1
 
     def materialized() -> Tensor:
         log_probs = losses.vocab_parallel_log_probs(logits, targets[: rows // 2])

@@ -52,18 +52,14 @@ def _two_ranks(dtype: torch.dtype) -> Iterator[TinyModel]:
         dist.destroy_process_group()
 
 
-def _fields() -> dict[str, Tensor]:
-    tokens = torch.zeros(2, 16, dtype=torch.int64)
-    return {"input_ids": tokens.cuda(), "position_ids": torch.arange(16, device="cuda").expand_as(tokens)}
-
-
 def lean_head(dtype: torch.dtype) -> None:
     """``lean-head`` with ``gradient_accumulation_fusion``: the weight's gradient goes to ``main_grad``."""
     with _two_ranks(dtype) as gpt, applied("lean-head", settings=Settings(lean_head_tile_bytes=TILE_BYTES)):
         (chunk,), optimizer = gpt.build()
         layer = get_attr_wrapped_model(chunk, "output_layer")
         layer.gradient_accumulation_fusion = True
-        logits = chunk(**_fields(), attention_mask=None).flatten(0, 1)
+        tokens, positions = torch.zeros(2, 16, dtype=torch.int64).cuda(), torch.arange(16, device="cuda")
+        logits = chunk(tokens, positions.expand_as(tokens), attention_mask=None).flatten(0, 1)
         assert isinstance(logits, losses.DeferredLogits), type(logits)
         targets = torch.zeros(len(logits), dtype=torch.int64, device="cuda")
         log_probs, entropy = losses.vocab_parallel_log_probs_and_entropy(logits, targets)
