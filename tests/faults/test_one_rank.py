@@ -34,7 +34,7 @@ _AT_MOST = timedelta(seconds=60)
 
 @contextmanager
 def short_lived_groups(folder: Path, name: str) -> Iterator[dist.Store]:
-    """Replace all groups, also the default one, by some that time out; yield a store for :func:`meet`."""
+    """Replace all groups, also the default one, by some that time out; yield a store to meet in."""
     from megatron.core import parallel_state
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -59,12 +59,6 @@ def divide_into_pairs(folder: Path) -> int:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=_AT_MOST)
     dist.barrier()  # a rank that left now would close connections that others are still making
     return world
-
-
-def meet(store: dist.Store, place: str, rank: int) -> None:
-    """Wait for the other of two ranks."""
-    store.set(f"{place}, {rank}", "here")
-    store.wait([f"{place}, {1 - rank}"])
 
 
 def error_of(call: Callable[[], Any]) -> str:
@@ -117,7 +111,8 @@ def _outcome(options: TinyModel, stage: str, place: str, folder: Path, name: str
                 trainee.fail(stage, failing_step)
             else:
                 error = error_of(lambda: trainee.train(2))
-        meet(store, "after the error", dist.get_rank())
+        store.set(f"{dist.get_rank()}", "after the error")
+        store.wait([f"{1 - dist.get_rank()}"])
     trainee.release()
     return error, len(updates)
 
