@@ -7,7 +7,7 @@ answers, and its distribution at each token of an answer is drawn towards a teac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,7 +98,7 @@ def _train_teacher(tiny: TinyModel, order: str, seed: int, folder: Path) -> None
             prompts_bp = _prompts(TEACHER_BATCH, generator, order)
             yield {"tokens": torch.cat([prompts_bp, _solve(prompts_bp)], dim=1)}
 
-    _train(model, optimizer, solved_prompts(), _likelihood_loss, TEACHER_STEPS, 1, TEACHER_BATCH)
+    _train(model, optimizer, solved_prompts(), TEACHER_STEPS, 1, TEACHER_BATCH)
     if torch.distributed.get_rank() == 0:
         folder.mkdir()
     torch.distributed.barrier()
@@ -129,7 +129,7 @@ def _distill(tiny: TinyModel, pool: inference.TeacherPool, target: str, way: str
             {"tokens": tokens_bs[index], "teachers": targets and [targets[i] for i in index.tolist()]}
             for index in indices
         )
-        _train(model, optimizer, microbatches, _distillation_loss, STEPS, MICROBATCHES, len(indices[0]))
+        _train(model, optimizer, microbatches, STEPS, MICROBATCHES, len(indices[0]))
     return student
 
 
@@ -148,9 +148,8 @@ def _targets(
                 distributions[order] = _topk(teacher, tokens_bs, at=student)
             elif hidden := inference.forward_hidden_states(teacher, [_microbatch(tokens_bs)], progress=False):
                 head: Any = pool.head(order)
-                distributions[order] = [
-                    losses.FullDistribution.from_hidden(hidden_dh, head) for hidden_dh in hidden
-                ]
+                found = [losses.FullDistribution.from_hidden(hidden_dh, head) for hidden_dh in hidden]
+                distributions[order] = found
     if not parallel_state.is_pipeline_last_stage():
         return None
     names = [ORDERS[index] for index in _order_of(tokens_bs).tolist()]
@@ -273,14 +272,9 @@ def _broadcast_from_last_stage(values: torch.Tensor) -> torch.Tensor:
 
 
 def _train(
-    model: Any,
-    optimizer: Any,
-    microbatches: Iterator[Batch],
-    loss: Callable[[Batch, losses.SequenceLayout, dict[str, Any], torch.Tensor], Any],
-    steps: int,
-    num_microbatches: int,
-    size: int,
+    model: Any, optimizer: Any, microbatches: Iterator[Batch], steps: int, number: int, size: int
 ) -> None:
+    """Train some steps, each of a number of microbatches of some size."""
     from megatron_rl_patches.demo.training import train
 
     tp_group = parallel_state.get_tensor_model_parallel_group()
@@ -296,23 +290,20 @@ def _train(
     def forward_step(data_iterator: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Any]:
         batch = next(data_iterator)
         inputs = batch["tokens"][:, positions_s], positions_s.expand(size, -1)
-        return chunk(*inputs, attention_mask=None), partial(loss, batch, layout, options)
+        return chunk(*inputs, attention_mask=None), partial(_loss, batch, layout, options)
 
-    sizes = {"num_microbatches": num_microbatches, "micro_batch_size": size, "seq_length": LENGTH}
+    sizes = {"num_microbatches": number, "micro_batch_size": size, "seq_length": LENGTH}
     train(forward_step, microbatches, model, optimizer, steps=steps, **sizes)
 
 
-def _likelihood_loss(batch: Batch, layout: losses.SequenceLayout, options: Any, logits: torch.Tensor) -> Any:
-    """Return a loss with the gradient of the negative log-likelihood of the answers: PPO's at advantage 1."""
+def _loss(batch: Batch, layout: losses.SequenceLayout, options: Any, logits: torch.Tensor) -> Any:
+    """Return the reverse KL divergence of a batch from its teachers; the last pipeline stage calls it.
+
+    Without teachers, a loss with the gradient of the negative log-likelihood: PPO's at advantage 1.
+    """
     ones = list(torch.ones(len(batch["tokens"]), DIGITS))
+    if "teachers" in batch:
+        distillation = losses.DistillationBatch([batch["teachers"]], ones)
+        return losses.make_distillation_loss_func(layout, distillation, **options)(logits)
     tokens, policy = list(batch["tokens"]), losses.PolicyBatch(ones, ones)
     return losses.make_loss_func(tokens, layout, policy, with_entropy=False, **options)(logits)
-
-
-def _distillation_loss(
-    batch: Batch, layout: losses.SequenceLayout, options: Any, logits: torch.Tensor
-) -> Any:
-    """Return the reverse KL divergence of a batch from its teachers. The last pipeline stage calls it."""
-    ones = list(torch.ones(len(batch["tokens"]), DIGITS))
-    distillation = losses.DistillationBatch([batch["teachers"]], ones)
-    return losses.make_distillation_loss_func(layout, distillation, **options)(logits)
