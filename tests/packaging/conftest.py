@@ -14,7 +14,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,14 +42,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def run(
-    command: list[str | Path], *, timeout: float = 120, **options: Any
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, text=True, capture_output=True, timeout=timeout, **options)
+run = partial(subprocess.run, text=True, capture_output=True, timeout=600)
 
 
-def check_call(command: list[str | Path], **options: Any) -> str:
-    done = run(command, **options)
+def check_call(command: list[str | Path]) -> str:
+    done = run(command)
     assert done.returncode == 0, f"{command} failed\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -68,17 +66,15 @@ class Environment(NamedTuple):
 
     def pip(self, command: str, *arguments: str | Path) -> None:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python"]
-        check_call([*pip, self.path / "bin" / "python", command, *arguments], timeout=600)
+        check_call([*pip, self.path / "bin" / "python", command, *arguments])
 
     def install(self, *arguments: str | Path) -> None:
         self.pip("install", "--quiet", "--no-deps", *arguments)
 
-    def run(
-        self, *arguments: str | Path, variables: Mapping[str, str] | None = None, **options: Any
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
         inherited = {name: value for name, value in os.environ.items() if not VARIABLES.match(name)}
         command = [self.path / "bin" / "python", *arguments]
-        return run(command, env=inherited | dict(variables or {}), cwd=self.path, **options)
+        return run(command, env=inherited | variables, cwd=self.path)
 
     def program(self, code: str, *options: str, value: str | None = "1", **variables: str) -> dict[str, Any]:
         """Run `code` with `MEGATRON_RL_PATCHES=value`; returns what it gave to `probe.report`.
@@ -87,7 +83,7 @@ class Environment(NamedTuple):
         """
         if value is not None:
             variables["MEGATRON_RL_PATCHES"] = value
-        done = self.run(*options, "-c", code, variables=variables)
+        done = self.run(*options, "-c", code, **variables)
         assert done.returncode == 0, done
         assert "not activated" not in done.stderr and "Traceback" not in done.stderr, done
         return json.loads(done.stdout)
@@ -115,7 +111,7 @@ def artifacts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
             return NOT_SOURCE(place, names) | (BUILT if Path(place) == ROOT else set())
 
         source = shutil.copytree(ROOT, folder / "source", ignore=not_source)
-        check_call([sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source], timeout=300)
+        check_call([sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source])
     (sdist,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")

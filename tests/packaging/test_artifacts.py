@@ -102,5 +102,5 @@ def test_uninstall_removes_everything(artifacts, make_environment):
     assert {path.name for path in files()} >= STARTUP_FILES
     disposable.pip("uninstall", "--yes", "megatron-rl-patches")
     assert not [path for path in files() if "megatron_rl_patches" in str(path)]
-    done = disposable.run("-c", "import sys", variables={"MEGATRON_RL_PATCHES": "1"})
+    done = disposable.run("-c", "import sys", MEGATRON_RL_PATCHES="1")
     assert (done.returncode, done.stderr) == (0, "")

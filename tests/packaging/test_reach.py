@@ -80,7 +80,7 @@ def test_torchrun(with_torch, tmp_path):
     file = f"pathlib.Path({str(tmp_path)!r}, os.environ['RANK'])"
     script.write_text(f"import os, pathlib, probe\n{file}.write_text(str(probe.patched()))\n")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
-    done = with_torch.run(*launch, variables={"MEGATRON_RL_PATCHES": "1"})
+    done = with_torch.run(*launch, MEGATRON_RL_PATCHES="1")
     assert done.returncode == 0, done
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["True", "True"]
 
@@ -125,6 +125,6 @@ def test_ray_actors_nested_actors_and_tasks(with_torch, tmp_path, where):
     variables = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     if where == "driver":  # it starts the raylet, which starts the workers
         variables["MEGATRON_RL_PATCHES"] = "1"
-    done = with_torch.run(script, where, variables=variables, timeout=200)
+    done = with_torch.run(script, where, **variables)
     assert done.returncode == 0, done
     assert json.loads(done.stdout.splitlines()[-1]) == [where != "nowhere"] * 3
