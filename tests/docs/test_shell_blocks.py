@@ -39,7 +39,7 @@ RECORDED = ("make", "pip", "pre-commit", "pytest", "ray", "torchrun", "uv")
 PROGRAMS = (
     *("train.py", "train_async.py", "train_rl.py", "scripts/run_qwen3_dense.py", "examples/run_grpo.py"),
     # Apart from the others: where a framework can be imported, its sites are judged.
-    *("slime/train.py", "of_verl/verl/trainer/main_ppo.py"),
+    *("launched/train.py", "of_verl/verl/trainer/main_ppo.py"),
 )
 HOOKS = "megatron_rl_patches.hooks"
 # Not run, as it takes half a minute, and tests/real/test_demo.py runs it: its options are parsed.
@@ -109,7 +109,7 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
         **dict.fromkeys(PROGRAMS, trainer),
         **dict.fromkeys(("of_verl/verl/__init__.py", "of_verl/verl/trainer/__init__.py"), ""),
         **dict.fromkeys(("config.json", "gemma-3-27b/config.json"), config),
-        "slime/scripts/models/qwen3-4B.sh": "MODEL_ARGS=(--num-layers 36)\n",
+        "launched/scripts/models/qwen3-4B.sh": "MODEL_ARGS=(--num-layers 36)\n",
         ".venv/bin/activate": "",
     }
     write(folder, files)
@@ -162,7 +162,7 @@ def test_console(page: str, sandbox: Sandbox) -> None:
 @pytest.mark.parametrize("script", ["slime_run.sh", "verl_run.sh"])
 def test_launch_scripts(script: str, sandbox: Sandbox) -> None:
     """The processes that the launcher starts have the patches; Ray and the framework are stand-ins."""
-    script = f"SLIME={sandbox.folder / 'slime'} bash {ROOT / 'examples' / script}"
+    script = f"SLIME={sandbox.folder / 'launched'} bash {ROOT / 'examples' / script}"
     assert json.loads(sandbox.run(script, "of_verl").stdout)["patched"] is True
 
 
