@@ -1,20 +1,22 @@
-"""The pages of the documentation and their code blocks."""
+"""Code of the documentation: the blocks of its pages, and examples in the docstrings of public names."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 _FENCED = re.compile(r"^( *)```(\w*)[^`\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A fenced block; ``line`` is that of its first line of code, counted from 1."""
 
     page: str
@@ -48,16 +50,21 @@ def name_of(path: Path) -> str:
 
 
 @cache
-def blocks() -> tuple[Block, ...]:
-    return tuple(block for path in paths() for block in _blocks(name_of(path), path.read_text("utf-8")))
+def _blocks() -> list[Block]:
+    found = []
+    for path in paths():
+        text = path.read_text("utf-8")
+        fences = list(_FENCED.finditer(text))
+        assert 2 * len(fences) == len(re.findall(r"^ *```", text, re.MULTILINE)), f"{path} has an open block"
+        for fence in fences:
+            line = text.count("\n", 0, fence.start(3)) + 1
+            found.append(Block(name_of(path), line, fence[2], textwrap.dedent(fence[3])))
+    return found
 
 
-def in_language(language: str, page: str = "") -> list[Block]:
-    return [block for block in blocks() if block.language == language and page in ("", block.page)]
-
-
-def of_page(page: str) -> list[Block]:
-    return [block for block in blocks() if block.page == page]
+def blocks(language: str = "", page: str = "") -> list[Block]:
+    chosen = [block for block in _blocks() if language in ("", block.language)]
+    return [block for block in chosen if page in ("", block.page)]
 
 
 def inline_code() -> Iterator[tuple[str, str]]:
@@ -75,9 +82,30 @@ def dotted_names() -> list[str]:
     return sorted(name for name in names if not name.endswith(files))
 
 
-def _blocks(page: str, text: str) -> Iterator[Block]:
-    fences = list(_FENCED.finditer(text))
-    assert 2 * len(fences) == len(re.findall(r"^ *```", text, re.MULTILINE)), f"{page}: a block is not closed"
-    for fence in fences:
-        line = text.count("\n", 0, fence.start(3)) + 1
-        yield Block(page, line, fence[2], textwrap.dedent(fence[3]))
+PUBLIC = ("", ".reentry", ".inference", ".losses", ".testing")
+_LITERAL = re.compile(r"::\n\n((?:[ ]+.*\n|\n)+)")
+
+
+def packages() -> list[Any]:
+    return [importlib.import_module(f"megatron_rl_patches{name}") for name in PUBLIC]
+
+
+def public_names() -> dict[str, Any]:
+    """Return what the public packages offer."""
+    return {name: getattr(package, name) for package in packages() for name in package.__all__}
+
+
+def examples() -> dict[str, str]:
+    """Return the code of each example by the name of the function, class or method that it belongs to."""
+    documented = public_names()
+    for name, value in public_names().items():
+        members = vars(value).items() if isinstance(value, type) else ()
+        documented |= {f"{name}.{member}": one for member, one in members if isinstance(one, FunctionType)}
+    found = {}
+    for name, thing in documented.items():
+        for block in _LITERAL.finditer(inspect.cleandoc(thing.__doc__ or "") + "\n"):
+            code = textwrap.dedent(block[1])
+            if re.search(r"^return ", code, re.MULTILINE):  # the reader's own function ends here
+                code = f"def example():\n{textwrap.indent(code, '    ')}\nexample()\n"
+            found[name] = code
+    return found

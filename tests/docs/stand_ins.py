@@ -18,10 +18,10 @@ import torch
 from megatron_rl_patches.inference import TeacherPool, build_inference_model
 from megatron_rl_patches.losses import PolicyBatch, PolicyOptions, SequenceLayout
 from megatron_rl_patches.testing import TinyModel
-from tests.docs.docstrings import public_names
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, public_names
 from tests.real import checkpoints
 from tests.references import tiny_gpt
+from tests.worlds.passes import fill_at_random
 
 TEACHERS = ("math", "code")
 LENGTHS, RESPONSES = [6, 9], [3, 5]
@@ -34,18 +34,9 @@ Names = dict[str, Any]
 
 def teacher_model(seed: int) -> list[Any]:
     """As ``build_inference_model`` returns it, with weights."""
-    [chunk] = tiny_gpt.inference_model(TinyModel(vocab_size=VOCABULARY, bf16=True))
-    torch.manual_seed(seed)
-    for parameter in chunk.parameters():
-        parameter.data.normal_(std=0.1)
-    return [chunk]
-
-
-def reward_model() -> list[Any]:
-    """As the example builds it, with weights that nobody has loaded."""
-    example = runpy.run_path(str(ROOT / "examples" / "reward_model.py"))
-    provider = example["provider_with_head"](OPTIONS)
-    return build_inference_model(provider, OPTIONS.transformer_config(), dtype="fp32")
+    model = tiny_gpt.inference_model(TinyModel(vocab_size=VOCABULARY, bf16=True))
+    fill_at_random(model, seed)
+    return model
 
 
 def save_teachers(folder: Path) -> None:
@@ -65,8 +56,7 @@ def samples() -> list[torch.Tensor]:
     return [torch.randint(VOCABULARY, (length,), generator=generator) for length in LENGTHS]
 
 
-def loss_masks() -> list[torch.Tensor]:
-    return [torch.ones(length) for length in RESPONSES]
+LOSS_MASKS = [torch.ones(length) for length in RESPONSES]
 
 
 def common() -> Names:
@@ -89,7 +79,7 @@ def common() -> Names:
         "tokens": torch.zeros(2, 52, dtype=torch.int64),
         "student": teacher_model(2),
         "indices": [0, 1],
-        "loss_masks": loss_masks(),
+        "loss_masks": LOSS_MASKS,
         "layout": SequenceLayout.build(LENGTHS, RESPONSES),
         "pool": pool,
     }
@@ -112,15 +102,11 @@ def losses() -> Names:
         "total_lengths": LENGTHS,
         "response_lengths": RESPONSES,
         "advantages": torch.tensor([1.0, -1.0]),
-        "loss_masks": loss_masks(),
+        "loss_masks": LOSS_MASKS,
         "log_probs": [torch.full((length,), -3.0) for length in RESPONSES],
     }
-    head = {
-        "hidden": torch.randn(3, 2, 8, requires_grad=True),
-        "output_weight": torch.randn(50, 8),
-        "targets": torch.arange(6),
-    }
-    return {"tp_group": None, "_batch": batch, **head}
+    head = {"hidden": torch.randn(3, 2, 8, requires_grad=True), "output_weight": torch.randn(50, 8)}
+    return {"tp_group": None, "_batch": batch, "targets": torch.arange(6), **head}
 
 
 def after_losses(names: Names) -> None:
@@ -157,10 +143,7 @@ def after_own_loop(names: Names) -> None:
 
 
 def reentry_page() -> Names:
-    def train_on(model: Any, optimizer: Any, batches: Any) -> Any:
-        return tiny_gpt.train(model, optimizer, batches, [2], OPTIONS)
-
-    return {"train_on": train_on}
+    return {"train_on": partial(tiny_gpt.train, num_microbatches=[2], options=OPTIONS)}
 
 
 def after_reentry_page(names: Names) -> None:
@@ -176,14 +159,16 @@ def after_reentry_page(names: Names) -> None:
 def docstrings() -> Names:
     """For the examples in docstrings of public names."""
     model, optimizer = OPTIONS.build()
+    example = runpy.run_path(str(ROOT / "examples" / "reward_model.py"))
+    provider, config = example["provider_with_head"](OPTIONS), OPTIONS.transformer_config()
     return common() | {
         **public_names(),
         "model": model,
         "optimizer": optimizer,
         "teacher": teacher_model(4),
-        "reward_model": reward_model(),
+        "reward_model": build_inference_model(provider, config, dtype="fp32"),
         "options": PolicyOptions(),
-        "batch": PolicyBatch(torch.tensor([1.0, -1.0]), loss_masks()),
+        "batch": PolicyBatch(torch.tensor([1.0, -1.0]), LOSS_MASKS),
         "tokens": samples(),
         "output": None,
         "partial": partial,

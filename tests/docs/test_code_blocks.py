@@ -1,15 +1,13 @@
 """Every code block of the README and the documentation runs, or is compared with what it quotes.
 
 Python runs on a rank with real megatron-core (``stand_ins.py``), tests under pytest, shell lines in a sandbox
-(``sandbox.py``). A block that none of these follows is in a table here, with the reason, or the test fails.
+(``test_shell_blocks.py``). A block that none of these follows is in a table here, with the reason.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import traceback
 from itertools import groupby
 from pathlib import Path
@@ -20,56 +18,50 @@ import torch
 
 import megatron_rl_patches
 from megatron_rl_patches.errors import InferenceOnlyError
-from tests.docs import docstrings, pages
+from tests.docs import pages
 from tests.docs.pages import ROOT, Block
+from tests.docs.test_examples import run
 from tests.ranks import on_ranks
+from tests.worlds.files import write
 
 LANGUAGES = {"bash", "console", "python", "text", "toml"}
 
 ADDING, DEMO = "docs/adding-a-patch.md", "$ megatron-rl-patches demo"
-QUICKSTARTS = sorted((ROOT / "docs" / "quickstart").glob("*.md"))
-# Blocks that another test follows.
-FOLLOWED_ELSEWHERE = {
-    (ADDING, "# tests/unit/patches/test_quiet_eval.py"): "test_adding_a_patch.py",
-    (ADDING, "# my_package/quiet_eval.py"): "test_adding_a_patch.py",
-    (ADDING, '[project.entry-points."megatron_rl_patches.patches"]'): "test_adding_a_patch.py",
-    **{(pages.name_of(page), "megatron_rl_patches "): "test_quickstarts.py" for page in QUICKSTARTS},
-}
 A_RECORD = "the output of a run of half a minute or more; tests/real/test_demo.py runs the command"
-# Blocks of text that are not compared with anything, and why.
-NOT_COMPARED = {
+QUICKSTARTS = sorted((ROOT / "docs" / "quickstart").glob("*.md"))
+# Blocks that another test follows, or that are not compared with anything, and why.
+ELSEWHERE = {
+    (ADDING, "# tests/unit/patches/test_quiet_eval.py"): "test_examples.py",
+    (ADDING, "# my_package/quiet_eval.py"): "test_examples.py",
+    (ADDING, '[project.entry-points."megatron_rl_patches.patches"]'): "test_examples.py",
+    **{(pages.name_of(page), "megatron_rl_patches "): "test_records.py" for page in QUICKSTARTS},
     ("docs/demo.md", "starting 2 ranks with"): A_RECORD,
     ("docs/demo.md", "starting 1 rank with"): A_RECORD,
-    ("README.md", DEMO): "test_landing_page.py",
-    ("docs/index.md", DEMO): "test_landing_page.py",
+    ("README.md", DEMO): "test_records.py",
+    ("docs/index.md", DEMO): "test_records.py",
     ("docs/quickstart/megatron-bridge.md", "from megatron_rl_patches import hooks"): "the package is in no "
     "environment of these tests; tests/frameworks/test_real_bridge.py calls it",
     ("docs/losses.md", "forward                "): "a drawing",
     ("docs/testing.md", "RanksFailed: no result after 8 s"): "has times, addresses and line numbers; "
     "tests/unit/testing/test_ranks.py tests the message",
     ("docs/testing.md", "split     "): "what the test before it prints; that test asserts what it says",
-    (
-        "docs/testing.md",
-        "make conformance",
-    ): "needs a checkout of Megatron-LM; tests/lab/conformance/test_runs.py has one made up",
+    ("docs/testing.md", "make conformance"): "tests/lab/conformance/test_runs.py, of a checkout made up",
 }
 
 
-def _entry(table: dict[tuple[str, str], str], block: Block) -> tuple[str, str] | None:
-    return next((key for key in table if key[0] == block.page and block.head.startswith(key[1])), None)
+def _entry(block: Block) -> tuple[str, str] | None:
+    return next((key for key in ELSEWHERE if key[0] == block.page and block.head.startswith(key[1])), None)
 
 
-PYTHON = [block for block in pages.in_language("python") if not _entry(FOLLOWED_ELSEWHERE, block)]
+PYTHON = [block for block in pages.blocks("python") if not _entry(block)]
 TESTS = [block for block in PYTHON if "\ndef test_" in f"\n{block.code}"]
 PROGRAMS = [block for block in PYTHON if block not in TESTS]
 
 
 def test_every_block_is_followed_and_no_entry_is_left_over() -> None:
     assert {block.language for block in pages.blocks()} == LANGUAGES
-    assert [block.place for block in pages.in_language("toml") if not _entry(FOLLOWED_ELSEWHERE, block)] == []
-    for table in (FOLLOWED_ELSEWHERE, NOT_COMPARED):
-        used = {_entry(table, block) for block in pages.blocks()}
-        assert set(table) - used == set()
+    assert [block.place for block in pages.blocks("toml") if not _entry(block)] == []
+    assert ELSEWHERE.keys() - {_entry(block) for block in pages.blocks()} == set()
 
 
 # --- Python
@@ -87,7 +79,7 @@ def test_python_of_pages_and_docstrings(tmp_path: Path) -> None:
     for page, blocks in groupby(PROGRAMS, key=lambda block: block.page):
         set_up, check = stand_ins.SETUPS.get(page, (dict, lambda names: None))
         failures[page] = _run([(block.line, block.code) for block in blocks], page, set_up, check)
-    examples = docstrings.examples()
+    examples = pages.examples()
     assert {"TeacherPool", "checkpointed", "make_loss_func", "reentrant_train"} <= examples.keys()
     for name, example in examples.items():
         failures[name] = _run([(1, example)], name, stand_ins.docstrings)
@@ -114,32 +106,20 @@ def _run(blocks: list[tuple[int, str]], name: str, set_up: Any = dict, check: An
 @pytest.mark.slow
 def test_tests_that_pages_show(tmp_path: Path) -> None:
     """In a project of a user's: the files of the pages, and the module ``my_rl.model`` that they test."""
-    package = tmp_path / "my_rl"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "loop.py").write_text((ROOT / "tests" / "references" / "tiny_gpt.py").read_text())
-    (package / "model.py").write_text((Path(__file__).with_name("my_model.py")).read_text())
+    loop, model = ROOT / "tests" / "references" / "tiny_gpt.py", Path(__file__).with_name("my_model.py")
+    files = {"__init__": "", "loop": loop.read_text(), "model": model.read_text()}
+    files = {f"my_rl/{name}.py": text for name, text in files.items()}
     for block in TESTS:
         stem = re.sub(r"\W", "_", block.page.removesuffix(".md"))
-        (tmp_path / f"test_{stem}_{block.line}.py").write_text(block.code)
-    path = os.pathsep.join(filter(None, (str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        text=True,
-        capture_output=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+        files[f"test_{stem}_{block.line}.py"] = block.code
+    output = run("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=write(tmp_path, files))
     shown = sum(len(re.findall(r"^def test_", block.code, re.MULTILINE)) for block in TESTS)
-    assert f"{shown} passed" in done.stdout
+    assert f"{shown} passed" in output
 
 
 # --- text
 
 
-@on_ranks(1)
 def test_text_is_what_it_quotes() -> None:
     """A text is the startup file, or the error of a model that only scores."""
     from megatron_rl_patches.frameworks.inference_roles import freeze_role
@@ -151,6 +131,5 @@ def test_text_is_what_it_quotes() -> None:
     with pytest.raises(InferenceOnlyError) as caught:
         refuse_to_train([chunk], "train")
     quoted = {" ".join(text.split()) for text in (startup, f"InferenceOnlyError: {caught.value}")}
-    followed = {**FOLLOWED_ELSEWHERE, **NOT_COMPARED}
-    texts = [block.code.split() for block in pages.in_language("text") if not _entry(followed, block)]
+    texts = [block.code.split() for block in pages.blocks("text") if not _entry(block)]
     assert set(map(" ".join, texts)) == quoted, "compare it, or say why not"

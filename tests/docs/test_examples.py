@@ -1,18 +1,21 @@
-"""Every file of ``examples/``, run as its first lines say."""
+"""Every Python file of ``examples/``, run as its first lines say, and what ``docs/adding-a-patch.md`` adds.
+
+``test_shell_blocks.py`` runs the shell scripts.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.docs import pages
 from tests.docs.pages import ROOT
-from tests.docs.sandbox import Sandbox
 from tests.worlds.environment import without_ours
 
 EXAMPLES = ROOT / "examples"
@@ -34,17 +37,18 @@ if __name__ == "__main__":
 """
 
 
-def run(*command: str | Path, path: str = "", check: bool = True, **variables: str) -> str:
-    """Run a Python command in the folder of the examples; return what it prints."""
+def run(*command: str | Path, cwd: Path = EXAMPLES, path: str = "", code: int = 0, **variables: str) -> str:
+    """Run a Python command; return what it prints."""
+    folders = [*([] if cwd == EXAMPLES else [str(cwd)]), str(ROOT), path]
     done = subprocess.run(
         [sys.executable, *command],
-        cwd=EXAMPLES,
-        env={**without_ours(), "PYTHONPATH": os.pathsep.join([str(ROOT), path]), **variables},
+        cwd=cwd,
+        env={**without_ours(), "PYTHONPATH": os.pathsep.join(folders), **variables},
         text=True,
         capture_output=True,
         timeout=300,
     )
-    assert check is (done.returncode == 0), done.stderr[-3000:]
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
 
@@ -52,17 +56,14 @@ def numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+\.\d+", text)]
 
 
+@pytest.mark.slow
 def test_own_loop() -> None:
     lines = re.findall(r"^rank \d: .*$", run("own_loop.py"), re.MULTILINE)
     assert sorted(line[:7] for line in lines) == ["rank 0:", "rank 1:"]
     for line in lines:
         first, second, third = numbers(line)
         assert first > second > third
-
-
-@pytest.mark.slow
-def test_own_loop_without_the_guard() -> None:
-    assert "a custom no_sync_func is not supported" in run("own_loop.py", "--plain", check=False)
+    assert "a custom no_sync_func is not supported" in run("own_loop.py", "--plain", code=1)
 
 
 @pytest.mark.slow
@@ -80,6 +81,7 @@ def test_reward_model() -> None:
     assert lengths == ["4", "6", "3"]
 
 
+@pytest.mark.slow
 def test_my_loop() -> None:
     output = run(
         "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "-c", os.devnull, "test_my_loop.py"
@@ -99,14 +101,58 @@ def test_third_party_patch(tmp_path: Path) -> None:
     assert re.search(r"^rank 0: gradients of 1 chunks took \d", output, re.MULTILINE)
 
 
-@pytest.mark.parametrize("script", ["slime_run.sh", "verl_run.sh"])
-def test_launch_scripts(script: str, tmp_path: Path) -> None:
-    """The processes that the launcher starts have the patches; Ray and the framework are stand-ins."""
-    box = Sandbox(tmp_path)
-    for program in ("slime/train.py", "of_verl/verl/trainer/main_ppo.py"):
-        box.add_program(program)
-    (tmp_path / "slime" / "scripts" / "models").mkdir(parents=True)
-    (tmp_path / "slime" / "scripts" / "models" / "qwen3-4B.sh").write_text("MODEL_ARGS=(--num-layers 36)\n")
-    done = box.run(f"SLIME={tmp_path / 'slime'} bash {EXAMPLES / script}", checkout="of_verl")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout)["patched"] is True
+# --- a patch of one's own
+
+
+PAGE = "docs/adding-a-patch.md"
+FILES = {
+    block.head.removeprefix("# "): block.code
+    for block in pages.blocks("python", PAGE)
+    if block.head.endswith(".py")
+}
+ENTRY_POINT = pages.blocks("toml", PAGE)[0].code
+PATCH = "megatron_rl_patches/patches/quiet_eval.py"
+TEST = "tests/unit/patches/test_quiet_eval.py"
+OURS = "my_package/quiet_eval.py"
+
+
+def _replace(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert text.count(old) == 1, f"{old!r} in {file}"
+    file.write_text(text.replace(old, new))
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A copy with the files of the page."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("megatron_rl_patches", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    for name in ("_megatron_rl_patches_startup.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / TEST).write_text(FILES[TEST])
+    (tmp_path / PATCH).write_text(FILES[OURS])
+    _replace(tmp_path / PATCH, "from megatron_rl_patches import Patch", "from ..engine.patch import Patch")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_example_is_a_patch_of_this_repository(repository: Path) -> None:
+    assert set(FILES) == {TEST, OURS}
+    files = (TEST, "tests/unit/test_every_patch.py", "tests/unit/test_architecture.py")
+    pytest_on = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k")
+    output = run(*pytest_on, "root", cwd=repository, code=1)
+    assert "1 failed" in output and "test_the_startup_trigger_knows_every_root" in output, output
+    startup = repository / "_megatron_rl_patches_startup.py"
+    _replace(startup, '_ROOTS = ("megatron", ', '_ROOTS = ("megatron", "framework", ')
+    output = run(*pytest_on, "quiet or evaluate or root or arrows", cwd=repository)
+    assert re.search(r"^\d+ passed", output, re.MULTILINE), output
+    assert "quiet-eval" in run("-m", "megatron_rl_patches", "check", cwd=repository)
+
+
+def test_a_package_of_ones_own_registers_it_as_the_example_does() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    example = tomllib.loads((ROOT / "examples" / "third_party_patch" / "pyproject.toml").read_text())
+    (group, entries), *others = tomllib.loads(ENTRY_POINT)["project"]["entry-points"].items()
+    assert not others and example["project"]["entry-points"].keys() == {group}
+    assert entries == {"quiet-eval": "my_package.quiet_eval:patch"}

@@ -1,4 +1,4 @@
-"""What prose and blocks name exists: variables and their values, settings, links between pages."""
+"""What prose names exists: variables and their values, settings, links, types, patches, messages, changes."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ import builtins
 import json
 import re
 import runpy
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
 
 from megatron_rl_patches import errors
-from megatron_rl_patches.engine import settings
+from megatron_rl_patches.engine import registry, settings
+from megatron_rl_patches.engine.patch import Patch
 from megatron_rl_patches.engine.settings import VARIABLE, Settings, parse_selection
-from tests.docs import docstrings, pages
+from tests.docs import pages
 from tests.docs.pages import ROOT
 
 VARIABLES = set(settings.variables())
 # Classes that pages name, and that are not of this package.
 OF_OTHERS = {
-    "AutoBridge",
-    "ChainedOptimizer",
-    "DistributedDataParallel",
-    "FileSystemWriter",
-    "ModelConfig",
-    "ProcessPoolExecutor",
-    "SimpleNamespace",
-    "TransformerBlock",
-    "TransformerConfig",
+    *("AutoBridge", "ChainedOptimizer", "DistributedDataParallel", "FileSystemWriter", "ModelConfig"),
+    *("ProcessPoolExecutor", "SimpleNamespace", "TransformerBlock", "TransformerConfig"),
 }
 
 
-def test_variables_exist() -> None:
-    for name, text in _texts().items():
-        assert set(re.findall(r"MEGATRON_RL_PATCHES(?:_[A-Z]+)*", text)) <= VARIABLES, name
+def test_variables_exist_and_nothing_is_left_to_fill_in() -> None:
+    for page in pages.paths():
+        text = page.read_text("utf-8")
+        assert set(re.findall(r"MEGATRON_RL_PATCHES(?:_[A-Z]+)*", text)) <= VARIABLES, page
+        assert not re.search(r"@[A-Z]+@|\bTODO\b|\bTBD\b", text), page
 
 
 def test_values_of_variables_parse() -> None:
@@ -54,6 +56,7 @@ def test_every_variable_is_explained() -> None:
 
 def test_links_of_pages_outside_the_site_lead_somewhere() -> None:
     """Links within the site are checked when it is built."""
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 110
     for page in (path for path in pages.paths() if path.parent == ROOT):
         link = r"\]\((?!https?:)([^)#]+)(?:#([^)]+))?\)"
         for target, anchor in re.findall(link, page.read_text("utf-8")):
@@ -65,14 +68,9 @@ def test_links_of_pages_outside_the_site_lead_somewhere() -> None:
 
 
 def test_code_fits_eighty_columns() -> None:
-    wide = [
-        f"{block.page}:{number}"
-        for block in pages.blocks()
-        if not pages.is_for_maintainers(block.page)
-        for number, line in enumerate(block.code.splitlines(), block.line)
-        if len(line) > 80
-    ]
-    assert wide == []
+    for block in pages.blocks():
+        if not pages.is_for_maintainers(block.page):
+            assert max(map(len, block.code.splitlines())) <= 80, block
 
 
 def test_types_can_be_imported_from_where_the_pages_say() -> None:
@@ -83,15 +81,115 @@ def test_types_can_be_imported_from_where_the_pages_say() -> None:
         if not pages.is_for_maintainers(page)
         and re.fullmatch(r"([A-Z][a-z]+){2,}(\(.*\))?|Scores|Patch|Site|Call", code)
     }
-    public = {name for package in docstrings.packages() for name in package.__all__}
+    public = {name for package in pages.packages() for name in package.__all__}
     assert {"Scores", "TargetSource"} <= named
     assert named - public - set(vars(errors)) - set(vars(builtins)) - OF_OTHERS == set()
 
 
-def test_nothing_is_left_to_fill_in() -> None:
-    placeholder = re.compile(r"@[A-Z]+@|\bTODO\b|\bTBD\b")
-    assert [name for name, text in _texts().items() if placeholder.search(text)] == []
+# --- changes
 
 
-def _texts() -> dict[str, str]:
-    return {pages.name_of(path): path.read_text("utf-8") for path in pages.paths()}
+def test_a_fragment_of_the_changelog_is_one_sentence_which_the_log_of_the_next_release_has() -> None:
+    fragments = sorted((ROOT / "changelog.d").glob("*.md"))
+    for fragment in fragments:
+        assert re.fullmatch(r"[a-z0-9-]+\.(added|changed|fixed|removed)\.md", fragment.name)
+        text = fragment.read_text("utf-8")
+        assert re.fullmatch(r"[^\n]{10,250}\.\n", text), fragment
+        assert not re.search(r"\w\. [A-Z`]", text.replace("e.g. ", "")), fragment
+    pytest.importorskip("towncrier")
+    command = [sys.executable, "-m", "towncrier", "build", "--draft", "--version", "9.9.9"]
+    log = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True).stdout
+    assert "## 9.9.9 - 2" in log and "### Added" in log
+    assert [path.name for path in fragments if f"- {path.read_text('utf-8').strip()}" not in log] == []
+
+
+# --- patches
+
+
+HEADINGS = ("What it changes", "What it does not change", "Upstream", "Is it active?", "Switch it off")
+
+
+@pytest.mark.parametrize("patch", registry.patches().values(), ids=lambda patch: patch.name)
+def test_the_page_of_a_patch_has_the_same_five_sections(patch: Patch) -> None:
+    text = (ROOT / "docs" / "patches" / f"{patch.name}.md").read_text("utf-8")
+    title, *parts = re.split(r"^## ", text, flags=re.MULTILINE)
+    assert title.startswith(f"# `{patch.name}`\n")
+    sections = dict(part.split("\n", 1) for part in parts)
+    assert [heading for heading in sections if heading in HEADINGS] == list(HEADINGS)
+    assert all(sections[heading].strip() for heading in HEADINGS)
+    assert [s.target for s in patch.sites if s.qualname.split(".")[-1] not in text] == []
+
+    links = re.findall(r"\[([\w.-]+/[\w.-]+#\d+)\]\(https://github\.com/(\S+?)\)", sections["Upstream"])
+    assert sorted(name for name, _ in links) == sorted(patch.upstream)
+    for name, target in links:
+        assert re.fullmatch(name.replace("#", "/(pull|issues)/"), target)
+
+    assert "megatron_rl_patches.status()" in sections["Is it active?"]
+    off = f"all,-{patch.name}" if not patch.explicit else "off unless it is named"
+    assert off in sections["Switch it off"] and f'revert("{patch.name}")' in sections["Switch it off"]
+    assert f"patches/{patch.name}.md" in (ROOT / "README.md").read_text("utf-8")
+
+
+def test_every_page_is_of_a_patch() -> None:
+    assert {path.stem for path in (ROOT / "docs" / "patches").glob("*.md")} == registry.patches().keys()
+
+
+# --- the FAQ
+
+
+# Headings of the FAQ that describe a symptom instead of quoting a message.
+SYMPTOMS = (
+    "Parameters that are stale",
+    "A hang in backward",
+    "The learning rate is another",
+    "No line in the log",
+    "distillation/loss_min",
+    "Weights are NaN",
+    "Gradients are wrong under routing replay",
+)
+# Headings whose message is made from a value or in a compiled library, and where it was observed.
+OBSERVED_IN = {
+    "KeyError: Float16Module(": "tests/real/test_mock_ddp_contract.py: the KeyError of a real module",
+    "torch.OutOfMemoryError: CUDA out of memory": "torch, on a GPU; what is allocated is in docs/benchmarks",
+    "one of the variables needed for gradient computation has been modified by an inplace operation": ""
+    "torch; tests/frameworks/test_real_lean_loss.py",
+    "does not match instances": "megatron-core, set_replay_data; tests/real/test_router_replay.py",
+    "device-side assert triggered": "CUDA; tests/gpu",
+    "Unsupported loss mode: megatron_rl_patches.…": "get_distillation_loss_settings of verl, with our names",
+    "argument --loss-type: invalid choice: 'opd_loss'": "argparse, with the choices of slime",
+}
+
+
+def _folder(package: str) -> Path:
+    spec = find_spec(package)
+    return Path(next(iter(spec.submodule_search_locations or ()), "")) if spec else ROOT / "not installed"
+
+
+# Where all other messages are: ours, and those of others.
+SOURCES = (
+    ROOT / "megatron_rl_patches",
+    ROOT / "_megatron_rl_patches_startup.py",
+    ROOT / "tests" / "frameworks" / "stand_in",
+    _folder("megatron.core") / "distributed",
+    _folder("megatron.core") / "timers.py",
+    _folder("torch") / "utils" / "checkpoint.py",
+)
+RAY = _folder("ray") / "_private" / "runtime_env"
+OF_RAY = "TypeError: runtime_env['env_vars'] must be of type Dict[str, str]"
+
+
+def test_the_faq_quotes_messages_as_the_sources_have_them() -> None:
+    text = (ROOT / "docs" / "faq.md").read_text("utf-8")
+    headings = {heading.strip("`") for heading in re.findall(r"^### (.+)$", text, re.MULTILINE)}
+    assert headings > {OF_RAY, *OBSERVED_IN}
+    quoted = {h for h in headings if not h.startswith(SYMPTOMS)} - set(OBSERVED_IN)
+    sources = "\n".join(map(_text, (*SOURCES, RAY)))
+    missing = {heading for heading in quoted if re.sub(r"^\w+Error: ", "", heading) not in sources}
+    assert missing <= (set() if RAY.exists() else {OF_RAY})
+
+
+def _text(place: Path) -> str:
+    """Return the text of all modules, in which strings that go on in the next line are joined."""
+    files = [place] if place.is_file() else place.rglob("*.py")
+    text = "\n".join(path.read_text("utf-8") for path in files)
+    return re.sub(r"['\"]\s*\n\s*f?['\"]", "", text)

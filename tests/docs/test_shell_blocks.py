@@ -1,18 +1,23 @@
-"""Every shell line of the README and the documentation, in a sandbox.
+"""Every shell line of the README, the documentation and the launch scripts, in a sandbox.
 
-Lines that start a cluster are run with stand-ins for its launchers: each must reach a training process in
-which the patches are then in place, with variables of ours that exist and parse.
+Cheap commands run. Stand-ins for ``ray``, ``pip``, ``make``, ... come first on ``PATH`` and record their
+arguments; that of a launcher runs the program here, in one process, with the variables that its workers would
+have. Lines that start a cluster must reach a training process in which the patches are then in place, with
+variables of ours that exist and parse.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import typer
@@ -21,110 +26,161 @@ from torch.distributed.run import get_args_parser
 from megatron_rl_patches.cli.commands import app
 from megatron_rl_patches.engine.settings import VARIABLE, Settings, parse_selection
 from tests.docs import pages
-from tests.docs.pages import ROOT, Block
-from tests.docs.sandbox import Call, Sandbox
+from tests.docs.pages import ROOT
 from tests.unit.test_cli import GEMMA_3_27B
+from tests.worlds.environment import without_ours
+from tests.worlds.files import write
 
 tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
 
+STAND_IN_MEGATRON = ROOT / "tests" / "packaging" / "stand_in"
+RECORDED = ("make", "pip", "pre-commit", "pytest", "ray", "torchrun", "uv")
+#: Training scripts of frameworks, which import Megatron and print the patches in place.
 PROGRAMS = (
-    "train.py",
-    "train_async.py",
-    "train_rl.py",
-    "scripts/run_qwen3_dense.py",
-    "examples/run_grpo.py",
+    *("train.py", "train_async.py", "train_rl.py", "scripts/run_qwen3_dense.py", "examples/run_grpo.py"),
+    # Apart from the others: where a framework can be imported, its sites are judged.
+    *("launched/train.py", "of_verl/verl/trainer/main_ppo.py"),
 )
 HOOKS = "megatron_rl_patches.hooks"
-# Commands that are not run, and what is checked instead: see _check_call and _check_demo.
+# Not run, as it takes half a minute, and tests/real/test_demo.py runs it: its options are parsed.
 DEMO = re.compile(r"\bmegatron-rl-patches demo\b(.*)")
+RECORD = """#!{python}
+import json, os, subprocess, sys
+from pathlib import Path
+
+name, arguments = Path(sys.argv[0]).name, sys.argv[1:]
+with open({log!r}, "a") as log:
+    log.write(json.dumps([name, arguments]) + "\\n")
+
+def launched(arguments, **variables):
+    code = subprocess.run(arguments, env={{**os.environ, **variables}}).returncode
+    sys.exit(code)
+
+if name == "ray" and arguments[:2] == ["job", "submit"]:
+    split = arguments.index("--")
+    option = next(a for a in arguments[:split] if a.startswith("--runtime-env-json="))
+    launched(arguments[split + 1 :], **json.loads(option.partition("=")[2])["env_vars"])
+if name == "torchrun":
+    script = next(i for i, argument in enumerate(arguments) if argument.endswith(".py"))
+    launched([sys.executable, *arguments[script:]], RANK="0", WORLD_SIZE="1")
+"""
 
 pytestmark = pytest.mark.slow
+
+
+class Sandbox(NamedTuple):
+    """A folder with the programs that the pages start, and a record of the calls in it."""
+
+    folder: Path
+
+    def run(self, code: str, checkout: str = "") -> subprocess.CompletedProcess[str]:
+        """Run the lines in a shell; ``checkout`` is a folder whose packages they can import."""
+        folders = (checkout and str(self.folder / checkout), str(ROOT), os.environ.get("PYTHONPATH"))
+        commands = f"{self.folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        path = os.pathsep.join(filter(None, folders))
+        done = subprocess.run(
+            [shutil.which("bash") or "bash", "-eo", "pipefail", "-c", code],
+            cwd=self.folder,
+            env={**without_ours(), "PATH": commands, "PYTHONPATH": path, "COLUMNS": "200"},
+            text=True,
+            capture_output=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, f"{code}\n{done.stdout}{done.stderr}"
+        return done
+
+    def check_calls(self) -> None:
+        """What stand-ins were called with since the last time would work."""
+        log = self.folder / "calls.jsonl"
+        for line in log.read_text().splitlines() if log.exists() else []:
+            _check_call(*json.loads(line))
+        log.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module")
 def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
     folder = tmp_path_factory.mktemp("sandbox")
-    box = Sandbox(folder)
-    for name in PROGRAMS:
-        box.add_program(name)
-    # Apart from the others: where a framework can be imported, its sites are judged.
-    box.add_program("of_verl/verl/trainer/main_ppo.py")
-    (folder / "gemma-3-27b").mkdir()
-    for place in ("config.json", "gemma-3-27b/config.json"):
-        (folder / place).write_text(json.dumps(GEMMA_3_27B))
-    (folder / ".venv" / "bin").mkdir(parents=True)
-    (folder / ".venv" / "bin" / "activate").touch()
-    _make_checkouts(folder)
-    return box
-
-
-def _make_checkouts(folder: Path) -> None:
-    """A repository of a framework with a tag and a remote branch, and a folder that is a checkout."""
+    record = RECORD.format(python=sys.executable, log=str(folder / "calls.jsonl"))
+    trainer = Path(__file__).with_name("trainer.py").read_text()
+    trainer = f"import sys; sys.path.insert(0, {str(STAND_IN_MEGATRON)!r})\n{trainer}"
+    config = json.dumps(GEMMA_3_27B)
+    files = {
+        **{f"bin/{name}": record for name in RECORDED},
+        **dict.fromkeys(PROGRAMS, trainer),
+        **dict.fromkeys(("of_verl/verl/__init__.py", "of_verl/verl/trainer/__init__.py"), ""),
+        **dict.fromkeys(("config.json", "gemma-3-27b/config.json"), config),
+        "launched/scripts/models/qwen3-4B.sh": "MODEL_ARGS=(--num-layers 36)\n",
+        ".venv/bin/activate": "",
+    }
+    write(folder, files)
+    for name in RECORDED:
+        (folder / "bin" / name).chmod(0o755)
+    # A repository of a framework with a tag and a remote branch, and a folder that is a checkout.
     for place in ("slime", "path/to/new/checkout"):
         shutil.copytree(ROOT / "tests/frameworks/stand_in/slime", folder / place / "slime")
     git = ["git", "-C", folder / "slime", "-c", "user.name=x", "-c", "user.email=x"]
-    for command in (
-        ["init", "-q", "-b", "main"],
-        ["add", "."],
-        ["commit", "-q", "-m", "x"],
-        ["tag", "v0.3.0"],
-        ["update-ref", "refs/remotes/origin/main", "HEAD"],
-    ):
-        subprocess.run([*git, *command], check=True)
-
-
-# --- bash
+    for command in ("init -q -b main", "add .", "commit -q -m x", "tag v0.3.0"):
+        subprocess.run([*git, *command.split()], check=True)
+    subprocess.run([*git, "update-ref", "refs/remotes/origin/main", "HEAD"], check=True)
+    return Sandbox(folder)
 
 
 def _pages_with(language: str) -> list[str]:
-    return list(dict.fromkeys(block.page for block in pages.in_language(language)))
+    return list(dict.fromkeys(block.page for block in pages.blocks(language)))
 
 
 @pytest.mark.parametrize("page", _pages_with("bash"))
 def test_bash(page: str, sandbox: Sandbox) -> None:
-    for block in pages.in_language("bash", page):
-        _check_bash(block, sandbox)
+    for block in pages.blocks("bash", page):
+        only_exports = all(line.startswith("export ") for line in block.code.splitlines())
+        code = f"{block.code}python train.py" if only_exports else block.code
+        printed = _printed(sandbox, code, "of_verl" if "verl" in page or "verl." in block.code else "")
+        reached = [json.loads(line) for line in printed.splitlines() if line.startswith('{"patched"')]
+        sandbox.check_calls()
+        switched_on = (VARIABLE in block.code and "doctor" not in block.code) or HOOKS in block.code
+        assert reached or not switched_on, f"{block.place}: no training process was reached"
+        for process in reached:
+            assert process["patched"] == switched_on, (block.place, process)
+            if switched_on and HOOKS not in block.code:
+                patches, unknown = parse_selection(process["variables"][VARIABLE])
+                assert patches and not unknown
+                Settings.from_environment(process["variables"])
 
 
-def _check_bash(block: Block, sandbox: Sandbox) -> None:
-    _check_demo(block.code)
-    only_exports = all(line.startswith("export ") for line in block.code.splitlines())
-    code = f"{block.code}python train.py" if only_exports else block.code
-    done = _run(sandbox, code, "of_verl" if "verl" in block.page or "verl." in block.code else "")
-    assert done.returncode == 0, f"{block.place}\n{done.stdout}{done.stderr}"
-    reached = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"patched"')]
-    for call in sandbox.calls():
-        _check_call(call)
-    switched_on = (VARIABLE in block.code and "doctor" not in block.code) or HOOKS in block.code
-    assert reached or not switched_on, f"{block.place}: no training process was reached"
-    for process in reached:
-        assert process["patched"] == switched_on, (block.place, process)
-        if switched_on and HOOKS not in block.code:
-            patches, unknown = parse_selection(process["variables"][VARIABLE])
-            assert patches and not unknown
-            Settings.from_environment(process["variables"])
+@pytest.mark.parametrize("page", _pages_with("console"))
+def test_console(page: str, sandbox: Sandbox) -> None:
+    """Commands, and the beginning of what they print."""
+    for block in pages.blocks("console", page):
+        code = block.code.replace("\\\n", "")
+        for session in filter(str.strip, re.split(r"^\$ ", code, flags=re.MULTILINE)):
+            command, _, shown = session.partition("\n")
+            printed = " ".join(_printed(sandbox, command).split())
+            assert re.search(_pattern(shown), printed), f"{shown}\n--- is not what is printed:\n{printed}"
+    sandbox.check_calls()
 
 
-def _run(sandbox: Sandbox, code: str, checkout: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the code, but an estimate only once, as it takes seconds and several pages show the same one."""
-    code = DEMO.sub("true", code).strip()
-    run = _run_once if code.startswith("megatron-rl-patches estimate") else Sandbox.run
-    return run(sandbox, code, checkout=checkout)
+@pytest.mark.parametrize("script", ["slime_run.sh", "verl_run.sh"])
+def test_launch_scripts(script: str, sandbox: Sandbox) -> None:
+    """The processes that the launcher starts have the patches; Ray and the framework are stand-ins."""
+    script = f"SLIME={sandbox.folder / 'launched'} bash {ROOT / 'examples' / script}"
+    assert json.loads(sandbox.run(script, "of_verl").stdout)["patched"] is True
 
 
 _run_once = cache(Sandbox.run)
 
 
-def _check_demo(code: str) -> None:
-    """It takes half a minute, and tests/real/test_demo.py runs it: here its options are parsed."""
+def _printed(sandbox: Sandbox, code: str, checkout: str = "") -> str:
+    """Run the code, but an estimate only once, as it takes seconds and several pages show the same one."""
     for arguments in DEMO.findall(code):
         command = typer.main.get_command(app).commands["demo"]  # type: ignore[attr-defined]
         command.make_context("demo", shlex.split(arguments.partition("#")[0]))
+    code = DEMO.sub("true", code).strip()
+    run = _run_once if code.startswith("megatron-rl-patches estimate") else Sandbox.run
+    return run(sandbox, code, checkout).stdout
 
 
-def _check_call(call: Call) -> None:
+def _check_call(command: str, arguments: list[str]) -> None:
     """What a stand-in was called with would work."""
-    command, arguments = call.command, call.arguments
     if command in ("pip", "uv"):
         _check_pip(arguments)
     elif command == "make":
@@ -133,11 +189,11 @@ def _check_call(call: Call) -> None:
     elif command == "torchrun":
         get_args_parser().parse_args(arguments)
     elif command == "pytest":
-        assert all((ROOT / path).exists() for path in arguments if "/" in path), call
+        assert all((ROOT / path).exists() for path in arguments if "/" in path), arguments
     elif command == "ray":
-        assert arguments[0] == "start" or arguments[:2] == ["job", "submit"], call
+        assert arguments[0] == "start" or arguments[:2] == ["job", "submit"], arguments
     else:
-        assert (ROOT / f".{command}-config.yaml").exists(), call
+        assert (ROOT / f".{command}-config.yaml").exists(), command
 
 
 def _check_pip(arguments: list[str]) -> None:
@@ -150,31 +206,6 @@ def _check_pip(arguments: list[str]) -> None:
             assert own[1] is None or own[1] in project["optional-dependencies"]
         else:  # what is installed in place of the dependencies is among them
             assert name in project["dependencies"]
-
-
-# --- console: commands, and the beginning of what they print
-
-
-@pytest.mark.parametrize("page", _pages_with("console"))
-def test_console(page: str, sandbox: Sandbox) -> None:
-    sessions = [session for block in pages.in_language("console", page) for session in _sessions(block.code)]
-    for command, printed in sessions:
-        _check_demo(command)
-        done = _run(sandbox, command)
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-        if printed:
-            is_printed = re.search(_pattern(printed), " ".join(done.stdout.split()))
-            assert is_printed, f"{printed}\n--- is not what is printed:\n{done.stdout}"
-    for call in sandbox.calls():
-        _check_call(call)
-
-
-def _sessions(code: str) -> list[tuple[str, str]]:
-    return [
-        (session.partition("\n")[0], session.partition("\n")[2].strip())
-        for session in re.split(r"^\$ ", code.replace("\\\n", ""), flags=re.MULTILINE)
-        if session.strip()
-    ]
 
 
 def _pattern(printed: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs import docstrings
+from tests.docs import pages
 from tests.docs.pages import ROOT
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -49,13 +49,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_api_has_every_public_name_by_its_public_path(site: Path) -> None:
-    headings = set()
-    for page in (site / "api").rglob("*.html"):
-        text = page.read_text("utf-8")
-        headings.update(re.findall(r'<h\d id="(megatron_rl_patches\.[\w.]+)"', text))
+    texts = "".join(page.read_text("utf-8") for page in (site / "api").rglob("*.html"))
+    headings = set(re.findall(r'<h\d id="(megatron_rl_patches\.[\w.]+)"', texts))
     # A module has the name of its function.
     headings = {heading.replace("cpu_backend.cpu_backend", "cpu_backend") for heading in headings}
-    public = {f"{package.__name__}.{name}" for package in docstrings.packages() for name in package.__all__}
+    public = {f"{package.__name__}.{name}" for package in pages.packages() for name in package.__all__}
     assert public - headings == set()
 
 
@@ -68,6 +66,8 @@ def test_equations_are_mathml_and_tables_without_a_header_have_no_empty_one(site
 
 
 def test_no_page_shows_tex_or_loads_something_from_elsewhere(site: Path) -> None:
+    first = (site / "index.html").read_text("utf-8")
+    assert "/megatron_rl_patches" in first and "git+REPOSITORY" not in first  # the address of the project
     loads = re.compile(r"""<(?:script|img|link rel="stylesheet")\b[^>]*\b(?:src|href)="https?://""")
     for page in sorted(set(site.rglob("*.html")) - {site / "404.html"}):
         text = page.read_text("utf-8")
@@ -75,28 +75,18 @@ def test_no_page_shows_tex_or_loads_something_from_elsewhere(site: Path) -> None
         assert not re.search(r"\\[a-zA-Z(\[]|\$\$", prose) and not loads.search(text), page
 
 
-def test_the_address_of_the_repository_is_that_of_the_project(site: Path) -> None:
-    text = (site / "index.html").read_text("utf-8")
-    assert "/megatron_rl_patches" in text and "git+REPOSITORY" not in text
-
-
 # --- in a browser
-
-
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
 def address(site: Path) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    handler = partial(SimpleHTTPRequestHandler, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,74 +16,39 @@ from megatron_rl_patches import losses
 from tests.references.dense import dense_divergence, dense_log_probs_and_entropy
 from tests.references.dense_topk import dense_log_probs_at
 
-from .programs import RESPONSES, TOTALS, Loss, Program, S
+from .programs import Loss, Program
 
 BETA, K = 0.3, 3
-_POLICY = losses.PolicyOptions(entropy_coef=0.1, kl_coef=0.2)
-_NUM_TOKENS = sum(RESPONSES)
-OF_MICROBATCH = ("policy", "distillation")
 OF_OTHER_ROWS = ("mutual", "mixture")
 
 
-class Place(NamedTuple):
-    """This process among the ranks of a program."""
-
-    tp_rank: int = 0
-    cp_rank: int = 0
-    tp_group: dist.ProcessGroup | None = None
-    cp_group: dist.ProcessGroup | None = None
-
-
 class Data:
-    """What a loss gets besides the logits ``[n, V]``, which of a microbatch are those of response tokens."""
+    """What a loss gets besides the logits ``[n, V]``."""
 
     def __init__(self, loss: Loss, program: Program, logits: Tensor) -> None:
         draw, generator = random.Random(loss.draw), torch.Generator().manual_seed(loss.draw)
-        size, self.vocabulary = logits.shape
+        noise = partial(torch.randn, generator=generator, dtype=torch.float64)
+        size, vocabulary = logits.shape
         self.rows = None
-        if loss.kind not in OF_MICROBATCH and draw.random() < 0.5:
+        if draw.random() < 0.5:
             self.rows = torch.tensor(sorted(draw.sample(range(size), size // 2)), dtype=torch.int64)
         n = size if self.rows is None else len(self.rows)
-
-        def noise(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-        self.targets = torch.randint(self.vocabulary, (n,), generator=generator)
-        distinct = [draw.sample(range(self.vocabulary), K) for _ in range(n)]
+        self.targets = torch.randint(vocabulary, (n,), generator=generator)
+        distinct = [draw.sample(range(vocabulary), K) for _ in range(n)]
         self.ids = torch.tensor(distinct, dtype=torch.int64).view(n, K)
-        self.per_token = noise(3, n) - 2
-        self.mask = torch.tensor([draw.random() < 0.7 for _ in range(n)] if n else [], dtype=torch.bool)
-        student = logits if self.rows is None else logits[self.rows]
-        self.teacher = (
-            student + 5e-5 * noise(n, self.vocabulary) if program.close else noise(n, self.vocabulary)
-        )
-        self.is_full = draw.random() < 0.4 and not loss.wrong
-        if not program.close and draw.random() < 0.3:
-            # A full teacher's logits are a product, in which zero times -inf is NaN.
-            masked = -1e5 if loss.kind == "distillation" and self.is_full else draw.choice([-math.inf, -1e5])
-            self.teacher[draw.randrange(2) :: 2, self.vocabulary // 2 :] = masked
-        self.teacher = self.teacher.to(torch.float32 if program.close else torch.float64)
         if loss.kind == "at" and n and draw.random() < 0.3:
             self.ids[:, 1] = self.ids[:, 0]
-        if loss.wrong:
-            place = draw.randrange(n)
-            self.mask[place] = True
-            self.targets[place] = draw.choice([self.vocabulary, -1])
-            self.ids[place, 1] = self.ids[place, 0] if loss.wrong == "duplicate" else self.vocabulary
-        self.keep_mask = torch.rand(n, self.vocabulary, generator=generator) < 0.7
+        self.keep_mask = torch.rand(n, vocabulary, generator=generator) < 0.7
+        student = logits if self.rows is None else logits[self.rows]
+        self.teacher, self.old = noise(n, vocabulary), None
         if loss.kind in OF_OTHER_ROWS:
             self.teacher = student.flip(0)
             self.old = (student.roll(1, 0) / loss.temperature).log_softmax(1)
+        elif program.close:
+            self.teacher = (student + 5e-5 * self.teacher).float()
+        elif draw.random() < 0.3:
+            self.teacher[draw.randrange(2) :: 2, vocabulary // 2 :] = draw.choice([-math.inf, -1e5])
         self.log_q = (self.teacher.double() / loss.temperature).log_softmax(1)
-
-    @property
-    def teacher_at_ids(self) -> losses.TopKDistribution:
-        ids = self.ids.clamp(0, self.vocabulary - 1)
-        others = self.log_q.scatter(1, ids, -math.inf).logsumexp(1)
-        return losses.TopKDistribution(self.ids, self.log_q.gather(1, ids), others)
-
-
-# --- the formulas
 
 
 def dense(loss: Loss, data: Data, logits: Tensor) -> Tensor:
@@ -91,10 +56,6 @@ def dense(loss: Loss, data: Data, logits: Tensor) -> Tensor:
     logits, temperature = logits.double(), loss.temperature
     if loss.kind == "sum":
         return logits.sum()[None]
-    if loss.kind in OF_MICROBATCH:
-        per_token = _policy if loss.kind == "policy" else _distillation
-        # What does not count takes no part: zero times infinity is NaN.
-        return torch.stack([per_token(loss, data, logits[data.mask]).sum(), data.mask.sum().double()])
     options: dict[str, Any] = {"rows": data.rows, "temperature": temperature}
     if loss.kind in ("alone", "scores", "kept"):
         options["keep_mask"] = data.keep_mask if loss.kind == "kept" else None
@@ -112,110 +73,42 @@ def dense(loss: Loss, data: Data, logits: Tensor) -> Tensor:
     if loss.kind == "mixture":
         mixed = torch.logaddexp(data.log_q, data.old) - math.log(2)
         return dense_divergence(loss.divergence, log_p, mixed, beta=BETA)
-    return dense_divergence(loss.divergence, log_p, data.log_q, getattr(data, "old", None), BETA)
+    return dense_divergence(loss.divergence, log_p, data.log_q, data.old, BETA)
 
 
-def _policy(loss: Loss, data: Data, logits: Tensor) -> Tensor:
-    """PPO with a KL penalty (k3) and an entropy bonus."""
-    targets = data.targets.clamp(0, data.vocabulary - 1)[data.mask]
-    log_prob, entropy = dense_log_probs_and_entropy(logits, targets, temperature=loss.temperature)
-    advantage, old, ref = data.per_token[:, data.mask]
-    ratio, gap = (log_prob - old).exp(), log_prob - ref
-    surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    return -surrogate + _POLICY.kl_coef * ((-gap).exp() - 1 + gap) - _POLICY.entropy_coef * entropy
+def ours(loss: Loss, data: Data, logits: Tensor, columns: slice, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the values of a loss of this rank's columns of the logits."""
+    of_rows = partial(_ours, loss, data, columns, {"tp_group": group, "temperature": loss.temperature})
+    if logits.is_inference() or not loss.within:  # torch itself refuses to checkpoint these
+        return of_rows(logits)
+    if loss.within == "checkpointed":
+        return losses.checkpointed(of_rows)(logits)
+    can_be_reentrant = logits.requires_grad and loss.kind != "topk"
+    return checkpoint(of_rows, logits, use_reentrant=True) if can_be_reentrant else of_rows(logits)
 
 
-def _distillation(loss: Loss, data: Data, logits: Tensor) -> Tensor:
-    if data.is_full:
-        log_q = data.log_q[data.mask]
-        return dense_divergence(loss.divergence, (logits / loss.temperature).log_softmax(1), log_q)
-    ids = data.ids.clamp(0, data.vocabulary - 1)[data.mask]
-    student = dense_log_probs_at(logits, ids, temperature=loss.temperature)
-    teacher = data.teacher_at_ids
-    log_q = torch.cat([teacher.log_probs, teacher.tail_log_prob[:, None]], 1)[data.mask]
-    return dense_divergence(loss.divergence, torch.cat([student[0], student[1][:, None]], 1), log_q)
-
-
-# --- ours
-
-
-def ours(loss: Loss, data: Data, logits: Tensor, program: Program, place: Place) -> Tensor:
-    """Return the values of a loss of this rank's part of the logits."""
-    function = _function(loss, data, program, place)
-    if loss.within == "checkpointed" and not logits.is_inference():  # torch itself refuses these
-        function = losses.checkpointed(function)
-    can_be_reentrant = logits.requires_grad and not logits.is_inference() and loss.kind != "topk"
-    if loss.within == "reentrant" and can_be_reentrant:
-        return checkpoint(function, logits, use_reentrant=True)
-    return function(logits)
-
-
-def _function(loss: Loss, data: Data, program: Program, place: Place) -> Callable[[Tensor], Tensor]:
-    group, columns = place.tp_group, slice(place.tp_rank * program.width, (place.tp_rank + 1) * program.width)
-    options: dict[str, Any] = {"tp_group": group, "temperature": loss.temperature}
-
-    def of_rows(logits: Tensor) -> Tensor:
-        if loss.kind == "sum":
-            return logits.sum()[None]
-        if loss.kind == "alone":
-            return losses.vocab_parallel_log_probs(logits, data.targets, rows=data.rows, **options)
-        if loss.kind in ("scores", "kept"):
-            kept = {"keep_mask": data.keep_mask[:, columns]} if loss.kind == "kept" else {}
-            return torch.stack(
-                losses.vocab_parallel_log_probs_and_entropy(
-                    logits, data.targets, rows=data.rows, **kept, **options
-                )
-            )
-        if loss.kind == "at":
-            at_ids, tail = losses.vocab_parallel_log_probs_at(
-                logits, data.ids, rows=data.rows, with_tail=True, **options
-            )
-            return torch.cat([at_ids, tail[:, None]], 1)
-        if loss.kind == "topk":
-            topk = losses.vocab_parallel_topk(logits, K, rows=data.rows, **options)
-            numbers = topk.indices.to(topk.log_probs.dtype)
-            return torch.cat([numbers, topk.log_probs, topk.tail_log_prob[:, None]], 1)
-        teacher, old = data.teacher[:, columns], None
-        if loss.kind in OF_OTHER_ROWS:
-            numbers = torch.arange(len(logits)) if data.rows is None else data.rows
-            teacher, old = logits.detach()[numbers.flip(0)], logits.detach()[numbers.roll(1)]
-        how = {"divergence": loss.divergence, "beta": BETA, "rows": data.rows, **options}
-        if loss.kind == "mixture":
-            return losses.full_vocabulary_divergence(logits, [teacher, old], **how)
-        return losses.full_vocabulary_divergence(logits, teacher, old=old, **how)
-
-    if loss.kind not in OF_MICROBATCH:
-        return of_rows
-    layout = losses.SequenceLayout.build(
-        *(TOTALS, RESPONSES),
-        qkv_format="bshd",
-        max_seq_lens=[S] * len(TOTALS),
-        cp_rank=place.cp_rank,
-        cp_size=program.cp,
-    )
-
-    def split(values: Tensor) -> list[Tensor]:
-        return list(values.split(RESPONSES))
-
-    options["cp_group"] = place.cp_group
-    if loss.kind == "policy":
-        tokens = [
-            torch.cat([torch.zeros(2, dtype=torch.int64), response]) for response in split(data.targets)
-        ]
-        batch = losses.PolicyBatch(*(split(x) for x in (data.per_token[0], data.mask, *data.per_token[1:])))
-        loss_func = losses.make_loss_func(tokens, layout, batch, _POLICY, **options)
-    else:
-        whole: Any = data.teacher_at_ids
-        if data.is_full:
-            # The teacher's hidden states select the rows of logits that are given.
-            head = losses.OutputHead(data.teacher[:, columns].T.contiguous())
-            whole = losses.FullDistribution.from_hidden(torch.eye(_NUM_TOKENS, dtype=torch.float64), head)
-        distillation = losses.DistillationBatch([whole.split(RESPONSES)], split(data.mask))
-        how = losses.DistillationOptions(divergence=loss.divergence, beta=BETA)
-        loss_func = losses.make_distillation_loss_func(layout, distillation, how, **options)
-
-    def of_microbatch(logits: Tensor) -> Tensor:
-        total, count, _ = loss_func(logits)
-        return torch.stack([total, count.to(total.dtype)])
-
-    return of_microbatch
+def _ours(loss: Loss, data: Data, columns: slice, options: dict[str, Any], logits: Tensor) -> Tensor:
+    if loss.kind == "sum":
+        return logits.sum()[None]
+    options = {"rows": data.rows, **options}
+    if loss.kind == "alone":
+        return losses.vocab_parallel_log_probs(logits, data.targets, **options)
+    if loss.kind in ("scores", "kept"):
+        kept = {"keep_mask": data.keep_mask[:, columns]} if loss.kind == "kept" else {}
+        both = losses.vocab_parallel_log_probs_and_entropy(logits, data.targets, **kept, **options)
+        return torch.stack(both)
+    if loss.kind == "at":
+        at_ids, tail = losses.vocab_parallel_log_probs_at(logits, data.ids, with_tail=True, **options)
+        return torch.cat([at_ids, tail[:, None]], 1)
+    if loss.kind == "topk":
+        topk = losses.vocab_parallel_topk(logits, K, **options)
+        numbers = topk.indices.to(topk.log_probs.dtype)
+        return torch.cat([numbers, topk.log_probs, topk.tail_log_prob[:, None]], 1)
+    teacher, old = data.teacher[:, columns], None
+    if loss.kind in OF_OTHER_ROWS:
+        numbers = torch.arange(len(logits)) if data.rows is None else data.rows
+        teacher, old = logits.detach()[numbers.flip(0)], logits.detach()[numbers.roll(1)]
+    how = {"divergence": loss.divergence, "beta": BETA, **options}
+    if loss.kind == "mixture":
+        return losses.full_vocabulary_divergence(logits, [teacher, old], **how)
+    return losses.full_vocabulary_divergence(logits, teacher, old=old, **how)

@@ -1,8 +1,8 @@
 """Random programs on logits as data: drawn from a seed, printed as Python, shortened by hand.
 
-A program makes logits ``[B, S, V]`` on tensor- and context-parallel ranks, takes them apart and puts them
-together again, writes to them, reads them, and computes losses of what results. It is printed as a call that
-makes it again: drop steps from it until what fails is short.
+A program makes logits ``[B, S, V]`` on tensor-parallel ranks, takes them apart and puts them together again,
+writes to them, reads them, and computes losses of what results. It is printed as a call that makes it again:
+drop steps from it until what fails is short.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-B, S, H, TOTALS, RESPONSES = 2, 8, 4, (6, 5), (4, 3)
+B, S, H = 2, 8, 4
 
 _KEEPS_VALUES = ("slice", "index", "rows", "cat", "reshape", "transpose", "split", "detach", "clone", "look")
 _OFTEN = (*_KEEPS_VALUES[:-1], "divide", "divide", "convert", "columns", "columns")
@@ -43,15 +43,13 @@ def _changed(change: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
     return operation
 
 
-def _overwritten(
-    of: Callable[[], Tensor], take: Callable[[Tensor, Tensor], Tensor]
-) -> Callable[[Tensor], Tensor]:
+def _overwritten(take: Callable[[Tensor, Tensor], Tensor], *other: float) -> Callable[[Tensor], Tensor]:
     """Return an operation with another tensor, which is overwritten afterwards."""
 
     def operation(x: Tensor) -> Tensor:
-        other = of()
-        result = take(x, other)
-        other.zero_()
+        tensor = torch.tensor(other if len(other) > 1 else other[0])
+        result = take(x, tensor)
+        tensor.zero_()
         return result
 
     return operation
@@ -64,11 +62,11 @@ def _past_the_graph(x: Tensor) -> Tensor:
 
 #: Of logits without a graph: torch keeps the other tensor for the gradient.
 OVERWRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
-    "numbers": _overwritten(lambda: torch.tensor([1, 0, 1]), lambda x, rows: x[rows]),
-    "mask": _overwritten(lambda: torch.arange(B) == 1, lambda x, mask: x[mask]),
-    "index_select": _overwritten(lambda: torch.tensor([1, 1]), lambda x, rows: x.index_select(0, rows)),
-    "divisor": _overwritten(lambda: torch.tensor(2.0), lambda x, divisor: x / divisor),
-    "divisor in place": _overwritten(lambda: torch.tensor(2.0), lambda x, divisor: x.div_(divisor)),
+    "numbers": _overwritten(lambda x, rows: x[rows], 1, 0, 1),
+    "mask": _overwritten(lambda x, mask: x[mask], False, True),
+    "index_select": _overwritten(lambda x, rows: x.index_select(0, rows), 1, 1),
+    "divisor": _overwritten(lambda x, divisor: x / divisor, 2.0),
+    "divisor in place": _overwritten(lambda x, divisor: x.div_(divisor), 2.0),
 }
 #: What makes deferred logits ordinary, takes rows of them, or gives them another scale. Nobody draws these.
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -81,7 +79,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "function of some rows": lambda x: torch.cat([_ThreeTimes.apply(x[0])[None][:, :5], x[1:, :5]]) / 2,
     "detached rows beside others": lambda x: torch.cat([x[:1].detach(), x[1:]]),
     "rows of another scale beside others": lambda x: torch.cat([x[:1] / 1.7, x[1:]]),
-    "past the graph": lambda x: _past_the_graph(x),
+    "past the graph": _past_the_graph,
     "past the graph beside others": lambda x: torch.cat([_past_the_graph(x)[1:], x[:1]]),
     "where": lambda x: torch.where(_last(x), x.new_tensor(-30.0), x),
     "multiplied": lambda x: x * 1.5,
@@ -112,17 +110,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 RESHAPING = ("function of some rows", "numbers", "mask")
 
 
-class _Printed:
-    """Prints as the call that makes it, without what has its default."""
-
-    def __repr__(self) -> str:
-        of_fields = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
-        shown = ", ".join(f"{name}={value!r}" for name, value, default in of_fields if value != default)
-        return f"{type(self).__name__}({shown})"
-
-
-@dataclass(frozen=True, repr=False)
-class Step(_Printed):
+class Step(NamedTuple):
     """Appends a tensor made of one before, or changes one.
 
     Attributes:
@@ -137,18 +125,16 @@ class Step(_Printed):
     alone: int | None = None
 
 
-@dataclass(frozen=True, repr=False)
-class Loss(_Printed):
+class Loss(NamedTuple):
     """A loss of one tensor.
 
     Attributes:
-        kind: ``scores``, ``at``, ``topk``, ``divergence``, ``sum``; of the microbatch ``policy`` and
-            ``distillation``. Nobody draws ``alone``, log-probabilities without entropies, ``kept``, those of
-            some columns, ``mutual``, a divergence from other rows of the same logits, and ``mixture``.
+        kind: ``scores``, ``at``, ``topk``, ``divergence``, ``sum``. Nobody draws ``alone``, log-probabilities
+            without entropies, ``kept``, those of some columns, ``mutual``, a divergence from other rows of
+            the same logits, and ``mixture``.
         of: which tensor, as in a step.
         draw: seed of targets, ids, masks and teachers.
         within: ``checkpointed`` or ``reentrant``, the function that computes it again in backward.
-        wrong: what all ranks must refuse: an ``id`` outside of the vocabulary, a ``duplicate`` one.
     """
 
     kind: str
@@ -157,16 +143,15 @@ class Loss(_Printed):
     temperature: float = 1.0
     divergence: str = "reverse_kl"
     within: str = ""
-    wrong: str = ""
 
 
-@dataclass(frozen=True, repr=False)
-class Program(_Printed):
+@dataclass(frozen=True)
+class Program:
     """Logits, steps and losses.
 
     Attributes:
         seed: of hidden states and weights.
-        tp: number of tensor-parallel ranks, ``cp`` of context-parallel ranks.
+        tp: number of tensor-parallel ranks.
         made: ``deferred``, ``existing`` (deferred rows of logits that exist), ``ordinary``.
         within: the checkpoint in which the logits are made: ``checkpointed``, ``reentrant``.
         masked: what the bias of the second half of the vocabulary is, if not zero.
@@ -178,7 +163,6 @@ class Program(_Printed):
 
     seed: int
     tp: int = 1
-    cp: int = 1
     made: str = "deferred"
     within: str = ""
     masked: float = 0.0
@@ -196,10 +180,9 @@ class Program(_Printed):
         return (1024 if self.close else 10) // self.tp
 
 
-def drawn(seed: int, ranks: int = 1) -> Program:
+def drawn(seed: int, tp: int = 1) -> Program:
     """Draw a program for so many ranks."""
-    draw = random.Random(seed * 8 + ranks)
-    tp = draw.choice([n for n in (1, 2, 4) if ranks % n == 0])
+    draw = random.Random(seed * 8 + tp)
     close = draw.random() < 0.15
 
     def which() -> int:
@@ -210,16 +193,12 @@ def drawn(seed: int, ranks: int = 1) -> Program:
         alone = draw.randrange(tp) if kind in _ALONE and tp > 1 and draw.random() < 0.5 else None
         return Step(kind, which(), draw.randrange(1000), alone)
 
-    def loss(last: bool) -> Loss:
+    def loss() -> Loss:
         kinds = ["divergence", "scores"] if close else ["scores", "at", "topk", "divergence"] * 2
-        kinds += [] if close else ["policy", "distillation"] * (1 if ranks == tp else 8)
         kind = draw.choice(kinds + ["sum"] * (tp == 1 and not close))
-        wrong = draw.choice(["id", "id", "duplicate"]) if last and draw.random() < 0.15 else ""
-        if kind not in ("policy", "distillation") or (kind == "policy" and wrong == "duplicate"):
-            wrong = ""
+        numbers = which(), draw.randrange(1000), draw.choice([1.0, 0.7, 0.6, 2.0])
         return Loss(
-            *(kind, which(), draw.randrange(1000), draw.choice([1.0, 0.7, 0.6, 2.0])),
-            *(draw.choice(DIVERGENCES), draw.choice(["", "", "checkpointed", "reentrant"]), wrong),
+            kind, *numbers, draw.choice(DIVERGENCES), draw.choice(["", "", "checkpointed", "reentrant"])
         )
 
     made = draw.choice(["deferred"] * 3 + ["existing", "ordinary"])
@@ -229,7 +208,6 @@ def drawn(seed: int, ranks: int = 1) -> Program:
     return Program(
         seed,
         tp,
-        cp=ranks // tp,
         made=made,
         within=within,
         masked=draw.choice(_MASKS) if not close and draw.random() < 0.3 else 0.0,
@@ -237,7 +215,7 @@ def drawn(seed: int, ranks: int = 1) -> Program:
         tile_bytes=draw.choice([1 << 14, 1 << 20] if close else [128, 128, 512, 1 << 20]),
         gradients=gradients,
         steps=tuple(step() for _ in range(draw.randrange(0, 8))),
-        losses=tuple(loss(n == number - 1) for n in range(number)),
+        losses=tuple(loss() for _ in range(number)),
     )
 
 

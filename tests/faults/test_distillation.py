@@ -6,25 +6,19 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_rl_patches import losses
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.frameworks import distillation_loss
 from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer
-from megatron_rl_patches.losses import (
-    average_metrics,
-    deferred_logits,
-    full_vocabulary_divergence,
-    mean_count,
-)
 from tests.ranks import everywhere, on_ranks
-
-on_two_ranks = on_ranks(2, megatron=False, timeout=60)
+from tests.references.sent_bytes import sent_bytes
 
 
 def refused_alike(message: str, call: Callable[[], Any]) -> None:
@@ -44,14 +38,11 @@ FAULTS: dict[str, str] = {
 }
 
 
-@on_two_ranks
-def test_what_one_rank_finds_wrong_is_an_error_on_all(tmp_path: Path) -> None:
+def check_names_and_folders_of_teachers(tmp_path: Path) -> None:
     here = dist.get_rank() == 1
     (tmp_path / "math").mkdir(exist_ok=True)
 
-    def forward(function: Any) -> NoReturn:
-        raise AssertionError("a rank has started a forward pass")
-
+    forward = mock.Mock(side_effect=AssertionError("a rank has started a forward pass"))
     for fault, message in FAULTS.items():
         teachers = {"math": str(tmp_path / ("missing" if here and fault == "folder" else "math"))}
         other = {"name": "poetry", "number": 3}.get(fault, "math") if here else "math"
@@ -61,20 +52,12 @@ def test_what_one_rank_finds_wrong_is_an_error_on_all(tmp_path: Path) -> None:
         refused_alike(message, scorer.scores_in(rollout, forward).__enter__)
 
 
-@on_two_ranks
-def test_logits_that_are_made_on_the_last_stage_are_an_error_on_all() -> None:
-    args = SimpleNamespace(
-        opd_teachers={"math": "."}, opd_combine="mixture", opd_top_k="full", opd_divergence="reverse_kl"
-    )
-    switched: list[str] = []
-    scorer = TeacherScorer(
-        SimpleNamespace(
-            args=args,
-            model=[torch.nn.Linear(1, 1)],
-            weights_backuper=SimpleNamespace(backup_tags={"opd_math"}),
-            _switch_model=switched.append,
-        )
-    )
+def check_logits_that_are_made_on_the_last_stage() -> None:
+    how = {"opd_combine": "mixture", "opd_top_k": "full", "opd_divergence": "reverse_kl"}
+    args, switched = SimpleNamespace(opd_teachers={"math": "."}, **how), list[str]()
+    weights = SimpleNamespace(backup_tags={"opd_math"})
+    state = {"model": [torch.nn.Linear(1, 1)], "weights_backuper": weights, "_switch_model": switched.append}
+    scorer = TeacherScorer(SimpleNamespace(args=args, **state))
     scorer.batch = {"total_lengths": [4], "response_lengths": [2]}
 
     def forward(function: Any) -> dict[str, Any]:
@@ -88,47 +71,71 @@ def test_logits_that_are_made_on_the_last_stage_are_an_error_on_all() -> None:
     assert switched == ["actor", "opd_math", "actor"] and not rollout
 
 
-@on_two_ranks
-def test_teachers_that_disagree_are_an_error_on_all_before_a_collective() -> None:
+def check_teachers_that_disagree() -> None:
+    """They are refused before a collective."""
     group = dist.group.WORLD
 
     def logits(rows: int, vocabulary: int) -> torch.Tensor:
-        return deferred_logits(torch.ones(rows, 3), torch.ones(vocabulary, 3), tp_group=group)
+        return losses.deferred_logits(torch.ones(rows, 3), torch.ones(vocabulary, 3), tp_group=group)
 
     # Without tensor parallelism the number of ids would say which columns of another padding to compare.
     for rows, vocabulary, num_ids in ((5, 8, None), (4, 12, None), (4, 12, 16)):
         teachers = [logits(4, 8), logits(rows, vocabulary)]
-        collectives = ("all_reduce", "all_gather_into_tensor", "all_gather", "all_gather_single")
-        none = {name: mock.DEFAULT for name in collectives if hasattr(dist, name)}
         with (
-            mock.patch.multiple(dist, **none) as started,
+            sent_bytes() as sent,
             pytest.raises(InvalidInputError, match=rf"teacher 1 is \[{rows}, {vocabulary}\]") as raised,
         ):
-            full_vocabulary_divergence(logits(4, 8), teachers, tp_group=group, num_ids=num_ids)
-        assert not any(collective.called for collective in started.values())
+            losses.full_vocabulary_divergence(logits(4, 8), teachers, tp_group=group, num_ids=num_ids)
+        assert not sent
         first, second = everywhere(str(raised.value))
         assert first == second
 
 
-@on_two_ranks
-def test_what_one_replica_cannot_average_is_an_error_on_all() -> None:
+def check_what_one_replica_cannot_average() -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
     mine, nothing = [torch.ones(2 + 2 * rank)], [[torch.ones(2)], []]
-    assert mean_count(mine, 1, "token", data_parallel_group=group) == 3
+    assert losses.mean_count(mine, 1, "token", data_parallel_group=group) == 3
     refused_alike(
         "loss_masks have the shapes []",
-        lambda: mean_count(nothing[rank], 1, "token", data_parallel_group=group),
+        lambda: losses.mean_count(nothing[rank], 1, "token", data_parallel_group=group),
     )
     refused_alike(
-        "num_microbatches is 0", lambda: mean_count(mine, 1 - rank, "token", data_parallel_group=group)
+        "num_microbatches is 0", lambda: losses.mean_count(mine, 1 - rank, "token", data_parallel_group=group)
     )
     loss, largest = torch.tensor([4.0 * rank, 2.0]), torch.tensor([1.0 + rank, 1.0])
     report = {"loss": loss, "ratio_max": largest}
-    assert average_metrics([report], group) == {"loss": 1, "ratio_max": 2}
+    assert losses.average_metrics([report], group) == {"loss": 1, "ratio_max": 2}
     refused_alike(
         "rank 1 of the group has ['loss'], rank 0 ['loss', 'ratio_max']",
-        lambda: average_metrics([report, {"loss": loss}][rank:][:1], group),
+        lambda: losses.average_metrics([report, {"loss": loss}][rank:][:1], group),
     )
     refused_alike(
-        "that of microbatch 1 has ['loss']", lambda: average_metrics([report, {"loss": loss}], group)
+        "that of microbatch 1 has ['loss']", lambda: losses.average_metrics([report, {"loss": loss}], group)
     )
+
+
+def check_a_wrong_id_of_one_context_parallel_rank() -> None:
+    ones, options = [torch.ones(6)], {"cp_group": dist.group.WORLD}
+    layout = losses.SequenceLayout.build(
+        [8], [6], qkv_format="bshd", max_seq_lens=[8], cp_rank=dist.get_rank(), cp_size=2
+    )
+    tokens, of_none, twice = torch.zeros(8, dtype=torch.int64), *torch.arange(3).repeat(2, 6, 1)
+    tokens[4] = of_none[2, 1] = 5  # as many ids as there are; their rows are those of the second rank
+    twice[2, 1] = twice[2, 0]
+    logits = torch.randn(1, 4, 5, requires_grad=True)
+    with pytest.raises(InvalidInputError):
+        losses.make_loss_func([tokens], layout, losses.PolicyBatch(ones, ones), **options)(logits)
+    for indices in (of_none, twice):
+        teacher = losses.TopKDistribution(indices, torch.full((6, 3), -2.0), torch.full((6,), -1.0))
+        batch = losses.DistillationBatch([[teacher]], ones)
+        with pytest.raises(InvalidInputError):
+            losses.make_distillation_loss_func(layout, batch, **options)(logits)
+
+
+@on_ranks(2, megatron=False, timeout=60)
+def test_what_one_rank_alone_finds_wrong_is_an_error_on_all(tmp_path: Path) -> None:
+    check_names_and_folders_of_teachers(tmp_path)
+    check_logits_that_are_made_on_the_last_stage()
+    check_teachers_that_disagree()
+    check_what_one_replica_cannot_average()
+    check_a_wrong_id_of_one_context_parallel_rank()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -36,12 +36,7 @@ from tests.real.faults import STAGES, Trainee, counting_updates, fault, interrup
 from tests.real.test_interruption import SETTINGS
 from tests.references.live_bytes import reachable_bytes
 
-
-class Call(NamedTuple):
-    """The ``number``-th call of a function, from 0."""
-
-    function: str
-    number: int
+Call = tuple[str, int]  # the n-th call of a function, from 0
 
 
 @contextmanager
@@ -65,7 +60,7 @@ def watched(*parts: str, methods: Container[str] = (), at: Call | None = None) -
             name = f"{event} {argument.__name__}"
         else:
             return
-        calls.append(Call(name, counts[name]))
+        calls.append((name, counts[name]))
         counts[name] += 1
         if calls[-1] == at:
             os.kill(os.getpid(), signal.SIGINT)  # Python switches off what raises in it
@@ -75,12 +70,6 @@ def watched(*parts: str, methods: Container[str] = (), at: Call | None = None) -
         yield calls
     finally:
         sys.setprofile(None)
-
-
-def first_and_last(calls: list[Call]) -> list[Call]:
-    """Of each function."""
-    counts = Counter(call.function for call in calls)
-    return [call for call in calls if call.number in (0, counts[call.function] - 1)]
 
 
 @contextmanager
@@ -109,25 +98,25 @@ PARTS = (
 )
 
 
-class Interrupted:
+class Interrupted(Trainee):
     """A model whose training is interrupted again and again, and goes on for a step after each interrupt."""
 
     def __init__(self) -> None:
-        self.trainee = Trainee(TinyModel())
+        super().__init__(TinyModel())
         self._losses: dict[str, tuple[int, float]] = {}  # after the interrupt at a place
 
     def go_on(self, place: object) -> None:
-        self.trainee.train(1)
-        self._losses[str(place)] = self.trainee.done - 1, self.trainee.losses[-1]
+        self.train(1)
+        self._losses[str(place)] = self.done - 1, self.losses[-1]
 
     def assert_same_as_undisturbed(self) -> None:
         with same_process_groups():
             undisturbed = Trainee(TinyModel())
-        undisturbed.train(self.trainee.done)
+        undisturbed.train(self.done)
         for place, (step, loss) in self._losses.items():
             assert loss == undisturbed.losses[step], f"{place}: step {step}"
-        assert self.trainee.checksums() == undisturbed.checksums()
-        first, second = everywhere((list(self._losses), self.trainee.checksums().params))
+        assert self.checksums() == undisturbed.checksums()
+        first, second = everywhere((list(self._losses), self.checksums().params))
         assert first == second
 
 
@@ -135,30 +124,27 @@ class Interrupted:
 @on_ranks(2, timeout=200)
 def test_interrupted_at_every_call() -> None:
     with applied("reentrant-train", settings=SETTINGS):
-        run = Interrupted()
-        run.trainee.train(1)
+        trainee = Interrupted()
+        trainee.train(1)
         with watched(*PARTS) as calls:
-            run.trainee.train(2)
-        places = first_and_last(calls)
-        names = {call.function.partition(",")[0] for call in places}
+            trainee.train(2)
+        counts = Counter(function for function, _ in calls)
+        names = {function.partition(",")[0] for function in counts}
         assert {"register_grad_ready", "start_grad_sync", "disable", "synchronize_interrupted"} <= names
-        for place in places:
-            with (
-                counting_updates(run.trainee.optimizer) as updates,
-                pytest.raises(KeyboardInterrupt),
-                watched(*PARTS, at=place),
-            ):
-                run.trainee.train(2)
-            run.trainee.done += len(updates)
-            run.go_on(place)
-        run.assert_same_as_undisturbed()
+        # The first and the last call of each function.
+        for place in [call for call in calls if call[1] in (0, counts[call[0]] - 1)]:
+            updates = counting_updates(trainee.optimizer)
+            with updates as done, pytest.raises(KeyboardInterrupt), watched(*PARTS, at=place):
+                trainee.train(2)
+            trainee.done += len(done)
+            trainee.go_on(place)
+        trainee.assert_same_as_undisturbed()
 
 
 @on_ranks(2)
 def test_interrupted_again_while_cleaning_up() -> None:
     with applied("reentrant-train", settings=SETTINGS):
-        run = Interrupted()
-        trainee = run.trainee
+        trainee = Interrupted()
         trainee.train(1)
         for name in ("_close_abandoned_no_sync", "_reset_bucket_group"):  # cleaning up
             for stage, step in (("backward 1", 1), ("after step", 0)):
@@ -169,13 +155,13 @@ def test_interrupted_again_while_cleaning_up() -> None:
                 ):
                     trainee.train(2)
                 trainee.done += 1
-                run.go_on((stage, name))
+                trainee.go_on((stage, name))
         for name in ("_any_rank_was", "_gather_parameters"):  # the next entry
             trainee.fail("after step", 0, interrupt)
             with pytest.raises(KeyboardInterrupt), interrupted_after(recovery, name):
                 trainee.train(1)
-            run.go_on(("entry", name))
-        run.assert_same_as_undisturbed()
+            trainee.go_on(("entry", name))
+        trainee.assert_same_as_undisturbed()
 
 
 @on_ranks(2)
@@ -188,8 +174,7 @@ def _terminated(exits: bool) -> None:
         trainee.train(1)
         if dist.get_rank() == 1:
             trainee.fail("backward 1", 0, lambda stage: os.kill(os.getpid(), signal.SIGTERM))
-        else:
-            trainee.train(1)
+        trainee.train(1)
 
 
 @pytest.mark.parametrize("exits", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -224,7 +209,7 @@ def _fill(model: torch.nn.Module, value: float) -> None:
 
 
 def _values(pool: TeacherPool) -> set[float]:
-    return {float(value) for weight in pool.model.state_dict().values() for value in weight.flatten()}
+    return {value for weight in pool.model.state_dict().values() for value in weight.flatten().tolist()}
 
 
 def take_turns(pool: TeacherPool) -> None:
@@ -252,7 +237,10 @@ def add_what_the_model_holds(pool: TeacherPool) -> None:
         pass
 
 
-@pytest.mark.parametrize("scenario", [take_turns, add_from_state, add_within_use, add_what_the_model_holds])
+SLOW = pytest.param(take_turns, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("scenario", [SLOW, add_from_state, add_within_use, add_what_the_model_holds])
 def test_swaps_interrupted_at_every_call(scenario: Callable[[TeacherPool], None]) -> None:
     pool = _pool()
     with _watched() as calls:
@@ -286,51 +274,37 @@ def _check(pool: TeacherPool, place: Any) -> None:
     assert pool.names == ["a", "b"], place
 
 
-ROUNDS = 4
 # Stage and step of each failing call of a round. Not "in step": what a half update gives is not defined.
-IN_SECOND_STEP = [stage for stage in STAGES if stage not in ("before forward", "in step")]
-ROUND = [("before forward", 0), *((stage, 1) for stage in IN_SECOND_STEP)]
-ROUND += [("backward 1", 0), ("after step", 0), ("before step", 0)]
+IN_SECOND_STEP = [(stage, 1) for stage in STAGES if stage not in ("before forward", "in step")]
+ROUND = [("before forward", 0), *IN_SECOND_STEP, ("backward 1", 0), ("after step", 0), ("before step", 0)]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads and file descriptors in /proc")
 @on_ranks(2, timeout=200)
 def test_forty_failing_calls() -> None:
-    assert ROUNDS * len(ROUND) == 40
+    assert 4 * len(ROUND) == 40
     with applied("reentrant-train", settings=SETTINGS):
-        trainee = Trainee(TinyModel())
-        found = []  # after the first call of every stage, and 20 and 40 calls later
-        for done in range(1 + ROUNDS):
+        trainee, found = Interrupted(), []  # after the first call of every stage, and 20 and 40 calls later
+        for done in range(1 + 4):
             for stage, step in ROUND:
                 trainee.fail(stage, step)
             if done % 2 == 0:
                 found.append(held(trainee.model))
-        trainee.train(2)
-        with same_process_groups():
-            undisturbed = Trainee(TinyModel())
-        undisturbed.train(trainee.done)
+        trainee.go_on("the last call")
+        trainee.assert_same_as_undisturbed()
     warm, *later = found
     assert warm["hooks"] > 0 and warm["live bytes"] > 0
     assert later == [warm, warm]
-    assert trainee.checksums() == undisturbed.checksums()
-    assert trainee.losses == undisturbed.losses[-2:]
-    first, second = everywhere(trainee.checksums().params)
-    assert first == second
 
 
 def held(model: Sequence[Any]) -> dict[str, int]:
     """Return counts of what a failing call could leave behind in a process, after collecting garbage."""
     counts = {"live bytes": reachable_bytes()}
     things = [type(thing) for thing in gc.get_objects()]
-    for kinds in (
-        (types.GeneratorType, contextlib._GeneratorContextManager),
-        (RemovableHandle,),
-        (torch.Tensor,),
-        (types.FrameType,),
-        (BaseException,),
-    ):
-        counts[kinds[0].__name__] = sum(issubclass(kind, kinds) for kind in things)
+    generators = (types.GeneratorType, contextlib._GeneratorContextManager)
+    for kind in (*generators, RemovableHandle, torch.Tensor, types.FrameType, BaseException):
+        counts[kind.__name__] = sum(issubclass(thing, kind) for thing in things)
     owners = [vars(thing) for chunk in model for thing in (*chunk.modules(), *chunk.parameters())]
     hooks = [value for owner in owners for name, value in owner.items() if name.endswith("_hooks")]
     counts["hooks"] = sum(len(value) for value in hooks if value)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -49,7 +50,9 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "block_bytes": [None, 1, 4096],
     "seed": [0, 1, 2],
 }
-cases = pytest.mark.parametrize("case", pairwise(OPTIONS), ids=lambda case: f"{case['dtype']}"[6:])
+CASES = pairwise(OPTIONS)
+#: How the loss is called: its kind, whether in place, with a keep-mask; each case has a third of these.
+USES = list(product(("alone", "with entropy", "with entropy as a metric"), (False, True), (False, True)))
 
 
 class Strange:
@@ -110,11 +113,13 @@ def gradients_agree(found: Tensor, expected: Tensor) -> bool:
     return found.dtype in ROUNDING and agree(found, expected, ROUNDING[found.dtype], largest)
 
 
-@pytest.mark.parametrize("kind", ["alone", "with entropy", "with entropy as a metric"])
-@pytest.mark.parametrize("inplace", [False, True], ids=["fresh", "in place"])
-@pytest.mark.parametrize("kept", [False, True], ids=["all", "kept"])
-@cases
-def test_log_probs_and_entropy(case: dict[str, Any], kept: bool, inplace: bool, kind: str) -> None:
+def test_log_probs_and_entropy() -> None:
+    for number, case in enumerate(CASES):
+        for use in USES[number % 3 :: 3]:
+            check_log_probs_and_entropy(case, *use)
+
+
+def check_log_probs_and_entropy(case: dict[str, Any], kind: str, inplace: bool, kept: bool) -> None:
     logits = Strange(case)
     targets = logits.ids()
     keep_mask = torch.rand(len(targets), case["width"], generator=logits.generator) < 0.5 if kept else None
@@ -130,7 +135,7 @@ def test_log_probs_and_entropy(case: dict[str, Any], kept: bool, inplace: bool, 
         outputs = losses.vocab_parallel_log_probs_and_entropy(logits.view, targets, **options)
     leaf = logits.seen.double().requires_grad_()
     expected = dense_log_probs_and_entropy(leaf, targets, **logits.known, keep_mask=keep_mask)
-    assert all(agree(*pair, logits.rounding()) for pair in zip(outputs, expected, strict=False))
+    assert all(agree(*pair, logits.rounding()) for pair in zip(outputs, expected, strict=False)), case
     differentiated = 2 if kind == "with entropy" else 1
     weights = [logits.weights(values) for values in expected[:differentiated]]
     gradient = backward(expected[:differentiated], weights, leaf)
@@ -138,49 +143,46 @@ def test_log_probs_and_entropy(case: dict[str, Any], kept: bool, inplace: bool, 
     if kept:
         left_out = gradient.isnan().any(1, keepdim=True) & ~gradient.isnan()
         mine = torch.where(left_out & mine.isnan(), 0.0, mine)
-    assert mine.dtype == logits.dtype and gradients_agree(mine, gradient)
+    assert mine.dtype == logits.dtype and gradients_agree(mine, gradient), (case, kind, inplace, kept)
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
-@cases
-def test_log_probs_at_ids_and_tail(case: dict[str, Any], k: int) -> None:
-    logits = Strange(case)
-    indices = logits.ids(k, share=0.2)
-    outputs = losses.vocab_parallel_log_probs_at(logits.view, indices, with_tail=True, **logits.options)
-    leaf = logits.seen.double().requires_grad_()
-    expected = dense_log_probs_at(leaf, indices, **logits.known)
-    assert all(agree(*pair, logits.rounding()) for pair in zip(outputs, expected, strict=True))
-    # What is -inf is no id, or has no derivative in the definition.
-    weights = [torch.where(x.detach() == -torch.inf, 0.0, logits.weights(x)) for x in expected]
-    counted = [torch.where(weight == 0, 0.0, x) for weight, x in zip(weights, expected, strict=True)]
-    has_grad = torch.zeros(ROWS, dtype=torch.bool)
-    has_grad[logits.selected] = (weights[0] > 0).any(1) | (weights[1] > 0)
-    gradient = torch.where(has_grad[:, None], backward(counted, weights, leaf), 0.0)
-    assert gradients_agree(backward(outputs, weights, logits.view), gradient)
+def test_log_probs_at_ids_and_tail(k: int) -> None:
+    for case in CASES:
+        logits = Strange(case)
+        indices = logits.ids(k, share=0.2)
+        outputs = losses.vocab_parallel_log_probs_at(logits.view, indices, with_tail=True, **logits.options)
+        leaf = logits.seen.double().requires_grad_()
+        expected = dense_log_probs_at(leaf, indices, **logits.known)
+        assert all(agree(*pair, logits.rounding()) for pair in zip(outputs, expected, strict=True)), case
+        # What is -inf is no id, or has no derivative in the definition.
+        weights = [torch.where(x.detach() == -torch.inf, 0.0, logits.weights(x)) for x in expected]
+        counted = [torch.where(weight == 0, 0.0, x) for weight, x in zip(weights, expected, strict=True)]
+        has_grad = torch.zeros(ROWS, dtype=torch.bool)
+        has_grad[logits.selected] = (weights[0] > 0).any(1) | (weights[1] > 0)
+        gradient = torch.where(has_grad[:, None], backward(counted, weights, leaf), 0.0)
+        assert gradients_agree(backward(outputs, weights, logits.view), gradient), case
 
 
 @pytest.mark.parametrize("k", [1, 2, 7])
-@cases
-def test_topk(case: dict[str, Any], k: int) -> None:
-    logits = Strange(case)
-    k = min(k, case["width"])
-    outputs = losses.vocab_parallel_topk(logits.view, k, **logits.options)
-    selected = logits.seen.double()[logits.selected]
-    order = selected.sort(dim=1, descending=True, stable=True).indices[:, :k]
-    has_softmax = ~has_no_softmax(selected)
-    assert torch.equal(outputs.indices[has_softmax], order[has_softmax])
-    assert all(len(set(row)) == k for row in outputs.indices.tolist())
-    assert ((outputs.indices >= 0) & (outputs.indices < case["width"])).all()
-    expected = dense_log_probs_at(selected, outputs.indices, temperature=case["temperature"])
-    assert agree(outputs.log_probs, expected[0], logits.rounding())
-    assert agree(outputs.tail_log_prob, expected[1], logits.rounding())
+def test_topk(k: int) -> None:
+    for case in CASES:
+        logits, width = Strange(case), min(k, case["width"])
+        outputs = losses.vocab_parallel_topk(logits.view, width, **logits.options)
+        selected = logits.seen.double()[logits.selected]
+        order = selected.sort(dim=1, descending=True, stable=True).indices[:, :width]
+        has_softmax = ~has_no_softmax(selected)
+        assert torch.equal(outputs.indices[has_softmax], order[has_softmax]), case
+        assert all(len(set(row)) == width for row in outputs.indices.tolist()), case
+        assert ((outputs.indices >= 0) & (outputs.indices < case["width"])).all(), case
+        expected = dense_log_probs_at(selected, outputs.indices, temperature=case["temperature"])
+        assert agree(outputs.log_probs, expected[0], logits.rounding()), case
+        assert agree(outputs.tail_log_prob, expected[1], logits.rounding()), case
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["all", "kept"])
-@pytest.mark.parametrize("inplace", [False, True], ids=["fresh", "in place"])
-@pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
-def test_rows_whose_values_have_no_gradient_have_none(dtype: torch.dtype, inplace: bool, kept: bool) -> None:
-    for seed in range(10):
+def test_rows_whose_values_have_no_gradient_have_none(kept: bool) -> None:
+    for dtype, inplace, seed in product(ROUNDING, (False, True), range(5)):
         case = {"dtype": dtype, "strides": "contiguous", "width": 33, "rows": None, "seed": seed}
         first, second = (Strange({**case, "temperature": 1.0, "block_bytes": None}) for _ in range(2))
         counts = torch.rand(ROWS, generator=first.generator) < 0.5

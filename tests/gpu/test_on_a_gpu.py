@@ -26,12 +26,16 @@ from tests.references.one_device import gpu_or_cpu
 IS_DRY = bool(os.environ.get("GPU_DRY_RUN"))
 DEVICE = torch.device("cpu" if IS_DRY else "cuda")
 
-needs_gpu = [
+pytestmark = [
     # Of torch about its own compiler, which differ from torch to torch.
     pytest.mark.filterwarnings("default"),
     pytest.mark.gpu,
     pytest.mark.skipif(not (IS_DRY or torch.cuda.is_available()), reason="there is no GPU"),
 ]
+ROWS, HIDDEN, VOCABULARY = (64, 32, 2048) if IS_DRY else (512, 256, 32768)
+TEMPERATURE = 0.8
+# Gradients in bfloat16 have eight significant bits; those of hidden states and weight are sums of such.
+ROUNDING, OF_SUMS = 2**-8, 0.02
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
@@ -44,14 +48,6 @@ def peak_bytes(call: Callable[[], object]) -> int:
     call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
-
-
-pytestmark = needs_gpu
-
-ROWS, HIDDEN, VOCABULARY = (64, 32, 2048) if IS_DRY else (512, 256, 32768)
-TEMPERATURE = 0.8
-# Gradients in bfloat16 have eight significant bits; those of hidden states and weight are sums of such.
-ROUNDING, OF_SUMS = 2**-8, 0.02
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -87,14 +83,11 @@ def test_log_probs_entropies_and_their_gradient(name: str) -> None:
     assert found.gradient < ROUNDING
 
 
-def test_log_probs_at_ids_and_the_tail() -> None:
-    found = dense_topk.errors(2 * random(ROWS, VOCABULARY), random_ids(ROWS, 8))
-    assert max(found.log_prob, found.tail) < 5e-6
-    assert found.gradient < ROUNDING
-
-
-def test_topk() -> None:
+def test_topk_and_log_probs_at_ids() -> None:
     logits = 2 * random(ROWS, VOCABULARY)
+    of_ids = dense_topk.errors(logits, random_ids(ROWS, 8))
+    assert max(of_ids.log_prob, of_ids.tail) < 5e-6
+    assert of_ids.gradient < ROUNDING
     found = losses.vocab_parallel_topk(logits, 16)
     # Many of bfloat16 logits are equal; of these the lowest ids come first.
     order = logits.cpu().double().sort(dim=1, descending=True, stable=True).indices[:, :16]
@@ -125,19 +118,17 @@ def reference_logits(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Te
 def test_deferred_logits(options: dict[str, Any], trains_weight: bool) -> None:
     hidden, weight = weights_and_hidden()
     targets, coefficients = random_ids(ROWS), random(2, ROWS, seed=3).float()
-    hidden.requires_grad_()
-    weight.requires_grad_(trains_weight)
     trained = [hidden, weight] if trains_weight else [hidden]
-    values = losses.vocab_parallel_log_probs_and_entropy(
-        losses.deferred_logits(hidden, weight, **options), targets, temperature=TEMPERATURE
-    )
+    for tensor in trained:
+        tensor.requires_grad_()
+    logits = losses.deferred_logits(hidden, weight, **options)
+    values = losses.vocab_parallel_log_probs_and_entropy(logits, targets, temperature=TEMPERATURE)
     gradients = torch.autograd.grad(values, trained, list(coefficients))
 
     *exact, logits = reference_logits(hidden.detach(), weight.detach())
     expected = dense_log_probs_and_entropy(logits, targets.cpu(), temperature=TEMPERATURE)
-    expected_gradients = torch.autograd.grad(
-        expected, exact[: len(trained)], list(coefficients.cpu().double())
-    )
+    weights = list(coefficients.cpu().double())
+    expected_gradients = torch.autograd.grad(expected, exact[: len(trained)], weights)
     for found, value in zip(values, expected, strict=True):
         error = (found.cpu().double() - value).abs()
         # The products of tiles may add up in another order, so that a logit is rounded the other way.
@@ -153,15 +144,14 @@ def test_divergence_from_a_teacher_in_host_memory() -> None:
     teacher = random(ROWS, HIDDEN, seed=5), random(VOCABULARY, HIDDEN, seed=6) / HIDDEN**0.5
     if DEVICE.type == "cuda":
         teacher = teacher[0], teacher[1].cpu().pin_memory()
-    value = losses.full_vocabulary_divergence(
-        losses.deferred_logits(hidden, weight), losses.deferred_logits(*teacher)
-    )
+    student = losses.deferred_logits(hidden, weight)
+    value = losses.full_vocabulary_divergence(student, losses.deferred_logits(*teacher))
     [gradient] = torch.autograd.grad(value.sum(), hidden)
 
     hidden64, _, student = reference_logits(hidden.detach(), weight)
     *_, of_teacher = reference_logits(teacher[0], teacher[1].to(DEVICE))
-    log_p, log_q = student.log_softmax(1), of_teacher.detach().log_softmax(1)
-    expected = (log_p.exp() * (log_p - log_q)).sum(1)
+    log_q = of_teacher.detach().log_softmax(1)
+    expected = dense.dense_divergence("reverse_kl", student.log_softmax(1), log_q)
     [expected_gradient] = torch.autograd.grad(expected.sum(), hidden64)
     assert relative_error(value.cpu(), expected, expected.abs().max()) < 1e-3
     assert relative_error(gradient.cpu(), expected_gradient, expected_gradient.abs().max()) < OF_SUMS
@@ -169,9 +159,9 @@ def test_divergence_from_a_teacher_in_host_memory() -> None:
 
 def test_losses_take_little_beyond_logits_and_gradients() -> None:
     rows, hidden_size, vocabulary = (512, 32, 16384) if IS_DRY else (8192, 512, 131072)
+    of_device: dict[str, Any] = {"dtype": torch.bfloat16, "device": DEVICE}
     hidden, weight = (
-        torch.randn(size, hidden_size, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
-        for size in (rows, vocabulary)
+        torch.randn(size, hidden_size, **of_device, requires_grad=True) for size in (rows, vocabulary)
     )
     targets = torch.randint(vocabulary, (rows,), device=DEVICE)
     options = {"tile_bytes": 1 << 20} if IS_DRY else {}
@@ -184,7 +174,7 @@ def test_losses_take_little_beyond_logits_and_gradients() -> None:
     gradients = hidden.nbytes + weight.nbytes
     assert peak_bytes(step) - gradients < 0.5 * rows * vocabulary * hidden.element_size()
 
-    logits = torch.randn(rows // 2, vocabulary, dtype=torch.bfloat16, device=DEVICE).requires_grad_() * 1
+    logits = torch.randn(rows // 2, vocabulary, **of_device).requires_grad_() * 1
 
     def materialized() -> Tensor:
         log_probs = losses.vocab_parallel_log_probs(logits, targets[: rows // 2])

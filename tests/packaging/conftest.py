@@ -14,10 +14,10 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -32,7 +32,7 @@ VARIABLES = re.compile("MEGATRON_RL_PATCHES|PYTHON|RAY_|COV_")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--artifacts", type=Path, metavar="FOLDER", help="test the sdist and the wheel in FOLDER, build none"
+        "--artifacts", type=Path, metavar="FOLDER", help="test the sdist and the wheel in FOLDER"
     )
 
 
@@ -42,20 +42,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def run(
-    command: list[str | Path], *, timeout: float = 120, **options: Any
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, text=True, capture_output=True, timeout=timeout, **options)
+run = partial(subprocess.run, text=True, capture_output=True, timeout=600)
 
 
-def check_call(command: list[str | Path], **options: Any) -> str:
-    done = run(command, **options)
+def check_call(command: list[str | Path]) -> str:
+    done = run(command)
     assert done.returncode == 0, f"{command} failed\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
-@dataclass(frozen=True)
-class Environment:
+class Environment(NamedTuple):
     """A virtual environment; `run` starts its Python with exactly the variables of ours that are given.
 
     It starts in the folder of the environment: in this one, `import` would find the working tree.
@@ -69,16 +65,16 @@ class Environment:
         return folder
 
     def pip(self, command: str, *arguments: str | Path) -> None:
-        python = self.path / "bin" / "python"
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
-        check_call([*pip, command, *arguments], timeout=600)
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python"]
+        check_call([*pip, self.path / "bin" / "python", command, *arguments])
 
-    def run(
-        self, *arguments: str | Path, variables: Mapping[str, str] | None = None, **options: Any
-    ) -> subprocess.CompletedProcess[str]:
+    def install(self, *arguments: str | Path) -> None:
+        self.pip("install", "--quiet", "--no-deps", *arguments)
+
+    def run(self, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
         inherited = {name: value for name, value in os.environ.items() if not VARIABLES.match(name)}
         command = [self.path / "bin" / "python", *arguments]
-        return run(command, env=inherited | dict(variables or {}), cwd=self.path, **options)
+        return run(command, env=inherited | variables, cwd=self.path)
 
     def program(self, code: str, *options: str, value: str | None = "1", **variables: str) -> dict[str, Any]:
         """Run `code` with `MEGATRON_RL_PATCHES=value`; returns what it gave to `probe.report`.
@@ -87,23 +83,18 @@ class Environment:
         """
         if value is not None:
             variables["MEGATRON_RL_PATCHES"] = value
-        done = self.run(*options, "-c", code, variables=variables)
+        done = self.run(*options, "-c", code, **variables)
         assert done.returncode == 0, done
         assert "not activated" not in done.stderr and "Traceback" not in done.stderr, done
         return json.loads(done.stdout)
 
 
-@dataclass(frozen=True)
-class Artifacts:
+class Artifacts(NamedTuple):
+    """``tree`` is the unpacked sdist: editable installs are made of it, which shows that it is complete."""
+
     sdist: Path
     wheel: Path
     tree: Path
-    """The unpacked sdist: what editable installs are made of, so that it is known to be complete."""
-
-
-def _not_source(folder: str, names: list[str]) -> set[str]:
-    """Return what is not copied of a folder; `megatron_rl_patches/inference/models` is source."""
-    return NOT_SOURCE(folder, names) | (BUILT if Path(folder) == ROOT else set())
 
 
 @pytest.fixture(scope="session")
@@ -115,19 +106,20 @@ def artifacts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("artifacts")
     built = request.config.getoption("--artifacts", default=None) or folder
     if built is folder:
-        source = shutil.copytree(ROOT, folder / "source", ignore=_not_source)
-        check_call([sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source], timeout=300)
+
+        def not_source(place: str, names: list[str]) -> set[str]:  # inference/models, too, is source
+            return NOT_SOURCE(place, names) | (BUILT if Path(place) == ROOT else set())
+
+        source = shutil.copytree(ROOT, folder / "source", ignore=not_source)
+        check_call([sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source])
     (sdist,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
     return Artifacts(sdist.absolute(), wheel.absolute(), folder / sdist.name.removesuffix(".tar.gz"))
 
 
-MakeEnvironment = Callable[..., Environment]
-
-
 @pytest.fixture(scope="session")
-def make_environment(tmp_path_factory: pytest.TempPathFactory) -> MakeEnvironment:
+def make_environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Environment]:
     """An empty environment (no pip in it) that sees the stand-in for Megatron."""
 
     def make(name: str, version: str = CURRENT) -> Environment:
@@ -155,31 +147,22 @@ def interpreter(version: str) -> str:
     scope="session", params=[*(f"{version}-wheel" for version in VERSIONS), f"{CURRENT}-editable"]
 )
 def installed(
-    request: pytest.FixtureRequest, artifacts: Artifacts, make_environment: MakeEnvironment
+    request: pytest.FixtureRequest, artifacts: Artifacts, make_environment: Callable[..., Environment]
 ) -> Iterator[Environment]:
     version, kind = request.param.split("-")
     environment = make_environment(f"{kind}-{version}", version)
     source = [artifacts.wheel] if kind == "wheel" else ["--editable", artifacts.tree]
     environment.pip("install", "--quiet", "wrapt>=1.16,<3")
-    environment.pip("install", "--quiet", "--no-deps", *source)
-    yield environment
-    shutil.rmtree(environment.path)
-
-
-@pytest.fixture
-def disposable(artifacts: Artifacts, make_environment: MakeEnvironment) -> Iterator[Environment]:
-    """The wheel in an environment of this Python that the test may damage; without wrapt."""
-    environment = make_environment("disposable")
-    environment.pip("install", "--quiet", "--no-deps", artifacts.wheel)
+    environment.install(*source)
     yield environment
     shutil.rmtree(environment.path)
 
 
 @pytest.fixture(scope="session")
-def with_torch(artifacts: Artifacts, make_environment: MakeEnvironment) -> Environment:
+def with_torch(artifacts: Artifacts, make_environment: Callable[..., Environment]) -> Environment:
     """The wheel in an environment that sees all packages of the one that runs the tests, torch for one."""
     environment = make_environment("with-torch")
-    environment.pip("install", "--quiet", "--no-deps", artifacts.wheel)
+    environment.install(artifacts.wheel)
     # Only put on the path: startup files in there do not run, so an install of this package there is mute.
     packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (environment.site_packages / "zz_packages_of_the_tests.pth").write_text("\n".join(packages) + "\n")

@@ -74,18 +74,15 @@ def test_metadata_says_what_is_needed_and_the_index_takes_the_files(artifacts, m
 
 
 def test_the_links_of_the_readme_work_on_the_index(metadata):
-    (repository,) = (
-        url.removeprefix("Repository, ") for url in metadata.get_all("Project-URL") if url.startswith("Rep")
-    )
-    text = metadata.get_payload()
+    urls = dict(url.split(", ") for url in metadata.get_all("Project-URL"))
+    text, repository = metadata.get_payload(), urls["Repository"]
     assert f'pip install "git+{repository}"' in text and "REPOSITORY" not in text
-    links = re.findall(r"\]\(([^)]+)\)", text)
+    links = set(re.findall(r"\]\(([^)]+)\)", text))
+    assert all(link.startswith("https://") for link in links)
     into_the_tree = re.escape(f"{repository}/") + rf"(?:tree|blob)/v{re.escape(__version__)}/([^#]+)(?:#.*)?"
-    files = {link: re.fullmatch(into_the_tree, link) for link in links}
-    assert all(file or link.startswith("https://") for link, file in files.items())
-    assert sum(file is not None for file in files.values()) > 20
-    places = [file[1] for file in files.values() if file]
-    assert [place for place in places if not (ROOT / place).exists()] == []
+    files = [file[1] for link in links if (file := re.fullmatch(into_the_tree, link))]
+    assert len(files) > 20
+    assert [file for file in files if not (ROOT / file).exists()] == []
 
 
 def test_command_of_the_wheel(with_torch):
@@ -95,12 +92,15 @@ def test_command_of_the_wheel(with_torch):
     assert "reentrant-train" in with_torch.run(command, "check").stdout
 
 
-def test_uninstall_removes_everything(disposable):
+def test_uninstall_removes_everything(artifacts, make_environment):
+    disposable = make_environment("disposable")
+    disposable.install(artifacts.wheel)
+
     def files():
         return {path for path in disposable.site_packages.rglob("*") if "__pycache__" not in path.parts}
 
     assert {path.name for path in files()} >= STARTUP_FILES
     disposable.pip("uninstall", "--yes", "megatron-rl-patches")
     assert not [path for path in files() if "megatron_rl_patches" in str(path)]
-    done = disposable.run("-c", "import sys", variables={"MEGATRON_RL_PATCHES": "1"})
+    done = disposable.run("-c", "import sys", MEGATRON_RL_PATCHES="1")
     assert (done.returncode, done.stderr) == (0, "")

@@ -70,19 +70,17 @@ def test_what_the_variable_does_in_which_processes(installed):
 
 def test_package_only_on_the_path_is_not_activated(artifacts, make_environment, tmp_path):
     environment = make_environment("bare")
-    environment.pip("install", "--quiet", "--no-deps", "--target", tmp_path, artifacts.wheel)
+    environment.install("--target", tmp_path, artifacts.wheel)
     assert not environment.program(PROBE, PYTHONPATH=str(tmp_path))["patched"]
 
 
 def test_torchrun(with_torch, tmp_path):
     pytest.importorskip("torch")
     script = tmp_path / "worker.py"
-    script.write_text(
-        "import os, pathlib, probe\n"
-        f"pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).write_text(str(probe.patched()))\n"
-    )
+    file = f"pathlib.Path({str(tmp_path)!r}, os.environ['RANK'])"
+    script.write_text(f"import os, pathlib, probe\n{file}.write_text(str(probe.patched()))\n")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
-    done = with_torch.run(*launch, variables={"MEGATRON_RL_PATCHES": "1"})
+    done = with_torch.run(*launch, MEGATRON_RL_PATCHES="1")
     assert done.returncode == 0, done
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["True", "True"]
 
@@ -127,6 +125,6 @@ def test_ray_actors_nested_actors_and_tasks(with_torch, tmp_path, where):
     variables = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     if where == "driver":  # it starts the raylet, which starts the workers
         variables["MEGATRON_RL_PATCHES"] = "1"
-    done = with_torch.run(script, where, variables=variables, timeout=200)
+    done = with_torch.run(script, where, **variables)
     assert done.returncode == 0, done
     assert json.loads(done.stdout.splitlines()[-1]) == [where != "nowhere"] * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -88,21 +89,15 @@ def errors(
     if not entropy_grad:
         weights[1] = 0.0
 
+    options |= {"entropy_grad": entropy_grad, "inplace_backward": inplace_backward}
+    options["keep_mask"] = None if keep_mask is None else keep_mask[:, columns]
+
     def found(mine: Tensor) -> tuple[Tensor, Tensor]:
-        log_probs, entropies = vocab_parallel_log_probs_and_entropy(
-            mine,
-            targets,
-            entropy_grad=entropy_grad,
-            inplace_backward=inplace_backward,
-            keep_mask=None if keep_mask is None else keep_mask[:, columns],
-            **options,
-        )
+        log_probs, entropies = vocab_parallel_log_probs_and_entropy(mine, targets, **options)
         assert entropies.requires_grad == entropy_grad
         return log_probs, entropies
 
-    def expected(whole: Tensor) -> tuple[Tensor, Tensor]:
-        return dense_log_probs_and_entropy(whole, targets, keep_mask=keep_mask, **row_options)
-
+    expected = partial(dense_log_probs_and_entropy, targets=targets, keep_mask=keep_mask, **row_options)
     return Errors(*differences(logits, found, expected, weights, inplace_backward, columns))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -75,13 +76,10 @@ def errors(
     known = {name: options[name] for name in ("rows", "temperature") if name in options}
     generator = torch.Generator().manual_seed(5)
     weights = [torch.randn(shape, generator=generator).double() for shape in (indices.shape, len(indices))]
+    options["inplace_backward"] = inplace_backward
 
     def found(mine: Tensor) -> tuple[Tensor, Tensor]:
-        return vocab_parallel_log_probs_at(
-            mine, indices, with_tail=True, inplace_backward=inplace_backward, **options
-        )
+        return vocab_parallel_log_probs_at(mine, indices, with_tail=True, **options)
 
-    def expected(whole: Tensor) -> tuple[Tensor, Tensor]:
-        return dense_log_probs_at(whole, indices, **known)
-
+    expected = partial(dense_log_probs_at, indices=indices, **known)
     return Errors(*differences(logits, found, expected, weights, inplace_backward, columns))

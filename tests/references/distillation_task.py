@@ -7,29 +7,17 @@ answers, and its distribution at each token of an answer is drawn towards a teac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import TransformerConfig
+from megatron.core import dist_checkpointing, parallel_state
 
-from megatron_rl_patches import Settings, applied, losses
-from megatron_rl_patches.inference import (
-    TeacherPool,
-    build_inference_model,
-    forward_hidden_states,
-    forward_topk,
-)
-from megatron_rl_patches.testing import cpu_backend, spawn_ranks
-from megatron_rl_patches.testing.tiny_models import GatheredAttention
+from megatron_rl_patches import Settings, applied, inference, losses
+from megatron_rl_patches.testing import TinyModel, cpu_backend, spawn_ranks
 
 TRAIN = "megatron_rl_patches.demo.training:train"
 DIGITS = 5
@@ -43,6 +31,7 @@ PROMPTS, EXAMPLES = 256, 64
 #: Of a call of ``train()``.
 STEPS, MICROBATCHES = 8, 2
 K = 8
+MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "calculate_per_token_loss": True}
 #: Weights in the mixture: the teacher for a sample's order, and the other teacher.
 OWN, OTHER = 3.0, 1.0
 
@@ -73,7 +62,6 @@ def distill(
         way: what a teacher is known by: ``"top-k"``, its probabilities of the ``K`` tokens that the student
             finds most probable, or ``"full"``, its hidden states and output layer.
         folder: of the teachers, which the first call trains and the others load.
-        timeout: in seconds.
     """
     first, second = spawn_ranks(_on_a_rank, 2, sizes, target, way, folder, rollouts, timeout=timeout)
     assert first == second
@@ -82,28 +70,27 @@ def distill(
 
 def _on_a_rank(sizes: dict[str, int], target: str, way: str, folder: str, rollouts: int) -> Student:
     with cpu_backend(), applied(settings=Settings(train_functions=(TRAIN,))):
-        parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
-        tensor_parallel.model_parallel_cuda_manual_seed(0)
-        config = TransformerConfig(
-            num_layers=2,
-            hidden_size=64,
-            num_attention_heads=4,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            pipeline_dtype=torch.float32,
-            calculate_per_token_loss=True,
-            **sizes,
+        tiny = TinyModel(
+            tp=sizes.get("tensor_model_parallel_size", 1),
+            pp=sizes.get("pipeline_model_parallel_size", 1),
+            cp=sizes.get("context_parallel_size", 1),
+            vocab_size=VOCABULARY,
+            seq_length=LENGTH,
+            lr=1e-3,
+            config=MODEL,
         )
-        pool = TeacherPool(build_inference_model(_provide, config, dtype="fp32"))
+        tiny.initialize()
+        scorer = inference.build_inference_model(tiny.provider, tiny.transformer_config(), dtype="fp32")
+        pool = inference.TeacherPool(scorer)
         for seed, order in enumerate(ORDERS):
             if not (teacher := Path(folder, order)).exists():
-                _train_teacher(config, order, seed, teacher)
+                _train_teacher(tiny, order, seed, teacher)
             pool.add(order, teacher)
-        return _distill(config, pool, target, way, rollouts)
+        return _distill(tiny, pool, target, way, rollouts)
 
 
-def _train_teacher(config: Any, order: str, seed: int, folder: Path) -> None:
-    model, optimizer = _build(config, seed)
+def _train_teacher(tiny: TinyModel, order: str, seed: int, folder: Path) -> None:
+    model, optimizer = _build(tiny, seed)
     generator = _generator(seed)
 
     def solved_prompts() -> Iterator[Batch]:
@@ -111,7 +98,7 @@ def _train_teacher(config: Any, order: str, seed: int, folder: Path) -> None:
             prompts_bp = _prompts(TEACHER_BATCH, generator, order)
             yield {"tokens": torch.cat([prompts_bp, _solve(prompts_bp)], dim=1)}
 
-    _train(model, optimizer, solved_prompts(), _likelihood_loss, TEACHER_STEPS, 1, TEACHER_BATCH)
+    _train(model, optimizer, solved_prompts(), TEACHER_STEPS, 1, TEACHER_BATCH)
     if torch.distributed.get_rank() == 0:
         folder.mkdir()
     torch.distributed.barrier()
@@ -119,35 +106,35 @@ def _train_teacher(config: Any, order: str, seed: int, folder: Path) -> None:
     torch.distributed.barrier()
 
 
-def _distill(config: Any, pool: TeacherPool, target: str, way: str, rollouts: int) -> Student:
+def _distill(tiny: TinyModel, pool: inference.TeacherPool, target: str, way: str, rollouts: int) -> Student:
     generator, scores = _generator(0), []
     examples = [_prompts(8 * EXAMPLES, generator, order) for order in ORDERS]
     for order, prompts_bp in zip(ORDERS, examples, strict=True):
         with pool.use(order) as teacher:
             scores.append(_score(teacher, prompts_bp))
-    student = Student(_by_order(scores), {order: [] for order in ORDERS}, {order: [] for order in ORDERS})
-    model, optimizer = _build(config, seed=0)
+    student = Student(_by_order(scores), *({order: list[float]() for order in ORDERS} for _ in range(2)))
+    model, optimizer = _build(tiny, seed=0)
     generator = _generator(0)
     for _ in range(rollouts):
         tokens_bs = _answer(model, _prompts(PROMPTS, generator), generator)
-        divergences = _by_order(_divergences(pool, model, tokens_bs, target))
+        divergences = _divergences(pool, model, tokens_bs, target)
         targets = _targets(pool, model, tokens_bs, target, K if way == "top-k" else None)
         examples = [_prompts(EXAMPLES, generator, order) for order in ORDERS]
-        scores_now = _by_order([_score(model, prompts_bp) for prompts_bp in examples])
-        for order in ORDERS:
-            student.reverse_kl[order].append(divergences[order])
-            student.score[order].append(scores_now[order])
+        scores = [_score(model, prompts_bp) for prompts_bp in examples]
+        for found, values in ((student.reverse_kl, divergences), (student.score, scores)):
+            for order, value in _by_order(values).items():
+                found[order].append(value)
         indices = torch.randperm(PROMPTS, generator=generator).chunk(STEPS * MICROBATCHES)
         microbatches = (
             {"tokens": tokens_bs[index], "teachers": targets and [targets[i] for i in index.tolist()]}
             for index in indices
         )
-        _train(model, optimizer, microbatches, _distillation_loss, STEPS, MICROBATCHES, len(indices[0]))
+        _train(model, optimizer, microbatches, STEPS, MICROBATCHES, len(indices[0]))
     return student
 
 
 def _targets(
-    pool: TeacherPool, model: Any, tokens_bs: torch.Tensor, target: str, k: int | None
+    pool: inference.TeacherPool, model: Any, tokens_bs: torch.Tensor, target: str, k: int | None
 ) -> list[Any] | None:
     """Return what each answer is drawn towards on the last pipeline stage, ``None`` on the others.
 
@@ -159,11 +146,10 @@ def _targets(
         with pool.use(order) as teacher:
             if k:
                 distributions[order] = _topk(teacher, tokens_bs, at=student)
-            elif hidden := forward_hidden_states(teacher, [_microbatch(tokens_bs)], progress=False):
+            elif hidden := inference.forward_hidden_states(teacher, [_microbatch(tokens_bs)], progress=False):
                 head: Any = pool.head(order)
-                distributions[order] = [
-                    losses.FullDistribution.from_hidden(hidden_dh, head) for hidden_dh in hidden
-                ]
+                found = [losses.FullDistribution.from_hidden(hidden_dh, head) for hidden_dh in hidden]
+                distributions[order] = found
     if not parallel_state.is_pipeline_last_stage():
         return None
     names = [ORDERS[index] for index in _order_of(tokens_bs).tolist()]
@@ -175,7 +161,9 @@ def _targets(
     return [losses.mix_teachers(pair, weights[name]) for name, pair in zip(names, pairs, strict=True)]
 
 
-def _divergences(pool: TeacherPool, model: Any, tokens_bs: torch.Tensor, target: str) -> list[torch.Tensor]:
+def _divergences(
+    pool: inference.TeacherPool, model: Any, tokens_bs: torch.Tensor, target: str
+) -> list[torch.Tensor]:
     """Return the student's reverse KL divergence from the targets per token, in nats, by order."""
     # A top-k of as many tokens as there are is the whole distribution.
     student = _topk(model, tokens_bs, VOCABULARY)
@@ -202,9 +190,8 @@ def _generator(seed: int) -> torch.Generator:
 def _prompts(count: int, generator: torch.Generator, order: str | None = None) -> torch.Tensor:
     """Return random prompts, ``[count, PROMPT]``, of one order or of all."""
     digits_bd = torch.randint(10, (count, DIGITS), generator=generator)
-    orders = ORDERS if order is None else (order,)
-    first = 10 + ORDERS.index(orders[0])
-    order_b1 = torch.randint(first, first + len(orders), (count, 1), generator=generator)
+    first, last = (0, len(ORDERS) - 1) if order is None else [ORDERS.index(order)] * 2
+    order_b1 = torch.randint(10 + first, 11 + last, (count, 1), generator=generator)
     return torch.cat([order_b1, digits_bd, order_b1], dim=1)
 
 
@@ -234,22 +221,11 @@ def _by_order(values: Sequence[torch.Tensor]) -> dict[str, float]:
 # --- the models
 
 
-def _provide(config: Any, pre_process: bool = True, post_process: bool = True) -> GPTModel:
-    spec = get_gpt_layer_local_spec()
-    if config.context_parallel_size > 1:
-        spec.submodules.self_attention.submodules.core_attention = GatheredAttention
-    return GPTModel(config, spec, VOCABULARY, LENGTH, pre_process, post_process)
-
-
-def _build(config: Any, seed: int) -> tuple[list[DistributedDataParallel], Any]:
+def _build(tiny: TinyModel, seed: int) -> tuple[list[Any], Any]:
+    """Build a model in DDP, and its optimizer, in the groups that there are."""
     torch.manual_seed(seed)
-    overlapped = {"use_distributed_optimizer": True, "overlap_param_gather": True}
-    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=25_000, **overlapped)
-    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    model = [DistributedDataParallel(config, ddp_config, _provide(config, first, last))]
-    model[0].broadcast_params()
-    optimizer_config = OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.0, **overlapped)
-    return model, get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=False)
+    config = tiny.transformer_config()
+    return tiny.in_training(config, tiny.chunks(config))
 
 
 @torch.no_grad()
@@ -266,7 +242,7 @@ def _answer(model: Any, prompts_bp: torch.Tensor, generator: torch.Generator | N
         if generator is not None:  # on all ranks of a replica, so that their generators stay in step
             noise_bv.exponential_(generator=generator)
         # The last token is a placeholder: it stands for the distribution from which it comes.
-        if distributions := forward_topk(
+        if distributions := inference.forward_topk(
             model, [_microbatch(tokens_bs, number + 1, 1)], VOCABULARY, progress=False
         ):
             vocabulary = losses.TopKDistribution.cat(distributions)
@@ -282,7 +258,7 @@ def _microbatch(tokens_bs: torch.Tensor, length: int = LENGTH, response_length: 
 
 
 def _topk(model: Any, tokens_bs: torch.Tensor, k: int | None = None, at: Any = None) -> Any:
-    return forward_topk(model, [_microbatch(tokens_bs)], k, at=at, progress=False)
+    return inference.forward_topk(model, [_microbatch(tokens_bs)], k, at=at, progress=False)
 
 
 def _broadcast_from_last_stage(values: torch.Tensor) -> torch.Tensor:
@@ -296,57 +272,38 @@ def _broadcast_from_last_stage(values: torch.Tensor) -> torch.Tensor:
 
 
 def _train(
-    model: Any,
-    optimizer: Any,
-    microbatches: Iterator[Batch],
-    loss: Callable[[Batch, losses.SequenceLayout, dict[str, Any], torch.Tensor], Any],
-    steps: int,
-    num_microbatches: int,
-    size: int,
+    model: Any, optimizer: Any, microbatches: Iterator[Batch], steps: int, number: int, size: int
 ) -> None:
+    """Train some steps, each of a number of microbatches of some size."""
     from megatron_rl_patches.demo.training import train
 
-    groups = {
-        "tp_group": parallel_state.get_tensor_model_parallel_group(),
-        "cp_group": parallel_state.get_context_parallel_group(),
-    }
-    cp_rank, cp_size = groups["cp_group"].rank(), groups["cp_group"].size()
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    cp_group = parallel_state.get_context_parallel_group()
+    options = {"tp_group": tp_group, "cp_group": cp_group, "recompute": True}
+    cp = {"cp_rank": cp_group.rank(), "cp_size": cp_group.size()}
+    lengths = [LENGTH] * size
     layout = losses.SequenceLayout.build(
-        [LENGTH] * size,
-        [DIGITS] * size,
-        qkv_format="bshd",
-        max_seq_lens=[LENGTH] * size,
-        cp_rank=cp_rank,
-        cp_size=cp_size,
+        lengths, [DIGITS] * size, qkv_format="bshd", max_seq_lens=lengths, **cp
     )
+    positions_s = TinyModel(cp=cp_group.size(), seq_length=LENGTH).positions()
 
     def forward_step(data_iterator: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Any]:
         batch = next(data_iterator)
-        inputs = batch["tokens"], torch.arange(LENGTH).expand(size, LENGTH)
-        # The two pieces of each sequence that this context-parallel rank has (zigzag).
-        pieces = [values_bs.chunk(2 * cp_size, dim=1) for values_bs in inputs]
-        own = [torch.cat([several[cp_rank], several[-1 - cp_rank]], dim=1) for several in pieces]
-        return chunk(*own, attention_mask=None), partial(loss, batch, layout, {**groups, "recompute": True})
+        inputs = batch["tokens"][:, positions_s], positions_s.expand(size, -1)
+        return chunk(*inputs, attention_mask=None), partial(_loss, batch, layout, options)
 
-    sizes = {"num_microbatches": num_microbatches, "micro_batch_size": size, "seq_length": LENGTH}
+    sizes = {"num_microbatches": number, "micro_batch_size": size, "seq_length": LENGTH}
     train(forward_step, microbatches, model, optimizer, steps=steps, **sizes)
 
 
-def _likelihood_loss(batch: Batch, layout: losses.SequenceLayout, options: Any, logits: torch.Tensor) -> Any:
-    """Return a loss with the gradient of the negative log-likelihood of the answers: PPO's at advantage 1."""
+def _loss(batch: Batch, layout: losses.SequenceLayout, options: Any, logits: torch.Tensor) -> Any:
+    """Return the reverse KL divergence of a batch from its teachers; the last pipeline stage calls it.
+
+    Without teachers, a loss with the gradient of the negative log-likelihood: PPO's at advantage 1.
+    """
     ones = list(torch.ones(len(batch["tokens"]), DIGITS))
-    loss_func = losses.make_loss_func(
-        list(batch["tokens"]), layout, losses.PolicyBatch(ones, ones), with_entropy=False, **options
-    )
-    return loss_func(logits)
-
-
-def _distillation_loss(
-    batch: Batch, layout: losses.SequenceLayout, options: Any, logits: torch.Tensor
-) -> Any:
-    """Return the reverse KL divergence of a batch from its teachers. The last pipeline stage calls it."""
-    masks = list(torch.ones(len(batch["tokens"]), DIGITS))
-    loss_func = losses.make_distillation_loss_func(
-        layout, losses.DistillationBatch([batch["teachers"]], masks), **options
-    )
-    return loss_func(logits)
+    if "teachers" in batch:
+        distillation = losses.DistillationBatch([batch["teachers"]], ones)
+        return losses.make_distillation_loss_func(layout, distillation, **options)(logits)
+    tokens, policy = list(batch["tokens"]), losses.PolicyBatch(ones, ones)
+    return losses.make_loss_func(tokens, layout, policy, with_entropy=False, **options)(logits)

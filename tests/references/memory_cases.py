@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -73,44 +73,48 @@ class Case:
     )
 
     def estimate(self) -> MemoryEstimate:
-        return estimate_memory(
-            {**self.model, **self.sizes},
-            data_parallel_size=self.dp,
-            dtype=self.dtype,
-            optimizer=self.optimizer,
-        )
+        sizes = {"tensor": self.tp, "pipeline": self.pp, "expert": self.ep}
+        model = {**self.model, **{f"{name}_model_parallel_size": size for name, size in sizes.items()}}
+        dp, optimizer = self.dp, self.optimizer
+        return estimate_memory(model, data_parallel_size=dp, dtype=self.dtype, optimizer=optimizer)
 
     @property
-    def sizes(self) -> dict[str, int]:
-        return {
-            "tensor_model_parallel_size": self.tp,
-            "pipeline_model_parallel_size": self.pp,
-            "expert_model_parallel_size": self.ep,
-        }
+    def tiny(self) -> TinyModel:
+        """Groups, config and training; the model is another."""
+        return TinyModel(
+            tp=self.tp,
+            pp=self.pp,
+            ep=self.ep,
+            bf16=self.dtype == "bf16",
+            overlap_grad_reduce=False,
+            overlap_param_gather=False,
+            use_distributed_optimizer=self.optimizer.use_distributed_optimizer,
+            grad_reduce_in_fp32=self.optimizer.gradient_dtype(self.dtype) == "fp32",
+            config={name: value for name, value in self.model.items() if name not in _OF_GPT_MODEL},
+        )
 
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """One rank's account, in bytes.
 
     Attributes:
         training: storages that model and optimizer hold after a step, by what they are for.
+        from_chunks: what the estimate says of the model chunks of this rank.
         live_training: all tensors that came to life with them, whoever holds them.
         allocated_training: by the CUDA allocator; 0 on the CPU.
-        from_chunks: what the estimate says of the model chunks of this rank.
     """
 
     rank: int
     training: Memory
-    live_training: int
-    live_inference: int
-    allocated_training: int
-    allocated_inference: int
     from_chunks: MemoryEstimate
+    live_training: int
+    allocated_training: int
+    live_inference: int
+    allocated_inference: int
 
 
 def measure(cases: Sequence[Case], env: Mapping[str, str] | None = None) -> dict[str, list[Measured]]:
@@ -128,45 +132,31 @@ def _measure_all(cases: Sequence[Case]) -> dict[str, Measured]:
 
 def inference_model(case: Case, device: str) -> list[Any]:
     """Build the model that only scores, after the parallel groups; its parameters are not a number."""
-    return build_inference_model(partial(_provide, case), _config(case), dtype=case.dtype, device=device)
+    config = case.tiny.transformer_config()
+    return build_inference_model(partial(_provide, case), config, dtype=case.dtype, device=device)
 
 
 def _measure(case: Case, device: str) -> Measured:
     initialize(case)
-    before, allocated_before = reachable_bytes(), _allocated(device)
+    before = _held(device)
     teacher = inference_model(case, device)
-    live_inference, allocated_inference = reachable_bytes() - before, _allocated(device) - allocated_before
+    inference = [after - held for after, held in zip(_held(device), before, strict=True)]
     del teacher
+    before = _held(device)
+    model, optimizer = _train(case, device)
+    training = [after - held for after, held in zip(_held(device), before, strict=True)]
+    estimate = estimate_memory(model, data_parallel_size=case.dp, optimizer=case.optimizer)
+    rank = torch.distributed.get_rank()
+    return Measured(rank, _parts(model, optimizer), estimate, *training, *inference)
 
-    before, allocated_before = reachable_bytes(), _allocated(device)
-    model, optimizer = _train(case, _config(case), device)
-    live_training, allocated_training = reachable_bytes() - before, _allocated(device) - allocated_before
-    return Measured(
-        rank=torch.distributed.get_rank(),
-        training=_parts(model, optimizer),
-        live_training=live_training,
-        live_inference=live_inference,
-        allocated_training=allocated_training,
-        allocated_inference=allocated_inference,
-        from_chunks=estimate_memory(model, data_parallel_size=case.dp, optimizer=case.optimizer),
-    )
+
+def _held(device: str) -> tuple[int, int]:
+    """Return the bytes that can be reached, and those that the CUDA allocator has given."""
+    return reachable_bytes(), torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
 def initialize(case: Case) -> None:
-    TinyModel(tp=case.tp, pp=case.pp, ep=case.ep).initialize()
-
-
-def _config(case: Case) -> TransformerConfig:
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[case.dtype]
-    return TransformerConfig(
-        **{name: value for name, value in case.model.items() if name not in _OF_GPT_MODEL},
-        **case.sizes,
-        bf16=case.dtype == "bf16",
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-    )
+    case.tiny.initialize()
 
 
 def _provide(case: Case, config: TransformerConfig, pre_process: bool, post_process: bool) -> GPTModel:
@@ -186,21 +176,14 @@ def _provide(case: Case, config: TransformerConfig, pre_process: bool, post_proc
     )
 
 
-def _train(case: Case, config: TransformerConfig, device: str) -> tuple[list[Any], Any]:
+def _train(case: Case, device: str) -> tuple[list[Any], Any]:
     """A policy after its first step, in an ordinary set-up of megatron-core."""
-    stage, last = get_pipeline_model_parallel_rank(), case.pp - 1
+    stage, last, config = get_pipeline_model_parallel_rank(), case.pp - 1, case.tiny.transformer_config()
     chunk = _provide(case, config, pre_process=stage == 0, post_process=stage == last).to(device)
-    options = TinyModel(
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,
-        use_distributed_optimizer=case.optimizer.use_distributed_optimizer,
-        grad_reduce_in_fp32=case.optimizer.gradient_dtype(case.dtype) == "fp32",
-        bf16=case.dtype == "bf16",
-    )
-    if options.bf16:
+    if config.bf16:
         chunk = Float16Module(config, chunk)
     config.finalize_model_grads_func = finalize_model_grads
-    model, optimizer = options.in_training(config, [chunk])
+    model, optimizer = case.tiny.in_training(config, [chunk])
     tiny_gpt.train_step(model, optimizer, [tiny_gpt.SyntheticData()], num_microbatches=1)
     return model, optimizer
 
@@ -229,10 +212,6 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 def _besides(known: dict[int, int], tensors: Iterable[torch.Tensor]) -> int:
     return sum(size for address, size in _storages(tensors).items() if address not in known)
-
-
-def _allocated(device: str) -> int:
-    return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
 def parts_of(measured: Memory, estimated: Memory) -> Iterator[tuple[str, int, int]]:

@@ -19,15 +19,14 @@ from typing import Any
 from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.settings import parse_selection
 from tests.lab.conformance import runs
-from tests.lab.conformance.runs import Change, Result
+from tests.lab.conformance.runs import Change
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 if the patches have changed no outcome, and 1 otherwise; usage errors exit with 2."""
     options = _options(arguments)
     checkout, file, hang_after = options.checkout, options.results, options.hang_after
-    changed: list[Change] = []
-    differed_once: list[Change] = []
+    changed, differed_once = list[Change](), list[Change]()
     runs.run_at_smallest(checkout, options.select, ranks=options.ranks, results=file, hang_after=hang_after)
     for names in options.patches:
         runs.run_with_patches(checkout, names, results=file, hang_after=hang_after)
@@ -37,18 +36,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         repeated = {change.without.nodeid for change in again}
         differed_once += [change for change in differ if change.without.nodeid not in repeated]
     final = runs.final_of(file)
-    counts = _counts(final, changed)
-    _show(counts, changed, differed_once)
+    outcomes = Counter(result.outcome for result in final)
+    reasons = Counter(result.reason for result in final if result.reason)
+    failed = [result for result in final if result.outcome in (runs.FAILED, runs.HANGS)]
+
+    print(f"{len(final)} tests, {outcomes[runs.PASSED]} passed, {outcomes[runs.SKIPPED]} skipped")
+    for reason, number in reasons.most_common():
+        print(f"{number} cannot run here: {reason}")
+    for result in failed:
+        raised = next(iter(result.message.splitlines()), "")[:200]
+        print(f"{result.outcome} at {result.ranks} ranks: {result.nodeid}: {raised}")
+    for without, patched in changed:
+        both = f"{without.outcome} without, {patched.outcome} with {patched.patches}"
+        print(f"CHANGED BY PATCHES at {without.ranks} ranks: {without.nodeid}: {both}: {patched.message}")
+    for without, patched in differed_once:
+        print(f"differed once with {patched.patches}, and not again: {without.nodeid}")
     if options.json:
+        git = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True)
         facts = {
-            "commit": _commit_of(checkout),
+            "commit": git.stdout.strip() or None,
             "date": datetime.date.today().isoformat(),
             "python": platform.python_version(),
             "torch": version("torch"),
             "ranks": options.ranks,
             "patches": options.patches,
             "seconds": round(sum(one.seconds for one in runs.read_results(file) if not one.patches)),
-            **counts,
+            "tests": len(final),
+            "passed": outcomes[runs.PASSED],
+            "skipped": outcomes[runs.SKIPPED],
+            "not_runnable": dict(reasons.most_common()),
+            "failed": [asdict(result) for result in failed],
+            "changed_by_patches": [_as_dict(change) for change in changed],
             "differed_once": [_as_dict(change) for change in differed_once],
         }
         options.json.write_text(json.dumps(facts, indent=1) + "\n")
@@ -82,37 +100,6 @@ def _numbers(text: str) -> list[int]:
     if numbers[0] < 1:
         raise argparse.ArgumentTypeError(f"{text!r} has a number below 1")
     return numbers
-
-
-def _show(counts: dict[str, Any], changed: Sequence[Change], differed_once: Sequence[Change]) -> None:
-    print(", ".join(f"{counts[name]} {name}" for name in ("tests", "passed", "skipped")))
-    for reason, number in counts["not_runnable"].items():
-        print(f"{number} cannot run here: {reason}")
-    for failed in counts["failed"]:
-        raised = next(iter(failed["message"].splitlines()), "")[:200]
-        print(f"{failed['outcome']} at {failed['ranks']} ranks: {failed['nodeid']}: {raised}")
-    for without, patched in changed:
-        outcomes = f"{without.outcome} without, {patched.outcome} with {patched.patches}"
-        print(f"CHANGED BY PATCHES at {without.ranks} ranks: {without.nodeid}: {outcomes}: {patched.message}")
-    for change in differed_once:
-        print(f"differed once with {change.patched.patches}, and not again: {change.without.nodeid}")
-
-
-def _counts(final: Sequence[Result], changed: Sequence[Change]) -> dict[str, Any]:
-    outcomes = Counter(result.outcome for result in final)
-    return {
-        "tests": len(final),
-        "passed": outcomes[runs.PASSED],
-        "skipped": outcomes[runs.SKIPPED],
-        "not_runnable": dict(Counter(result.reason for result in final if result.reason).most_common()),
-        "failed": [asdict(result) for result in final if result.outcome in (runs.FAILED, runs.HANGS)],
-        "changed_by_patches": [_as_dict(change) for change in changed],
-    }
-
-
-def _commit_of(checkout: Path) -> str | None:
-    done = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip() or None
 
 
 def _as_dict(change: Change) -> dict[str, Any]:

@@ -15,11 +15,11 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from importlib import import_module
-from itertools import groupby
+from itertools import groupby, product
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext
 from pathlib import Path
@@ -36,9 +36,6 @@ from megatron_rl_patches.testing.rank_pool import Outcome, RankPool, group_varia
 from .runs import FAILED, HANGS, NOT_RUNNABLE, PASSED, SKIPPED, Result, read_results, reason_of
 
 Report = pytest.TestReport | pytest.CollectReport
-#: Sends a value to the parent of a rank, and whether it is a failure.
-Send = Callable[[Any, bool], None]
-
 _MESSAGE_LENGTH = 2000
 _DOWNLOAD = "tests.test_utils.python_scripts.download_unit_tests_dataset"
 _until_exit = ExitStack()
@@ -49,7 +46,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--ranks", type=int, default=1, metavar="N", help="number of ranks (default: 1)")
     group.addoption("--patches", default="", metavar="NAMES", help="patches to apply: names, or all")
     group.addoption("--hang-after", type=float, default=60.0, metavar="SECONDS", help="default: 60")
-    group.addoption("--results", type=Path, metavar="FILE", help="gets a line per test; leave out its tests")
+    group.addoption(
+        "--results", type=Path, default=os.devnull, help="gets a line per test; leave out its tests"
+    )
     group.addoption("--only", type=Path, metavar="FILE", help="run only the tests that this file lists")
 
 
@@ -92,14 +91,11 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Conductor(config), "megatron-tests-conductor")
-
-
-def pytest_unconfigure() -> None:
-    _until_exit.close()
+    config.add_cleanup(_until_exit.close)
 
 
 class _Fixtures:
-    """Fixtures of Megatron-LM's conftest, for where that cannot be imported for want of a package."""
+    """Fixtures of Megatron-LM's conftest, where that cannot be imported for want of a package."""
 
     @pytest.fixture(autouse=True)
     def reset_env_vars(self) -> Iterator[None]:
@@ -126,10 +122,9 @@ class _Fixtures:
 
 def _utils() -> Any:
     """Return Megatron's class that initializes and destroys process groups for its tests."""
-    try:
+    with suppress(ImportError, AttributeError):
         return import_module("tests.unit_tests.test_utilities").Utils
-    except (ImportError, AttributeError):
-        return mock.Mock(inited=False)
+    return mock.Mock(inited=False)
 
 
 class _Conductor:
@@ -138,32 +133,21 @@ class _Conductor:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.options = config.option
-        self._known = self._read_known(config.option.results) if config.option.results else set()
-
-    def _read_known(self, file: Path) -> set[str]:
-        """Return the tests that have a result already, of those in a file that a run may have left half."""
-        if file.exists() and not file.read_bytes().endswith(b"\n"):
-            with open(file, "a") as lines:
-                lines.write("\n")  # the last line was cut off
-        run = self.options.ranks, self.options.patches
-        return {result.nodeid for result in read_results(file) if (result.ranks, result.patches) == run}
+        self._what = self.options.ranks, self.options.patches
+        known = read_results(self.options.results)
+        self._known = {result.nodeid for result in known if (result.ranks, result.patches) == self._what}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Generator[None, object, object]:
         # Some files initialize torch.distributed when they are imported, and a fork cannot use its groups.
-        nothing: dict[str, Any] = dict.fromkeys(
-            ("initialize_distributed", "initialize_model_parallel"), mock.DEFAULT
-        )
+        nothing = {f"initialize_{what}": mock.DEFAULT for what in ("distributed", "model_parallel")}
         with mock.patch.multiple(_utils(), **nothing):
             return (yield)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         only: Path | None = self.options.only
         listed = set(only.read_text().splitlines()) if only else {item.nodeid for item in items}
-        chosen = [item for item in items if item.nodeid in listed - self._known]
-        if left_out := [item for item in items if item not in set(chosen)]:
-            self.config.hook.pytest_deselected(items=left_out)
-            items[:] = chosen
+        items[:] = [item for item in items if item.nodeid in listed - self._known]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(
@@ -195,7 +179,6 @@ class _Conductor:
         return True
 
     def _run(self, pool: RankPool, item: pytest.Item, number: int) -> None:
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         began = time.perf_counter()
         if not pool.ranks:  # the first test of a file, or one after a test that failed
             pool.start()
@@ -205,7 +188,6 @@ class _Conductor:
         outcome = pool.wait(self.options.hang_after)
         for report in self._reports(item, outcome, time.perf_counter() - began):
             item.ihook.pytest_runtest_logreport(report=report)
-        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
     def _reports(self, item: pytest.Item, outcome: Outcome, seconds: float) -> list[pytest.TestReport]:
         """Record what became of a test, and return the reports that pytest is to show."""
@@ -249,17 +231,13 @@ class _Conductor:
             report.longrepr = (str(path), 0, f"Skipped: not runnable here: {reason}: {message}")
 
     def _record(self, nodeid: str, outcome: str, reason: str, message: str, seconds: float) -> None:
-        if not self.options.results:
-            return
         for folder in (str(self.config.rootpath), *filter(None, sys.path)):
             message = message.replace(f"{folder}/", "")
         if len(message) > _MESSAGE_LENGTH:
             half = _MESSAGE_LENGTH // 2
             message = f"{message[:half]}\n[...]\n{message[-half:]}"
-        run = self.options.ranks, self.options.patches
-        result = Result(nodeid, *run, outcome, reason, message, round(seconds, 3))
-        with open(self.options.results, "a") as file:
-            file.write(result.to_json() + "\n")
+        result = Result(nodeid, *self._what, outcome, reason, message, round(seconds, 3))
+        result.append_to(self.options.results)
 
 
 def _innermost(stacks: str, lines: int) -> str:
@@ -287,25 +265,29 @@ def _last_lines(text: str) -> str:
 
 def _run_tests(session: pytest.Session, pipe: Connection, folder: Path) -> None:
     """Run the tests whose numbers come, until the pool is closed."""
+    manager = session.config.pluginmanager
+    _capture_output_alone(manager.getplugin("capturemanager"))
+    manager.unregister(name="terminalreporter")
+    manager.unregister(name="megatron-tests-conductor")
+    manager.register(_Reports(session.config, pipe))
     _prepare(session, int(os.environ["RANK"]), folder)
     with suppress(EOFError):
         while True:
-            _run_test(session, pipe.recv(), partial(send, pipe))
+            _run_test(session, pipe.recv())
             pipe.send(None)
 
 
 def _prepare(session: pytest.Session, rank: int, folder: Path) -> None:
     """Make the fork of the process that has collected the tests a rank of its own."""
-    manager = session.config.pluginmanager
-    _capture_output_alone(manager.getplugin("capturemanager"))
-    manager.unregister(name="terminalreporter")
-    manager.unregister(name="megatron-tests-conductor")
-    manager.register(_Reports(session.config), "megatron-tests-reports")
     # Megatron's conftest makes a folder beside that of the rank, which the ranks share.
     base = folder / f"rank{rank}"
     base.mkdir()
     session.config._tmp_path_factory._basetemp = base  # type: ignore[attr-defined]
-    _correct_rank_numbers(rank)
+    # Put right what the tests have read from the variables of rank 0 when they were imported.
+    tests = [module for name, module in sys.modules.items() if name.startswith("tests.")]
+    for owner, name in product((_utils(), *tests), ("rank", "local_rank")):
+        if isinstance(getattr(owner, name, None), int):
+            setattr(owner, name, rank)
     _free_groups()
     # Some tests rely on an earlier test for this, since in Megatron's CI a process runs many files.
     _utils().initialize_distributed()
@@ -324,15 +306,6 @@ def _capture_output_alone(manager: Any) -> None:
             with tempfile.TemporaryFile() as own:
                 os.dup2(own.fileno(), stream.tmpfile.fileno())
             os.dup2(stream.tmpfile.fileno(), stream.targetfd)
-
-
-def _correct_rank_numbers(rank: int) -> None:
-    """Put right what the tests have read from the variables of rank 0 when they were imported."""
-    tests = [module for name, module in sys.modules.items() if name.startswith("tests.")]
-    for owner in (_utils(), *tests):
-        for name in ("rank", "local_rank"):
-            if isinstance(getattr(owner, name, None), int):
-                setattr(owner, name, rank)
 
 
 def _free_groups() -> None:
@@ -363,7 +336,7 @@ def _free_groups() -> None:
     tools.destroy_model_parallel = destroy_all
 
 
-def _run_test(session: pytest.Session, number: int, send: Send) -> None:
+def _run_test(session: pytest.Session, number: int) -> None:
     import torch
 
     # Seeded as a new process seeds a GPU: always alike, unlike the CPU. Without a seed some tests would pass
@@ -372,7 +345,6 @@ def _run_test(session: pytest.Session, number: int, send: Send) -> None:
     item, *others = session.items[number:]
     # Megatron's CI passes --experimental, an option of its conftest, for tests with this mark.
     session.config.option.experimental = item.get_closest_marker("experimental") is not None
-    session.config.pluginmanager.getplugin("megatron-tests-reports").send = send
     is_last = not others or others[0].path != item.path
     session.config.hook.pytest_runtest_protocol(item=item, nextitem=None if is_last else others[0])
 
@@ -380,10 +352,8 @@ def _run_test(session: pytest.Session, number: int, send: Send) -> None:
 class _Reports:
     """Adds to each report of a failure what was raised, and where, in few words; sends all reports."""
 
-    send: Send
-
-    def __init__(self, config: pytest.Config) -> None:
-        self.config = config
+    def __init__(self, config: pytest.Config, pipe: Connection) -> None:
+        self.config, self.pipe = config, pipe
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -398,7 +368,7 @@ class _Reports:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
-        self.send(data, report.failed)
+        send(self.pipe, data, report.failed)
 
 
 def _place_of(frame: TracebackEntry) -> str:

@@ -19,35 +19,23 @@ from megatron_rl_patches.errors import MegatronRLPatchesError
 PASSED, SKIPPED, NOT_RUNNABLE, FAILED, HANGS = "passed", "skipped", "not_runnable", "failed", "hangs"
 REASONS = ("TransformerEngine", "CUDA kernel", "tensor on a GPU", "more ranks", "data", "other package")
 TRANSFORMER_ENGINE, CUDA_KERNEL, GPU_TENSOR, MORE_RANKS, DATA, OTHER_PACKAGE = REASONS
-#: The module beside this one, as the tests' own process imports it.
-PLUGIN = "conformance.plugin"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one test at one number of ranks; a line of a results file.
+    """What became of one test at one number of ranks; a line of a results file."""
 
-    Attributes:
-        nodeid: the test, or a file whose import failed or which skips itself.
-        ranks: how many ranks it ran on.
-        patches: the patches that were in place, as given: "", "all" or names with commas between them.
-        outcome: passed, skipped, not_runnable, failed or hangs.
-        reason: one of ``REASONS`` if the test is not runnable here, otherwise empty.
-        message: what was raised or the reason of the skip, with the rank that failed first, or the stacks of
-            the ranks that hang; empty if the test has passed.
-        seconds: wall time.
-    """
-
-    nodeid: str
+    nodeid: str  # a test, or a file whose import failed or which skips itself
     ranks: int
-    patches: str
+    patches: str  # as given: "", "all" or names with commas between them
     outcome: str
-    reason: str = ""
-    message: str = ""
+    reason: str = ""  # one of REASONS if the test is not runnable here
+    message: str = ""  # what was raised or why it is skipped; of ranks that hang, their stacks
     seconds: float = 0.0
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+    def append_to(self, path: Path) -> None:
+        with path.open("a") as file:
+            file.write(f"\n{json.dumps(asdict(self))}")  # in a new line, also after one that was cut off
 
 
 def read_results(path: Path) -> list[Result]:
@@ -72,12 +60,6 @@ def final_of(path: Path, patches: str = "") -> list[Result]:
     return list(chosen.values())
 
 
-class TestsNotRun(MegatronRLPatchesError):
-    """pytest ended before it had run the tests; its output, on stderr, says why."""
-
-    __test__ = False
-
-
 def run(
     checkout: Path,
     select: Iterable[str] = ("tests/unit_tests",),
@@ -92,18 +74,7 @@ def run(
 
     pytest runs in a process of its own, and its output goes to stderr. Tests for which ``results`` has a line
     already, at these ranks and patches, are left out, so a run that was interrupted goes on where it was.
-
-    Args:
-        checkout: the folder of Megatron-LM.
-        select: files, folders or node ids, relative to the checkout.
-        ranks: how many processes run each test.
-        patches: "" for none, "all", or names with commas between them.
-        results: the file that gets a line per test.
-        only: node ids of all tests that are to run, in place of ``select``.
-        hang_after: seconds after which a test is cut off.
-
-    Raises:
-        TestsNotRun: pytest could not collect the tests, or was killed.
+    ``only`` lists the node ids of all tests that are to run, in place of ``select``.
     """
     options = [f"--ranks={ranks}", f"--patches={patches}", f"--results={results.resolve()}"]
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
@@ -112,7 +83,7 @@ def run(
             listed = Path(folder, "only")
             listed.write_text("\n".join(only))
             options.append(f"--only={listed}")
-        command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-o", "addopts="]
+        command = [sys.executable, "-m", "pytest", "-p", "conformance.plugin", "-o", "addopts="]
         command += ["-p", "no:cacheprovider", "--tb=short", "-q", f"--rootdir={checkout.resolve()}", *options]
         command += [f"--hang-after={hang_after}", *select]
         # The patches are those that the caller asks for, and no others.
@@ -125,7 +96,7 @@ def run(
         # The file descriptor of stderr gets what goes to stdout.
         done = subprocess.run(command, cwd=checkout, env=variables, stdin=subprocess.DEVNULL, stdout=2)
     if done.returncode not in (0, 1, 5):  # all tests passed, some failed, none was selected
-        raise TestsNotRun(f"pytest ended with exit code {done.returncode}; its output above says why")
+        raise MegatronRLPatchesError(f"pytest ended with exit code {done.returncode}; its output says why")
 
 
 def run_at_smallest(
@@ -143,7 +114,10 @@ def run_at_smallest(
     """
     run(checkout, select, ranks=ranks[0], results=results, hang_after=hang_after)
     for count in ranks[1:]:
-        if again := [one.nodeid for one in final_of(results) if _may_pass_at(count, one)]:
+        # Messages of tests that lack ranks differ, and some tests fail without such a message.
+        unsettled = [one for one in final_of(results) if one.reason == MORE_RANKS or one.outcome == FAILED]
+        fewer = [one for one in unsettled if one.ranks < count and count % ranks_needed(one.message) == 0]
+        if again := [one.nodeid for one in fewer]:
             run(checkout, ranks=count, only=again, results=results, hang_after=hang_after)
 
 
@@ -203,12 +177,6 @@ def repeated_changes(
 
 def _files_of(nodeids: Iterable[str]) -> list[str]:
     return sorted({nodeid.partition("::")[0] for nodeid in nodeids})
-
-
-def _may_pass_at(ranks: int, result: Result) -> bool:
-    # Messages of tests that lack ranks differ, and some tests fail without such a message.
-    unsettled = result.reason == MORE_RANKS or result.outcome == FAILED
-    return unsettled and ranks > result.ranks and ranks % ranks_needed(result.message) == 0
 
 
 _NEEDED = re.compile(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from megatron_rl_patches.errors import MegatronRLPatchesError
 from tests.lab.conformance import report, runs
 from tests.lab.conformance.__main__ import main
 from tests.worlds.files import write
@@ -110,7 +110,7 @@ def test_is_experimental(request):
     assert request.config.getoption("--experimental")
 
 @pytest.mark.parametrize("time", [1, 2])
-def test_draws_what_a_new_process_draws_on_a_gpu(time):
+def test_draws_as_a_new_process(time):
     assert torch.equal(torch.randn(3, device="cuda"), torch.randn(3, generator=torch.Generator()))
 """
 
@@ -130,20 +130,19 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("Megatron-LM"), files)
 
 
-def _by_name(results: Iterable[runs.Result]) -> dict[str, runs.Result]:
-    return {result.nodeid.partition("::")[2] or result.nodeid: result for result in results}
-
-
-@pytest.fixture(scope="module")
-def results(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("results") / "results.jsonl"
-    runs.run_at_smallest(checkout, ranks=(1, 2), results=file, hang_after=4)
-    return file
-
-
 @pytest.mark.slow
-def test_verdicts(results: Path) -> None:
-    at_one = _by_name(result for result in runs.read_results(results) if result.ranks == 1)
+def test_the_command_compares_and_goes_on_after_a_run_that_was_cut_off(
+    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, facts = tmp_path / "results.jsonl", tmp_path / "facts.json"
+    file.write_text('{"nodeid": "tests/unit_tests/test_so')
+    command = [str(checkout), "--ranks=1,2", "--hang-after=4", f"--results={file}", f"--json={facts}"]
+    assert main(command) == 0
+    results: dict[tuple[int, str], dict[str, runs.Result]] = {}
+    for one in runs.read_results(file):
+        name = one.nodeid.partition("::")[2] or one.nodeid
+        results.setdefault((one.ranks, one.patches), {})[name] = one
+    at_one, at_two = results[1, ""], results[2, ""]
     assert {name: (result.outcome, result.reason) for name, result in at_one.items()} == {
         "test_passes": ("passed", ""),
         "test_fails": ("failed", ""),
@@ -154,54 +153,35 @@ def test_verdicts(results: Path) -> None:
         "test_skips_without_transformer_engine": ("not_runnable", "TransformerEngine"),
         "test_skips": ("skipped", ""),
         "test_is_experimental": ("passed", ""),
-        "test_draws_what_a_new_process_draws_on_a_gpu[1]": ("passed", ""),
-        "test_draws_what_a_new_process_draws_on_a_gpu[2]": ("passed", ""),
+        "test_draws_as_a_new_process[1]": ("passed", ""),
+        "test_draws_as_a_new_process[2]": ("passed", ""),
         "tests/unit_tests/test_needs_a_package.py": ("not_runnable", "other package"),
     }
     assert "\nat tests/unit_tests/test_some.py:" in at_one["test_fails"].message
     assert "time.sleep" in at_one["test_hangs"].message or "in test_hangs" in at_one["test_hangs"].message
     assert "SIGKILL" in at_one["test_dies"].message
-    # What may need more ranks is tried again.
-    at_two = _by_name(result for result in runs.read_results(results) if result.ranks == 2)
+    # What may need more ranks is tried again, and what runs at all runs with patches.
     outcomes = {"test_fails": "failed", "test_needs_two_ranks": "passed", "test_dies": "failed"}
     assert {name: result.outcome for name, result in at_two.items()} == outcomes
     assert at_two["test_fails"].message.startswith("rank 1 of 2: AssertionError: the last rank")
-    final = _by_name(runs.final_of(results))
-    assert {name for name, result in final.items() if result.ranks == 2} == at_two.keys()
-
-
-@pytest.mark.slow
-def test_the_command_compares_and_goes_on_after_a_run_that_was_cut_off(
-    checkout: Path, results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, facts = tmp_path / "results.jsonl", tmp_path / "facts.json"
-    lines = [line for line in results.read_text().splitlines() if "test_passes" not in line]
-    file.write_text("\n".join([*lines, '{"nodeid": "tests/unit_tests/test_so']))
-    command = [str(checkout), "--ranks=1,2", "--hang-after=4", f"--results={file}", f"--json={facts}"]
-    assert main(command) == 0
-    one, *_ = [result for result in runs.read_results(file) if result.nodeid.endswith("test_passes")]
-    assert (one.outcome, one.patches) == ("passed", "")
-    patched = _by_name(result for result in runs.read_results(file) if result.patches)
-    assert {name: one.ranks for name, one in patched.items() if one.outcome in ("passed", "skipped")} == {
-        "test_passes": 1,
-        "test_needs_two_ranks": 2,
-        "test_skips": 1,
-        "test_is_experimental": 1,
-        "test_draws_what_a_new_process_draws_on_a_gpu[1]": 1,
-        "test_draws_what_a_new_process_draws_on_a_gpu[2]": 1,
-    }
-    text = file.read_text()
-    [line] = [line for line in text.splitlines() if "test_passes" in line and '"all"' in line]
-    file.write_text(text.replace(line, line.replace('"outcome": "passed"', '"outcome": "failed"')))
-    capsys.readouterr()
-    assert main(command) == 0
-    assert "differed once with all, and not again: " in capsys.readouterr().out
-    file.write_text(text.replace(f"{line}\n", ""))
-    assert [change.patched.message for change in runs.changes(file, "all")] == ["it was not collected"]
+    assert results[2, "all"].keys() == at_two.keys()
+    runnable = {name for name, result in at_one.items() if result.outcome != "not_runnable"}
+    assert results[1, "all"].keys() == runnable - at_two.keys()
     counts = json.loads(facts.read_text())
     assert (counts["tests"], counts["passed"], counts["skipped"], counts["commit"]) == (12, 5, 1, None)
     assert counts["not_runnable"] == {"TransformerEngine": 2, "other package": 1}
-    assert len(counts["failed"]) == 3 and len(counts["differed_once"]) == 1
+    assert len(counts["failed"]) == 3 and counts["differed_once"] == []
+
+    text = file.read_text()
+    [line] = [line for line in text.splitlines() if "test_passes" in line and '"all"' in line]
+    file.write_text(text.replace(line, line.replace('"outcome": "passed"', '"outcome": "failed"')))
+    assert main(command) == 0
+    assert len(file.read_text().splitlines()) == len(
+        text.splitlines()
+    )  # what has a result does not run again
+    assert "differed once with all, and not again: " in capsys.readouterr().out
+    file.write_text(text.replace(line, ""))
+    assert [change.patched.message for change in runs.changes(file, "all")] == ["it was not collected"]
 
 
 FOLDER_TEST = """
@@ -215,19 +195,23 @@ def test_shares_a_folder(tmp_path_dist_ckpt):
 """
 
 
-def test_fixtures_without_the_conftest(checkout: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_without_a_conftest_and_without_megatron(
+    checkout: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     copy, test = shutil.copytree(checkout, tmp_path / "Megatron-LM"), "tests/unit_tests/test_some.py"
     write(copy, {"tests/unit_tests/conftest.py": "import no_such_package", test: FOLDER_TEST})
     write(copy, {"megatron/core/config.py": ""})
     runs.run(copy, [test], ranks=2, results=tmp_path / "results.jsonl")
     (result,) = runs.read_results(tmp_path / "results.jsonl")
     assert result.outcome == "passed", result.message
+    shutil.rmtree(copy / "megatron")
+    with pytest.raises(MegatronRLPatchesError, match="pytest ended with exit code 4"):
+        runs.run(copy, results=tmp_path / "results.jsonl")
+    assert "is no checkout of Megatron-LM" in capfd.readouterr().err
 
 
 def test_refusals(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(runs.TestsNotRun, match="pytest ended with exit code 4"):
-        runs.run(tmp_path, results=tmp_path / "results.jsonl")
-    assert "is no checkout of Megatron-LM" in capfd.readouterr().err
     for argument, message in (
         ("--patches=no-such-patch", "no-such-patch"),
         ("--ranks=1,two", "--ranks"),

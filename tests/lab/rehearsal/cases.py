@@ -12,10 +12,9 @@ import os
 import sys
 import traceback
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,97 +24,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl_patches import losses
 from megatron_rl_patches.common.devices import on_device
-from megatron_rl_patches.losses import deferred_logits, vocab_parallel_log_probs_and_entropy
 from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
 from megatron_rl_patches.losses.logits.tiles import add_product
-from tests.lab.rehearsal.recorder import recording
+from tests.lab.rehearsal.recorder import Recorder, recording
 from tests.references.heads import BASE, DEFERRED, KEPT, Setup, share_of_logits
 from tests.references.pages import join, table
 
 SETUPS = Setup(8192, 4096, 151936, torch.bfloat16), Setup(4096, 4096, 131072, torch.bfloat16)
-
-
-def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return logits in float32, as Megatron returns them."""
-    return (hidden @ weight.T).float()
-
-
-def deferred_keeping(share: float, hidden: Tensor, weight: Tensor) -> Tensor:
-    return deferred_logits(hidden, weight, keep_bytes=share_of_logits(len(hidden), weight, share))
-
-
-PLAIN_OPERATORS = f"{DEFERRED}, plain operators"
-HEADS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = {
-    BASE: (logits_of, {"inplace_backward": True}),
-    DEFERRED: (deferred_logits, {}),
-    PLAIN_OPERATORS: (deferred_logits, {"fused": False}),
-    **{name: (partial(deferred_keeping, share), {}) for name, share in KEPT.items()},
-}
-
-
-@dataclass
-class Count:
-    """Bytes of a step at its peak, beyond its inputs and gradients; and what was called how often."""
-
-    peak: int
-    inputs: int
-    products: Counter[str]
-    row_passes: Counter[str]
-
-
-def count(setup: Setup, head: str, compiling_fails: bool = False) -> Count:
-    """Count log-probabilities and entropies at a temperature, forward and backward, of all rows."""
-    make, options = HEADS[head]
-    with recording(compiling_fails=compiling_fails) as recorder:
-        shapes = (setup.rows, setup.hidden), (setup.vocabulary, setup.hidden)
-        hidden, weight = (
-            torch.empty(shape, device="cuda", dtype=setup.dtype, requires_grad=True) for shape in shapes
-        )
-        targets = torch.zeros(setup.rows, device="cuda", dtype=torch.int64)
-        values = vocab_parallel_log_probs_and_entropy(
-            make(hidden, weight), targets, temperature=0.8, **options
-        )
-        sum(value.sum() for value in values).backward()
-        assert not recorder.waits
-        inputs = hidden.nbytes + weight.nbytes
-        return Count(recorder.peak - 2 * inputs, inputs, recorder.products, recorder.row_passes)
-
-
-def part() -> str:
-    """Return the part of the page, in Markdown."""
-    counts = {(setup, head): count(setup, head) for setup in SETUPS for head in HEADS}
-    return join(table(_memory(counts)), table(_products(counts)))
-
-
-def where_compiling_fails() -> list[tuple[int, dict[str, int]]]:
-    """Return peak and row passes where the compiler fails, and those of plain operators."""
-    setup = SETUPS[1]
-    counts = count(setup, DEFERRED, compiling_fails=True), count(setup, PLAIN_OPERATORS)
-    return [(counted.peak, counted.row_passes) for counted in counts]
-
-
-def _memory(counts: dict[tuple[Setup, str], Count]) -> Iterator[dict[str, str]]:
-    for (setup, head), counted in counts.items():
-        gib = partial(_gib, setup)
-        yield {
-            "setup": str(setup),
-            "head": head,
-            "beyond gradients": gib(counted.peak),
-            "with gradients": gib(counted.peak + counted.inputs),
-            "with inputs and gradients": gib(counted.peak + 2 * counted.inputs),
-            "products": str(counted.products.total()),
-            "row passes": ", ".join(f"{n} × `{name}`" for name, n in counted.row_passes.items()),
-        }
-
-
-def _gib(setup: Setup, nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB, {nbytes / setup.logits_bytes:.3f}"
-
-
-def _products(counts: dict[tuple[Setup, str], Count]) -> Iterator[dict[str, str]]:
-    for setup in SETUPS:
-        for shapes, number in counts[setup, DEFERRED].products.items():
-            yield {"setup": str(setup), "products, deferred": shapes, "how often": str(number)}
 
 
 ROWS, HIDDEN, VOCABULARY = 1024, 512, 32768
@@ -124,18 +39,86 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Case = Callable[[torch.dtype], Any]
 
 
-def layer(dtype: torch.dtype, hidden_size: int = HIDDEN, trains: bool = True) -> tuple[Tensor, Tensor]:
+def keeping(share: float, hidden: Tensor, weight: Tensor) -> Tensor:
+    return losses.deferred_logits(hidden, weight, keep_bytes=share_of_logits(len(hidden), weight, share))
+
+
+PLAIN_OPERATORS = f"{DEFERRED}, plain operators"
+HEADS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = {
+    # In float32, as Megatron returns them.
+    BASE: (lambda hidden, weight: (hidden @ weight.T).float(), {"inplace_backward": True}),
+    DEFERRED: (losses.deferred_logits, {}),
+    PLAIN_OPERATORS: (losses.deferred_logits, {"fused": False}),
+    **{name: (partial(keeping, share), {}) for name, share in KEPT.items()},
+}
+
+
+# --- what the head takes
+
+
+def count(setup: Setup, head: str, compiling_fails: bool = False) -> tuple[Recorder, int, int]:
+    """Count log-probabilities and entropies at a temperature, forward and backward, of all rows.
+
+    Return the record, the bytes of the inputs, and those at the peak beyond inputs and gradients.
+    """
+    make, options = HEADS[head]
+    with recording(compiling_fails=compiling_fails) as recorder:
+        hidden, weight = layer(setup.dtype, setup.hidden, rows=setup.rows, vocabulary=setup.vocabulary)
+        options = {"temperature": 0.8, **options}
+        values = losses.vocab_parallel_log_probs_and_entropy(make(hidden, weight), ids(setup.rows), **options)
+        sum(value.sum() for value in values).backward()
+        assert not recorder.waits
+        inputs = hidden.nbytes + weight.nbytes
+        return recorder, inputs, recorder.peak - 2 * inputs
+
+
+def part() -> str:
+    """Return the part of the page, in Markdown."""
+    memory, products = [], []
+    for setup, head in product(SETUPS, HEADS):
+        record, inputs, peak = count(setup, head)
+        sizes = {"beyond gradients": peak, "with gradients": peak + inputs}
+        sizes["with inputs and gradients"] = peak + 2 * inputs
+        passes = ", ".join(f"{n} × `{name}`" for name, n in record.row_passes.items())
+        memory.append(
+            {"setup": str(setup), "head": head}
+            | {name: f"{n / 2**30:.2f} GiB, {n / setup.logits_bytes:.3f}" for name, n in sizes.items()}
+            | {"products": str(record.products.total()), "row passes": passes}
+        )
+        for shapes, number in record.products.items() if head == DEFERRED else ():
+            row = {"setup": str(setup), "products, deferred": shapes, "how often": str(number)}
+            products.append(row)
+    return join(table(memory), table(products))
+
+
+def where_compiling_fails() -> list[tuple[int, dict[str, int]]]:
+    """Return peak and row passes where the compiler fails, and those of plain operators."""
+    ways: tuple[tuple[str, bool], ...] = (DEFERRED, True), (PLAIN_OPERATORS, False)
+    counts = [count(SETUPS[1], *way) for way in ways]
+    return [(peak, record.row_passes) for record, _, peak in counts]
+
+
+# --- cases
+
+
+def layer(
+    dtype: torch.dtype,
+    width: int = HIDDEN,
+    trains: bool = True,
+    rows: int = ROWS,
+    vocabulary: int = VOCABULARY,
+) -> tuple[Tensor, Tensor]:
     """Return hidden states, which train, and the weight of an output layer."""
-    hidden = torch.empty(ROWS, hidden_size, device=GPU, dtype=dtype, requires_grad=True)
-    return hidden, torch.empty(VOCABULARY, hidden_size, device=GPU, dtype=dtype, requires_grad=trains)
+    hidden = torch.empty(rows, width, device=GPU, dtype=dtype, requires_grad=True)
+    return hidden, torch.empty(vocabulary, width, device=GPU, dtype=dtype, requires_grad=trains)
+
+
+def logits_of(hidden: Tensor, weight: Tensor, is_deferred: bool = True) -> Tensor:
+    return losses.deferred_logits(hidden, weight) if is_deferred else hidden @ weight.T
 
 
 def ids(*shape: int) -> Tensor:
     return torch.zeros(shape, device=GPU, dtype=torch.int64)
-
-
-def every_second_row() -> Tensor:
-    return on_device(torch.arange(0, ROWS, 2), GPU)  # from host memory, as the rows of responses are
 
 
 def backward(hidden: Tensor, *values: Tensor) -> None:
@@ -146,40 +129,41 @@ def backward(hidden: Tensor, *values: Tensor) -> None:
     assert (hidden.grad.dtype, hidden.grad.device) == (hidden.dtype, hidden.device)
 
 
-def materialized(dtype: torch.dtype, some_rows: bool = False, mask: bool = False, **options: Any) -> None:
-    hidden, weight = layer(dtype)
-    rows = every_second_row() if some_rows else None
-    n = ROWS if rows is None else len(rows)
-    keep_mask = torch.empty(n, VOCABULARY, dtype=torch.bool, device=GPU) if mask else None
-    options = {"rows": rows, "keep_mask": keep_mask, "temperature": 0.8, **options}
-    backward(hidden, *losses.vocab_parallel_log_probs_and_entropy(hidden @ weight.T, ids(n), **options))
-
-
-def deferred(
-    dtype: torch.dtype, some_rows: bool = False, trains: bool = True, entropy: bool = True, **options: Any
+def log_probs(
+    dtype: torch.dtype,
+    *,
+    deferred: dict[str, Any] | None = None,
+    some_rows: bool = False,
+    mask: bool = False,
+    trains: bool = True,
+    entropy: bool = True,
+    **options: Any,
 ) -> None:
     hidden, weight = layer(dtype, trains=trains)
-    rows = every_second_row() if some_rows else None
-    logits, targets = (
-        losses.deferred_logits(hidden, weight, **options),
-        ids(ROWS if rows is None else len(rows)),
-    )
-    if entropy:
-        backward(hidden, *losses.vocab_parallel_log_probs_and_entropy(logits, targets, rows=rows))
+    n = ROWS
+    if some_rows:  # from host memory, as the rows of responses are
+        options["rows"], n = on_device(torch.arange(0, ROWS, 2), GPU), ROWS // 2
+    if mask:
+        options["keep_mask"] = torch.empty(n, VOCABULARY, dtype=torch.bool, device=GPU)
+    if deferred is None:
+        logits, options["temperature"] = hidden @ weight.T, 0.8
     else:
-        backward(hidden, losses.vocab_parallel_log_probs(logits, targets, rows=rows))
+        logits = losses.deferred_logits(hidden, weight, **deferred)
+    if entropy:
+        backward(hidden, *losses.vocab_parallel_log_probs_and_entropy(logits, ids(n), **options))
+    else:
+        backward(hidden, losses.vocab_parallel_log_probs(logits, ids(n), **options))
     assert (weight.grad is not None and weight.grad.dtype == dtype) == trains
 
 
 def kept_automatically(dtype: torch.dtype) -> None:
     for _ in range(2):  # tiles are kept after the first backward
-        deferred(dtype, keep_bytes="auto")
+        log_probs(dtype, deferred={"keep_bytes": "auto"})
 
 
 @torch.no_grad()
 def scoring(dtype: torch.dtype) -> None:
-    hidden, weight = layer(dtype)
-    losses.vocab_parallel_log_probs_and_entropy(losses.deferred_logits(hidden, weight), ids(ROWS))
+    losses.vocab_parallel_log_probs_and_entropy(logits_of(*layer(dtype)), ids(ROWS))
 
 
 def main_grad(dtype: torch.dtype) -> None:
@@ -188,26 +172,22 @@ def main_grad(dtype: torch.dtype) -> None:
     add_product(torch.zeros(weight.shape, device=GPU), gradient.T, hidden.detach())
 
 
-def top_k(dtype: torch.dtype, is_deferred: bool) -> None:
+def top_k(dtype: torch.dtype, is_deferred: bool = False) -> None:
     hidden, weight = (x.detach() for x in layer(dtype))
-    logits = losses.deferred_logits(hidden, weight) if is_deferred else hidden @ weight.T
-    chosen = losses.vocab_parallel_topk(logits, 8)
+    chosen = losses.vocab_parallel_topk(logits_of(hidden, weight, is_deferred), 8)
     assert chosen.indices.is_cuda and chosen.indices.shape == (ROWS, 8)
 
 
-def at_ids(dtype: torch.dtype, is_deferred: bool) -> None:
+def at_ids(dtype: torch.dtype, is_deferred: bool = False) -> None:
     hidden, weight = layer(dtype)
-    logits = losses.deferred_logits(hidden, weight) if is_deferred else hidden @ weight.T
+    logits = logits_of(hidden, weight, is_deferred)
     backward(hidden, *losses.vocab_parallel_log_probs_at(logits, ids(ROWS, 8), with_tail=True))
 
 
 def divergence(dtype: torch.dtype, name: Any) -> None:
     hidden, weight = layer(dtype)
-    teacher, student = (
-        losses.deferred_logits(*layer(dtype, HIDDEN // 2)),
-        losses.deferred_logits(hidden, weight),
-    )
-    old = losses.deferred_logits(*layer(dtype)) if DIVERGENCES[name].needs_old else None
+    teacher, student = logits_of(*layer(dtype, HIDDEN // 2)), logits_of(hidden, weight)
+    old = logits_of(*layer(dtype)) if DIVERGENCES[name].needs_old else None
     backward(hidden, losses.full_vocabulary_divergence(student, teacher, divergence=name, old=old))
 
 
@@ -215,12 +195,11 @@ def host_memory(dtype: torch.dtype) -> None:
     """A teacher's hidden states and output layer wait in host memory."""
     hidden, weight = layer(dtype)
     of_teacher, its_weight = (x.detach() for x in layer(dtype, HIDDEN // 2))
-    waiting = losses.FullDistribution.from_hidden(
-        of_teacher, losses.OutputHead(its_weight).copied_to("cpu")
-    ).to("cpu")
+    head = losses.OutputHead(its_weight).copied_to("cpu")
+    waiting = losses.FullDistribution.from_hidden(of_teacher, head).to("cpu")
     assert not waiting.hidden[0].is_cuda and not waiting.heads[0].weight.is_cuda
     teacher = waiting.to(GPU).logits()
-    backward(hidden, losses.full_vocabulary_divergence(losses.deferred_logits(hidden, weight), teacher))
+    backward(hidden, losses.full_vocabulary_divergence(logits_of(hidden, weight), teacher))
 
 
 def microbatch(dtype: torch.dtype) -> tuple[Tensor, Tensor, losses.SequenceLayout, list[Tensor]]:
@@ -254,11 +233,9 @@ def distillation(dtype: torch.dtype, is_full: bool) -> None:
 
 
 def mixture_of_top_k(dtype: torch.dtype) -> None:
-    one = losses.TopKDistribution(
-        ids(ROWS, 8), torch.zeros(ROWS, 8, device=GPU), torch.zeros(ROWS, device=GPU)
-    )
-    other = losses.TopKDistribution(ids(ROWS, 8), one.log_probs, one.tail_log_prob)
-    assert losses.TopKDistribution.mixture([one, other], [1.0, 2.0]).log_probs.is_cuda
+    known = torch.zeros(ROWS, 8, device=GPU), torch.zeros(ROWS, device=GPU)
+    teachers = [losses.TopKDistribution(ids(ROWS, 8), *known) for _ in range(2)]
+    assert losses.TopKDistribution.mixture(teachers, [1.0, 2.0]).log_probs.is_cuda
 
 
 def tensor_parallel(dtype: torch.dtype) -> None:
@@ -266,11 +243,11 @@ def tensor_parallel(dtype: torch.dtype) -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         (hidden, weight), group = layer(dtype), dist.group.WORLD
-        logits = losses.deferred_logits(hidden, weight)
+        logits = logits_of(hidden, weight)
         backward(hidden, *losses.vocab_parallel_log_probs_and_entropy(logits, ids(ROWS), tp_group=group))
         chosen = losses.vocab_parallel_topk(logits.detach(), 8, tp_group=group).indices
         backward(hidden, *losses.vocab_parallel_log_probs_at(logits, chosen, with_tail=True, tp_group=group))
-        teacher = losses.deferred_logits(*layer(dtype))
+        teacher = logits_of(*layer(dtype))
         backward(hidden, losses.full_vocabulary_divergence(logits, teacher, tp_group=group))
     finally:
         dist.destroy_process_group()
@@ -285,26 +262,26 @@ def on_model(dtype: torch.dtype, case: str) -> None:
 #: What is run, and how many products of all rows and columns it takes, with that of materialized logits and
 #: its two in backward. Small tiles multiply more often in float32, and an old torch twice for ``main_grad``.
 LOSSES: dict[str, tuple[Case, int | None]] = {
-    "log-probs and entropy": (materialized, 3),
-    "log-probs and entropy, in place": (partial(materialized, inplace_backward=True), 3),
-    "log-probs and entropy, plain operators": (partial(materialized, fused=False), 3),
-    "keep-mask": (partial(materialized, mask=True), 3),
-    "scattered rows": (partial(materialized, some_rows=True), 3),
-    "scattered rows, in place": (partial(materialized, some_rows=True, inplace_backward=True), 3),
-    "deferred": (deferred, 4),
-    "deferred, some rows": (partial(deferred, some_rows=True), 4),
-    "deferred, small tiles": (partial(deferred, tile_bytes=1 << 23), None),
-    "deferred, tiles kept": (partial(deferred, keep_bytes=1 << 30), 3),
+    "log-probs and entropy": (log_probs, 3),
+    "log-probs and entropy, in place": (partial(log_probs, inplace_backward=True), 3),
+    "log-probs and entropy, plain operators": (partial(log_probs, fused=False), 3),
+    "keep-mask": (partial(log_probs, mask=True), 3),
+    "scattered rows": (partial(log_probs, some_rows=True), 3),
+    "scattered rows, in place": (partial(log_probs, some_rows=True, inplace_backward=True), 3),
+    "deferred": (partial(log_probs, deferred={}), 4),
+    "deferred, some rows": (partial(log_probs, deferred={}, some_rows=True), 4),
+    "deferred, small tiles": (partial(log_probs, deferred={"tile_bytes": 1 << 23}), None),
+    "deferred, tiles kept": (partial(log_probs, deferred={"keep_bytes": 1 << 30}), 3),
     "deferred, tiles kept automatically": (kept_automatically, 4 + 3),
-    "deferred, frozen": (partial(deferred, trains=False), 3),
-    "deferred, frozen, no entropy": (partial(deferred, trains=False, entropy=False), 2),
+    "deferred, frozen": (partial(log_probs, deferred={}, trains=False), 3),
+    "deferred, frozen, no entropy": (partial(log_probs, deferred={}, trains=False, entropy=False), 2),
     "deferred, scoring": (scoring, 1),
     "main_grad": (main_grad, None),
-    "top-k": (partial(top_k, is_deferred=False), 1),
+    "top-k": (top_k, 1),
     "top-k, deferred": (partial(top_k, is_deferred=True), 1),
-    "top-k, ties": (partial(top_k, is_deferred=False), 1),
+    "top-k, ties": (top_k, 1),
     "mixture of top-k": (mixture_of_top_k, 0),
-    "log-probs at ids": (partial(at_ids, is_deferred=False), 3),
+    "log-probs at ids": (at_ids, 3),
     "log-probs at ids, deferred": (partial(at_ids, is_deferred=True), 4),
     "reverse_kl": (partial(divergence, name="reverse_kl"), 6),
     "reverse_kl, ids ruled out": (partial(divergence, name="reverse_kl"), 8),
@@ -337,23 +314,18 @@ CONDITIONS_HOLD = {
 }
 
 
-def record(name: str, dtype: torch.dtype) -> dict[str, Any]:
-    error = ""
-    with recording(name in CONDITIONS_HOLD) as recorder:
-        try:
-            CASES[name][0](dtype)
-        except Exception:
-            error = traceback.format_exc()
-    return {
-        "error": error,
-        "waits": recorder.waits,
-        "products": recorder.products.total(),
-        "plain passes": recorder.plain_passes.total(),
-    }
-
-
-def records(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    return {f"{name}, {key}": record(name, dtype) for name in names for key, dtype in DTYPES.items()}
+def records(cases: dict[str, tuple[Case, int | None]]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for (name, (case, _)), (key, dtype) in product(cases.items(), DTYPES.items()):
+        error = ""
+        with recording(name in CONDITIONS_HOLD) as recorder:
+            try:
+                case(dtype)
+            except Exception:
+                error = traceback.format_exc()
+        counts = {"products": recorder.products.total(), "plain passes": recorder.plain_passes.total()}
+        found[f"{name}, {key}"] = {"error": error, "waits": recorder.waits, **counts}
+    return found
 
 
 PARTS: dict[str, Callable[[], Any]] = {

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -21,19 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
-from megatron_rl_patches import Settings, applied
-from megatron_rl_patches.inference import (
-    TeacherPool,
-    build_inference_model,
-    forward_hidden_states,
-    forward_log_probs,
-)
-from megatron_rl_patches.losses import (
-    DeferredLogits,
-    FullDistribution,
-    full_vocabulary_divergence,
-    vocab_parallel_log_probs_and_entropy,
-)
+from megatron_rl_patches import Settings, applied, inference, losses
 from megatron_rl_patches.reentry import TrainGuard
 from megatron_rl_patches.testing import TinyModel
 from tests.references import tiny_gpt
@@ -63,21 +52,17 @@ def _two_ranks(dtype: torch.dtype) -> Iterator[TinyModel]:
         dist.destroy_process_group()
 
 
-def _fields() -> dict[str, Tensor]:
-    tokens = torch.zeros(2, 16, dtype=torch.int64)
-    return {"input_ids": tokens.cuda(), "position_ids": torch.arange(16, device="cuda").expand_as(tokens)}
-
-
 def lean_head(dtype: torch.dtype) -> None:
     """``lean-head`` with ``gradient_accumulation_fusion``: the weight's gradient goes to ``main_grad``."""
     with _two_ranks(dtype) as gpt, applied("lean-head", settings=Settings(lean_head_tile_bytes=TILE_BYTES)):
         (chunk,), optimizer = gpt.build()
         layer = get_attr_wrapped_model(chunk, "output_layer")
         layer.gradient_accumulation_fusion = True
-        logits = chunk(**_fields(), attention_mask=None).flatten(0, 1)
-        assert isinstance(logits, DeferredLogits), type(logits)
+        tokens, positions = torch.zeros(2, 16, dtype=torch.int64).cuda(), torch.arange(16, device="cuda")
+        logits = chunk(tokens, positions.expand_as(tokens), attention_mask=None).flatten(0, 1)
+        assert isinstance(logits, losses.DeferredLogits), type(logits)
         targets = torch.zeros(len(logits), dtype=torch.int64, device="cuda")
-        log_probs, entropy = vocab_parallel_log_probs_and_entropy(logits, targets)
+        log_probs, entropy = losses.vocab_parallel_log_probs_and_entropy(logits, targets)
         (log_probs + entropy).sum().backward()
         assert layer.weight.grad_added_to_main_grad
         assert layer.weight.main_grad.dtype == torch.float32
@@ -100,12 +85,8 @@ def re_entry(dtype: torch.dtype) -> None:
 
         microbatches = [2, 2]
         train(tiny_gpt.data_iterators(gpt), microbatches, gpt)
-        try:
+        with pytest.raises(StopIteration):
             train([iter([next(tiny_gpt.SyntheticData())] * 3)], microbatches, gpt)  # one is missing
-        except StopIteration:
-            pass
-        else:
-            raise AssertionError("training went on without data")
         train(tiny_gpt.data_iterators(gpt), microbatches, gpt)
         for switch in (tiny_gpt.enable_forward_pre_hook, tiny_gpt.disable_forward_pre_hook) * 2:
             switch(model)
@@ -118,20 +99,18 @@ def teachers(dtype: torch.dtype) -> None:
         gpt.initialize()
         # Without initialization the builder gives meta parameters memory in a way that fake ones refuse.
         options = {"dtype": "bf16" if gpt.bf16 else "fp32", "perform_initialization": True}
-        model = build_inference_model(gpt.provider, gpt.transformer_config(), **options)
-        pool = TeacherPool(model)
+        model = inference.build_inference_model(gpt.provider, gpt.transformer_config(), **options)
+        pool = inference.TeacherPool(model)
         for name in ("math", "code"):
             pool.add(name, lambda model: [parameter.data.zero_() for parameter in model[0].parameters()])
         microbatches = [{"tokens": torch.zeros(2, 16, dtype=torch.int64), "lengths": [16, 10]}] * 2
         with pool.use("math") as teacher:
-            assert forward_log_probs(teacher, microbatches, with_entropy=True, progress=False)
+            assert inference.forward_log_probs(teacher, microbatches, with_entropy=True, progress=False)
         head = pool.head("code", "cpu")
         with pool.use("code") as teacher:
-            hidden = forward_hidden_states(teacher, microbatches, progress=False)
-        assert head is not None
-        assert hidden is not None
-        distribution = FullDistribution.cat([FullDistribution.from_hidden(one, head) for one in hidden]).to(
-            "cuda"
-        )
+            hidden = inference.forward_hidden_states(teacher, microbatches, progress=False)
+        assert head is not None and hidden is not None
+        parts = [losses.FullDistribution.from_hidden(one, head) for one in hidden]
+        distribution = losses.FullDistribution.cat(parts).to("cuda")
         student = torch.zeros(len(distribution), gpt.vocab_size, device="cuda", requires_grad=True)
-        full_vocabulary_divergence(student, distribution.logits()).sum().backward()
+        losses.full_vocabulary_divergence(student, distribution.logits()).sum().backward()

@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
         if name is aten.equal:
             return self._holds()
         if name is aten.nonzero:
-            return first.new_empty((self._selected(first), first.dim()), dtype=torch.int64)
+            return first.new_empty((first.numel() * self._holds(), first.dim()), dtype=torch.int64)
         if name is aten.bincount:
             return first.new_empty(kwargs.get("minlength", 0), dtype=torch.int64)
         if name is aten.index and any(x is not None and x.dtype in _MASKS for x in args[1]):
@@ -116,14 +116,12 @@ class Recorder(TorchDispatchMode):
     def _holds(self) -> bool:
         return self.conditions_hold and bool(_place())  # and none does that Megatron asks for
 
-    def _selected(self, mask: Tensor) -> int:
-        return mask.numel() if self._holds() else 0
-
     def _numbers(self, index: Tensor | None) -> list[Any]:
         """Return an index as it is, or in place of a mask one for each of its dimensions."""
         if index is None or index.dtype not in _MASKS:
             return [slice(None) if index is None else index]
-        return [index.new_empty(self._selected(index), dtype=torch.int64) for _ in range(index.dim())]
+        selected = index.numel() * self._holds()
+        return [index.new_empty(selected, dtype=torch.int64) for _ in range(index.dim())]
 
     def wait(self, operation: str) -> None:
         if place := _place():
@@ -251,14 +249,14 @@ def recording(conditions_hold: bool = False, compiling_fails: bool = False) -> I
     def fail(*args: Any) -> None:
         raise RuntimeError("there is no C compiler")
 
-    def waiting(owner: Any, name: str) -> Any:
-        function = getattr(owner, name)
+    def waiting(owner: Any) -> Any:
+        function = owner.synchronize
 
         def synchronize(*args: Any) -> Any:
-            recorder.wait(f"{owner.__name__.rpartition('.')[2]}.{name}")
+            recorder.wait(f"{owner.__name__.rpartition('.')[2]}.synchronize")
             return function(*args)
 
-        return patch.object(owner, name, synchronize)
+        return patch.object(owner, "synchronize", synchronize)
 
     def address(storage: Any) -> int:
         # Storages of fake tensors have no memory; whether two are the same is all that the package asks.
@@ -295,11 +293,7 @@ def recording(conditions_hold: bool = False, compiling_fails: bool = False) -> I
             (output_layer, "type", lambda x: Tensor if isinstance(x, FakeTensor) else type(x)),
         ):
             stack.enter_context(patch.object(owner, name, value, create=True))
-        for owner, name in (
-            (torch.cuda, "synchronize"),
-            (torch.cuda.Stream, "synchronize"),
-            (torch.cuda.Event, "synchronize"),
-        ):
-            stack.enter_context(waiting(owner, name))
+        for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
+            stack.enter_context(waiting(owner))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield stack.enter_context(recorder)

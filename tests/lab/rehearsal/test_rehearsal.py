@@ -25,8 +25,7 @@ _RE_ENTRY = {
 }
 #: Where the CPU waits for the GPU, and how often in the case; the reasons are in docs/development/gpu.md.
 WAITS: dict[str, dict[str, int]] = {
-    "top-k": _TIES,
-    "top-k, deferred": _TIES,
+    **dict.fromkeys(("top-k", "top-k, deferred"), _TIES),
     "top-k, ties": {
         **_TIES,
         "nonzero in topk.py:_take_lowest_columns": 4,
@@ -34,9 +33,7 @@ WAITS: dict[str, dict[str, int]] = {
         "index in topk.py:_take_lowest_columns": 12,
     },
     "mixture of top-k": {"equal in distributions.py:check_same_indices": 1},
-    "reverse_kl": _ONE_PASS,
-    "forward_kl": _ONE_PASS,
-    "importance_weighted_reverse_kl": _ONE_PASS,
+    **dict.fromkeys(("reverse_kl", "forward_kl", "importance_weighted_reverse_kl"), _ONE_PASS),
     "reverse_kl, ids ruled out": _ONE_PASS,
     "host memory": {**_ONE_PASS, "copy_ in devices.py:copied_to": 1, "_to_copy in distributions.py:to": 1},
     "distillation, whole vocabulary": {
@@ -45,8 +42,7 @@ WAITS: dict[str, dict[str, int]] = {
         "_to_copy in distillation.py:_full_comparison": 1,
     },
     "tensor parallel": {**_ONE_PASS, **_TIES},
-    "re-entry": _RE_ENTRY,
-    "re-entry, another rank broke off": _RE_ENTRY,
+    **dict.fromkeys(("re-entry", "re-entry, another rank broke off"), _RE_ENTRY),
     "TeacherPool": {
         **_ONE_PASS,
         "_to_copy in model.py:_finished": 19,
