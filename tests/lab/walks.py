@@ -1,0 +1,76 @@
+"""Which modules of the package a call visits, and how often it goes from one to another.
+
+    python -m tests.lab.walks            # all walks
+    python -m tests.lab.walks dense      # one of them, with each stay
+
+A *stay* is a row of calls of named functions in one module, without a call of a function in another module of
+the package in between. ``sys.setprofile`` sees the calls of this thread.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import megatron_rl_patches
+from megatron_rl_patches import losses
+
+PACKAGE = Path(megatron_rl_patches.__file__).parent
+N, HIDDEN, VOCABULARY = 8, 4, 32
+
+
+def stays_of(call: Callable[[], Any]) -> list[str]:
+    """Return the module of each stay, in order; the call runs twice, and the first time is not looked at."""
+    call()
+    stays: list[str] = []
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(str(PACKAGE)) and not frame.f_code.co_name.startswith("<"):
+            module = str(Path(file).relative_to(PACKAGE))
+            if stays[-1:] != [module]:
+                stays.append(module)
+
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return stays
+
+
+def _deferred(frozen: bool = False) -> losses.DeferredLogits:
+    weight = torch.randn(VOCABULARY, HIDDEN, requires_grad=not frozen)
+    return losses.deferred_logits(torch.randn(N, HIDDEN, requires_grad=not frozen), weight)
+
+
+def _scored(logits: torch.Tensor) -> None:
+    """Log-probs and entropy, forward and backward."""
+    targets = torch.zeros(len(logits), dtype=torch.int64)
+    log_probs, entropy = losses.vocab_parallel_log_probs_and_entropy(logits, targets)
+    (log_probs.sum() + entropy.sum()).backward()
+
+
+WALKS: dict[str, Callable[[], Any]] = {
+    "dense": lambda: _scored(torch.randn(N, VOCABULARY, requires_grad=True)),
+    "deferred": lambda: _scored(_deferred()),
+    # Rows that slime selects, converts and divides.
+    "sliced": lambda: _scored(_deferred()[2:6].float().div(0.5)),
+    # Reverse KL over the whole vocabulary, student and teacher deferred.
+    "divergence": lambda: (
+        losses.full_vocabulary_divergence(_deferred(), _deferred(frozen=True)).sum().backward()
+    ),
+}
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or WALKS:
+        stays = stays_of(WALKS[name])
+        print(f"{name:<12}{len(set(stays)):3d} files {len(stays):4d} stays")
+        if sys.argv[1:]:
+            print("\n".join(f"  {module}" for module in stays))
