@@ -1,6 +1,6 @@
 """Log-probabilities and entropies by conventions of frameworks, then of samples that are scored one by one.
 
-All-gather context parallelism is tested on the stand-in for miles.
+All-gather context parallelism is tested on slime's stand-in.
 """
 
 from __future__ import annotations

@@ -286,8 +286,6 @@ def test_log_probs_and_entropy(plans: dict[str, Plan], inplace: bool, has_mask: 
     assert plans["block_gradient"] == Plan(1, expected, expected)
 
 
-#: One divergence by default, and one more, of two teachers, in CI.
-MARKS: dict[Any, Any] = {("forward_kl", 1): [], ("forward_kl", 2): pytest.mark.slow}
 COMPARED = [(name, 1) for name, divergence in DIVERGENCES.items() if divergence.counts_tail]
 
 
@@ -295,7 +293,7 @@ COMPARED = [(name, 1) for name, divergence in DIVERGENCES.items() if divergence.
 @pytest.mark.parametrize(
     ("name", "teachers"),
     [
-        pytest.param(*case, marks=MARKS.get(case, pytest.mark.nightly))
+        pytest.param(*case, marks=pytest.mark.slow if case == ("forward_kl", 2) else pytest.mark.nightly)
         for case in (*COMPARED, ("forward_kl", 2))
     ],
 )

@@ -40,7 +40,8 @@ def load_checkpoint(
     assert _CHECKPOINT_VERSION in (None, state_dict["checkpoint_version"])
     _CHECKPOINT_VERSION = state_dict["checkpoint_version"]
 
-    assert args.consumed_train_samples == args.consumed_valid_samples == args.skipped_train_samples == 0
+    assert args.consumed_train_samples == 0
+    assert args.consumed_valid_samples == args.skipped_train_samples == 0
     if args.finetune:
         iteration = 0
     else:
