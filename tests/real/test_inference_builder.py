@@ -201,6 +201,8 @@ def test_on_the_meta_device_without_cuda() -> None:
         provider(pre_process, post_process, config)
         raise KeyError("of the provider")
 
+    with pytest.raises(InvalidInputError, match="there is no CUDA device: pass device='cpu'"):
+        build_inference_model(provider, config, device="cuda")
     with megatron_unchanged():
         build_inference_model(provider, config, device="meta")
         [small] = build_inference_model(provider, config, device="cpu")
@@ -311,6 +313,7 @@ def test_arguments_and_what_is_no_model() -> None:
     invalid(rf"{returned} \[", lambda **ends: [provider(**ends)])
     invalid(f"{returned} None", lambda config: None)
     invalid("dtype is 'fp8'; it can be 'bf16', 'fp16', 'fp32'", provider, dtype="fp8")
+    invalid("device is 'gpu': .*device type", provider, device="gpu")
     on_meta = "perform_initialization=True with device='meta'"
     invalid(on_meta, provider, device="meta", perform_initialization=True)
     invalid("virtual_pipeline_size: 2", provider, virtual_pipeline_size=2)

@@ -360,7 +360,17 @@ def test_objections_are_passed_on() -> None:
         estimate_memory(model, tensor_model_parallel_size=2)
     with pytest.raises(InvalidInputError, match="num_layers is 0; it must"):
         estimate_memory(model, num_layers=0)
+    with pytest.raises(InvalidInputError, match="gated_linear_unit is 'False'; expected bool"):
+        estimate_memory({**model, "gated_linear_unit": "False"})
+    with pytest.raises(InvalidInputError, match="params_dtype is 'torch.bfloat16'; expected dtype"):
+        estimate_memory({**model, "params_dtype": torch.bfloat16})
     assert not torch.distributed.is_initialized()
+
+
+def test_a_child_that_takes_too_long(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(parameters, "_PATIENCE_SECONDS", 0)
+    with pytest.raises(InvalidInputError, match="counting the parameters took longer than 0 s"):
+        estimate_memory({**MOE, "vocab_size": 100})
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:megatron")
