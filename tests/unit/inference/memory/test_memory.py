@@ -362,7 +362,7 @@ def test_objections_are_passed_on() -> None:
         estimate_memory(model, num_layers=0)
     with pytest.raises(InvalidInputError, match="gated_linear_unit is 'False'; expected bool"):
         estimate_memory({**model, "gated_linear_unit": "False"})
-    with pytest.raises(InvalidInputError, match="params_dtype is 'torch.bfloat16'; expected dtype"):
+    with pytest.raises(InvalidInputError, match=r"params_dtype is 'torch.bfloat16'; expected dtype"):
         estimate_memory({**model, "params_dtype": torch.bfloat16})
     assert not torch.distributed.is_initialized()
 
