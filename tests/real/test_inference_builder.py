@@ -316,7 +316,9 @@ def test_arguments_and_what_is_no_model() -> None:
     invalid("device is 'gpu': .*device type", provider, device="gpu")
     on_meta = "perform_initialization=True with device='meta'"
     invalid(on_meta, provider, device="meta", perform_initialization=True)
-    invalid("virtual_pipeline_size: 2", provider, virtual_pipeline_size=2)
+    interleaved = copy.copy(config)
+    interleaved.virtual_pipeline_model_parallel_size = 2
+    invalid("config.virtual_pipeline_model_parallel_size: 2", provider, config=interleaved)
     divided = copy.copy(config)
     divided.tensor_model_parallel_size = 2
     tensor_parallel.get_cuda_rng_tracker().reset()
@@ -383,11 +385,11 @@ def test_virtual_stages_must_fit() -> None:
     of_config = "config.virtual_pipeline_model_parallel_size: 2"
     invalid = partial(refused, error=InvalidInputError)
     options.initialize()
-    invalid(f"virtual_pipeline_size: 4, {of_config}", provider, config, virtual_pipeline_size=4)
-    silent = copy.copy(config)
-    silent.virtual_pipeline_model_parallel_size = None
-    for size in (2, None):  # None: as the groups have it
-        chunks = build_inference_model(provider, silent, dtype="fp32", virtual_pipeline_size=size)
-        assert [chunk.config.virtual_pipeline_model_parallel_size for chunk in chunks] == [2, 2]
+    other = copy.copy(config)
+    other.virtual_pipeline_model_parallel_size = 4
+    invalid(".*parallel_size: 4, Megatron's parallel groups: 2; these do not", provider, other)
+    other.virtual_pipeline_model_parallel_size = None
+    chunks = build_inference_model(provider, other, dtype="fp32")
+    assert [chunk.config.virtual_pipeline_model_parallel_size for chunk in chunks] == [2, 2]
     TinyModel(pp=2, seed=7).initialize()
     invalid(f".*{of_config}, Megatron's parallel groups: None; these do not", provider, config)

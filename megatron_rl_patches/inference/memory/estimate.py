@@ -16,6 +16,7 @@ from ...common.chunks import as_chunks, config_of
 from ...errors import InvalidInputError
 from .parameters import ITEM_SIZES, REQUIRED, GPTArguments, Parameter, Stage, count_parameters, parameters_of
 
+_Fields = Mapping[str, Any]
 _FP32 = ITEM_SIZES["fp32"]
 _SIZES = (
     *("tensor_model_parallel_size", "context_parallel_size"),
@@ -182,9 +183,7 @@ def estimate_memory(
     return MemoryEstimate(tuple(stages), teachers)
 
 
-def _parameters(
-    model: Any, described: Mapping[str, Any], dtype: str
-) -> tuple[Mapping[str, Any], Sequence[Stage]]:
+def _parameters(model: Any, described: _Fields, dtype: str) -> tuple[_Fields, Sequence[Stage]]:
     """Return the sizes of the parallel groups, among other fields, and the parameters of the stages."""
     if isinstance(model, Mapping):
         return _described({}, {**model, **described}, dtype)
@@ -205,9 +204,7 @@ def _parameters(
     return {name: getattr(own, name, None) for name in _SIZES}, [Stage(parameters, parameters)]
 
 
-def _described(
-    accepted: Mapping[str, Any], fields: Mapping[str, Any], dtype: str
-) -> tuple[Mapping[str, Any], Sequence[Stage]]:
+def _described(accepted: _Fields, fields: _Fields, dtype: str) -> tuple[_Fields, Sequence[Stage]]:
     both = {**accepted, **fields}
     if missing := [name for name in REQUIRED if name not in both]:
         raise InvalidInputError(f"missing: {', '.join(missing)}")

@@ -42,7 +42,6 @@ def build_inference_model(
     *,
     dtype: str = "bf16",
     device: torch.device | str | None = None,
-    virtual_pipeline_size: int | None = None,
     pg_collection: Any = None,
     pre_wrap: Callable[[list[Module]], Sequence[Module] | None] | None = None,
     perform_initialization: bool = False,
@@ -65,13 +64,13 @@ def build_inference_model(
             takes, as ``get_model`` of the installed release does. It should take ``config``. A
             method of ``config`` itself (Megatron-Bridge's ``provider.provide``) is called on the copy.
         config: a ``TransformerConfig``. The model gets a copy with ``dtype`` and without sync functions,
-            gradient scale and timers, which are a policy's. The original is not touched.
+            gradient scale and timers, which are a policy's. The original is not touched. Its virtual pipeline
+            size is that of Megatron's groups, or not set.
         dtype: ``"bf16"``, ``"fp16"`` (both in ``Float16Module``) or ``"fp32"``, whatever ``config`` says.
         device: where parameters and buffers go; by default the current CUDA device. ``"meta"`` leaves the
             parameters without memory, for counting them; this works without CUDA. Neither ``"meta"`` nor
             ``"cpu"`` initializes CUDA. Before you build a mixture of experts on the CPU that moves to a GPU
             later, call ``torch.cuda.init()``: its classes keep CUDA streams.
-        virtual_pipeline_size: chunks per pipeline rank; by default that of ``config`` or Megatron's groups.
         pg_collection: a ``ProcessGroupCollection`` to use in place of Megatron's global groups.
         pre_wrap: called with the bare chunks, in memory and in their dtype, before ``Float16Module``: for
             hooks that load Hugging Face weights. Returns the chunks to go on with, or ``None``.
@@ -95,7 +94,7 @@ def build_inference_model(
     if perform_initialization:
         _require_random_streams(config, target)
     own = inference_copy(config, dtype)
-    own.virtual_pipeline_model_parallel_size = _virtual_stages(virtual_pipeline_size, config, pg_collection)
+    own.virtual_pipeline_model_parallel_size = _virtual_stages(config, pg_collection)
     if not with_mtp and getattr(own, "mtp_num_layers", None):
         own.mtp_num_layers = None
     if inspect.ismethod(model_provider) and model_provider.__self__ is config:
@@ -153,13 +152,10 @@ def _require_random_streams(config: Any, target: torch.device) -> None:
         )
 
 
-def _virtual_stages(requested: int | None, config: Any, pg_collection: Any) -> int | None:
-    """Return the chunks per pipeline rank, ``None`` without interleaving; all sources must agree."""
-    groups = "Megatron's parallel groups"
-    sizes_by_source = {
-        "virtual_pipeline_size": requested,
-        "config.virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size,
-    }
+def _virtual_stages(config: Any, pg_collection: Any) -> int | None:
+    """Return the chunks per pipeline rank, ``None`` without interleaving; config and groups must agree."""
+    groups, name = "Megatron's parallel groups", "virtual_pipeline_model_parallel_size"
+    sizes_by_source = {f"config.{name}": getattr(config, name)}
     if pg_collection is None:
         # Schedules read it.
         sizes_by_source[groups] = parallel_state.get_virtual_pipeline_model_parallel_world_size()
