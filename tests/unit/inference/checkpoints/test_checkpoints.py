@@ -10,7 +10,7 @@ import re
 import warnings
 import zipfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -164,12 +164,12 @@ def test_unreadable_is_no_damage(kind: type[Exception], tmp_path: Path, monkeypa
         read_metadata(tmp_path)
 
 
-def _metadata(content: bytes, folder: Path) -> None:
+def read_index(content: bytes, folder: Path) -> None:
     (folder / ".metadata").write_bytes(content)
     read_metadata(folder)
 
 
-def _shard(content: bytes, folder: Path) -> None:
+def read_shard(content: bytes, folder: Path) -> None:
     """Read a file of ``torch.save`` with a storage, and with another pickle."""
     torch.save({"weight": torch.ones(1)}, plain := io.BytesIO())
     with zipfile.ZipFile(plain) as source, zipfile.ZipFile(changed := io.BytesIO(), "w") as target:
@@ -178,11 +178,14 @@ def _shard(content: bytes, folder: Path) -> None:
     unpickle_dict(changed.getvalue(), folder)
 
 
-def _state() -> list[Any]:
+def state_of(values: Iterable[Any]) -> list[Any]:
     """Return what can be changed of our own class and of what a file names: of members and methods, too."""
-    kinds = metadata._MEM_FORMAT_ENCODING
-    watched: list[Any] = [pickles.Record, MetadataIndex, torch._utils._rebuild_tensor_v2, kinds, *kinds]
-    watched += [value for value in vars(MetadataIndex).values() if isinstance(value, FunctionType)]
+    watched: list[Any] = [pickles.Record]
+    for value in values:
+        watched.append(value)
+        if isinstance(value, type):
+            watched += value if issubclass(value, Enum) else ()
+            watched += [member for member in vars(value).values() if isinstance(member, FunctionType)]
     # Reading annotations adds an empty dict, so they come first.
     names = ("__annotations__", "__dict__", "__defaults__", "__kwdefaults__", "__code__", "__class__")
     attributes = [getattr(value, name, None) for value in watched for name in names]
@@ -198,7 +201,7 @@ _REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
 _INDEX = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
 _MEMORY_FORMATS = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
 _ENTRY = b"(Va\nNdb"  # BUILD with {"a": None}
-_STORAGE = b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nK\x01tQ"  # by its persistent id
+STORAGE = b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nK\x01tQ"  # by its persistent id
 
 
 def _attribute(name: str) -> bytes:
@@ -211,34 +214,35 @@ def _named(attribute: str) -> bytes:
 
 
 HOSTILE: dict[str, tuple[Callable[[bytes, Path], None], bytes]] = {
-    "attribute of a class": (_metadata, _INDEX + _attribute("__hash__")),
-    "attribute of a class, memorized": (_metadata, _INDEX + b"q\x01(h\x01" + _attribute("__eq__") + b"t"),
-    "attribute of a function": (_shard, _REBUILD + _attribute("__defaults__")),
-    "dict of a function": (_shard, _REBUILD + _ENTRY),
-    "attribute of a function's result": (_shard, _REBUILD + b"(tR" + _attribute("__class__")),
-    "storage of the file": (_shard, _STORAGE + _ENTRY),
-    "member of an enum": (_metadata, _MEMORY_FORMATS + b"(K\x00tR" + _attribute("_value_")),
-    "member of an enum, by its name": (_metadata, _named("TORCH_CHANNELS_LAST") + _ENTRY),
-    "new member of an enum": (_metadata, b"\x80\x02" + _MEMORY_FORMATS + b"K\x00\x85\x81" + _ENTRY),
-    "items of a class": (_metadata, _INDEX + b"Va\nNs(Va\nNu"),
-    "items of a function's result": (_shard, b"\x80\x04" + _REBUILD + b"(tRVa\nNs(Va\nNuNa(NNe(N\x90"),
+    "attribute of a class": (read_index, _INDEX + _attribute("__hash__")),
+    "attribute of a class, memorized": (read_index, _INDEX + b"q\x01(h\x01" + _attribute("__eq__") + b"t"),
+    "attribute of a function": (read_shard, _REBUILD + _attribute("__defaults__")),
+    "dict of a function": (read_shard, _REBUILD + _ENTRY),
+    "attribute of a function's result": (read_shard, _REBUILD + b"(tR" + _attribute("__class__")),
+    "storage of the file": (read_shard, STORAGE + _ENTRY),
+    "member of an enum": (read_index, _MEMORY_FORMATS + b"(K\x00tR" + _attribute("_value_")),
+    "member of an enum, by its name": (read_index, _named("TORCH_CHANNELS_LAST") + _ENTRY),
+    "new member of an enum": (read_index, b"\x80\x02" + _MEMORY_FORMATS + b"K\x00\x85\x81" + _ENTRY),
+    "items of a class": (read_index, _INDEX + b"Va\nNs(Va\nNu"),
+    "items of a function's result": (read_shard, b"\x80\x04" + _REBUILD + b"(tRVa\nNs(Va\nNuNa(NNe(N\x90"),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_a_file_names_is_not_changed(name: str, tmp_path: Path) -> None:
     load, content = HOSTILE[name]
-    before = _state()
+    named = (MetadataIndex, torch._utils._rebuild_tensor_v2, metadata._MEM_FORMAT_ENCODING)
+    before = state_of(named)
     with pytest.raises(CheckpointError):
         load(content + b".", tmp_path)
-    assert _state() == before
+    assert state_of(named) == before
 
 
 def test_no_class_comes_from_the_registry_of_extensions(tmp_path: Path) -> None:
     copyreg.add_extension("torch", "Size", 1)
     try:
         with pytest.raises(CheckpointError, match="extension"):
-            _shard(b"\x80\x02\x82\x01.", tmp_path)
+            read_shard(b"\x80\x02\x82\x01.", tmp_path)
     finally:
         copyreg.remove_extension("torch", "Size", 1)
         copyreg.clear_extension_cache()

@@ -227,6 +227,18 @@ def test_rows_that_nobody_asked_for_are_not_computed() -> None:
         assert tensor.grad.isfinite().all(), name
 
 
+def test_a_row_with_nan_spoils_its_own_values_only() -> None:
+    tensors = inputs()
+    with torch.no_grad():
+        tensors["hidden"][0, 3] = float("nan")
+        tensors["hidden"][1, 2] = float("inf")
+    values = vocab_parallel_log_probs(logits_of(tensors).view(T, V), TOKENS)
+    assert values.isnan().nonzero().flatten().tolist() == [3, 9]
+    mask = torch.ones(T).index_fill_(0, torch.tensor([3, 9]), 0.0)
+    (hidden,) = torch.autograd.grad((values.nan_to_num() * mask).sum(), tensors["hidden"])
+    assert hidden.isfinite().all()
+
+
 def _log_probs(logits: Tensor) -> Tensor:
     return vocab_parallel_log_probs_and_entropy(logits, TOKENS, entropy_grad=False)[0]
 
