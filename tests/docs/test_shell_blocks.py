@@ -97,6 +97,10 @@ class Sandbox(NamedTuple):
         log.unlink(missing_ok=True)
 
 
+# As slime has it since v0.3.0.
+CHECKPOINT = "checkpoint(function, args, batch, logits, use_reentrant=False)"
+
+
 @pytest.fixture(scope="module")
 def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
     folder = tmp_path_factory.mktemp("sandbox")
@@ -118,6 +122,8 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
     # A repository of a framework with a tag and a remote branch, and a folder that is a checkout.
     for place in ("slime", "path/to/new/checkout"):
         shutil.copytree(ROOT / "tests/frameworks/stand_in/slime", folder / place / "slime")
+    loss = folder / "slime/slime/backends/megatron_utils/loss.py"
+    loss.write_text(loss.read_text().replace("checkpoint(function, args, batch, logits)", CHECKPOINT))
     git = ["git", "-C", folder / "slime", "-c", "user.name=x", "-c", "user.email=x"]
     for command in ("init -q -b main", "add .", "commit -q -m x", "tag v0.3.0"):
         subprocess.run([*git, *command.split()], check=True)

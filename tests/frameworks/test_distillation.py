@@ -150,6 +150,15 @@ def test_the_student_approaches_its_teachers(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
+def test_a_mixture_has_the_mean_of_the_teachers_probabilities(tmp_path: Path) -> None:
+    student = Student(tmp_path, K, "mixture")
+    student.train()
+    student.probs |= dict.fromkeys(TEACHERS, sum(student.probs[name] for name in TEACHERS) / len(TEACHERS))
+    dense = sum(float(of_sample.mean()) for of_sample in student.divergences(K)["math"])
+    assert student.losses == [pytest.approx(dense, rel=1e-4)]
+
+
+@on_ranks(1)
 def test_what_happens_around_the_training(tmp_path: Path) -> None:
     """Nothing is left behind when it raises; in ``tests/unit/frameworks`` teachers are loaded."""
     student = Student(tmp_path, K, "route")
