@@ -151,6 +151,7 @@ def peaked_table(vocabulary: int) -> Tensor:
     return q.log()
 
 
+@pytest.mark.nightly
 @with_each_tp
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
 def test_a_student_that_is_trained_to_the_end(verl: list[str], ranks: int) -> None:

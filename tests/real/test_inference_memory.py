@@ -194,7 +194,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @on_ranks(2)
 def test_a_rank_has_as_many_parameters_as_estimated() -> None:
     """As Megatron-LM builds a model."""

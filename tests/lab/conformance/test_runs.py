@@ -130,7 +130,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("Megatron-LM"), files)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_compares_and_goes_on_after_a_run_that_was_cut_off(
     checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
