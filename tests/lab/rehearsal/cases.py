@@ -64,8 +64,9 @@ def count(setup: Setup, head: str, compiling_fails: bool = False) -> tuple[Recor
     make, options = HEADS[head]
     with recording(compiling_fails=compiling_fails) as recorder:
         hidden, weight = layer(setup.dtype, setup.hidden, rows=setup.rows, vocabulary=setup.vocabulary)
+        targets = ids(setup.rows)  # which the caller holds until the end
         options = {"temperature": 0.8, **options}
-        values = losses.vocab_parallel_log_probs_and_entropy(make(hidden, weight), ids(setup.rows), **options)
+        values = losses.vocab_parallel_log_probs_and_entropy(make(hidden, weight), targets, **options)
         sum(value.sum() for value in values).backward()
         assert not recorder.waits
         inputs = hidden.nbytes + weight.nbytes
