@@ -30,7 +30,7 @@ demo: $(INSTALLED)-none
 test: lint
 	$(BIN)/python -m pytest $(PARALLEL) --dist=loadfile $(PYTEST_ARGS)
 
-# Everything that needs neither a GPU nor checkouts of frameworks: about 40 minutes.
+# Everything that needs neither a GPU nor checkouts of frameworks: 25 to 50 minutes on two cores.
 test-all:
 	$(MAKE) test
 	$(MAKE) --keep-going test-rest
