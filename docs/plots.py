@@ -9,18 +9,9 @@ from benchmarks.page import new_figure, save
 from megatron_rl_patches.inference import estimate_memory
 from megatron_rl_patches.inference.memory import report
 from megatron_rl_patches.inference.memory.huggingface import fields_from_hf_config
+from tests.references.hugging_face import GEMMA_3_27B
 
 DOCS = Path(__file__).parent
-GEMMA_3_27B = {  # google/gemma-3-27b-it, the language model, as its config.json has it
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 62,
-    "hidden_size": 5376,
-    "intermediate_size": 21504,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 16,
-    "head_dim": 128,
-    "vocab_size": 262208,
-}
 
 
 def estimate() -> Any:

@@ -27,7 +27,7 @@ from megatron_rl_patches.cli.commands import app
 from megatron_rl_patches.engine.settings import VARIABLE, Settings, parse_selection
 from tests.docs import pages
 from tests.docs.pages import ROOT
-from tests.unit.test_cli import GEMMA_3_27B
+from tests.references.hugging_face import GEMMA_3_27B
 from tests.worlds.environment import without_ours
 from tests.worlds.files import write
 

@@ -94,8 +94,8 @@ def _ours(loss: Loss, data: Data, columns: slice, options: dict[str, Any], logit
     if loss.kind == "alone":
         return losses.vocab_parallel_log_probs(logits, data.targets, **options)
     if loss.kind in ("scores", "kept"):
-        kept = {"keep_mask": data.keep_mask[:, columns]} if loss.kind == "kept" else {}
-        both = losses.vocab_parallel_log_probs_and_entropy(logits, data.targets, **kept, **options)
+        mask = {"keep_mask": data.keep_mask[:, columns]} if loss.kind == "kept" else {}
+        both = losses.vocab_parallel_log_probs_and_entropy(logits, data.targets, **mask, **options)
         return torch.stack(both)
     if loss.kind == "at":
         at_ids, tail = losses.vocab_parallel_log_probs_at(logits, data.ids, with_tail=True, **options)

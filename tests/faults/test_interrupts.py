@@ -285,15 +285,15 @@ ROUND = [("before forward", 0), *IN_SECOND_STEP, ("backward 1", 0), ("after step
 def test_forty_failing_calls() -> None:
     assert 4 * len(ROUND) == 40
     with applied("reentrant-train", settings=SETTINGS):
-        trainee, found = Interrupted(), []  # after the first call of every stage, and 20 and 40 calls later
+        trainee, sizes = Interrupted(), []  # after the first call of every stage, and 20 and 40 calls later
         for done in range(1 + 4):
             for stage, step in ROUND:
                 trainee.fail(stage, step)
             if done % 2 == 0:
-                found.append(held(trainee.model))
+                sizes.append(held(trainee.model))
         trainee.go_on("the last call")
         trainee.assert_same_as_undisturbed()
-    warm, *later = found
+    warm, *later = sizes
     assert warm["hooks"] > 0 and warm["live bytes"] > 0
     assert later == [warm, warm]
 

@@ -97,20 +97,20 @@ def backward(values: Sequence[Tensor], weights: Sequence[Tensor], logits: Tensor
     return torch.autograd.grad(values, logits, gradients)[0]
 
 
-def agree(found: Tensor, expected: Tensor, tolerance: float, scale: Tensor | float = 1.0) -> bool:
+def agree(measured: Tensor, expected: Tensor, tolerance: float, scale: Tensor | float = 1.0) -> bool:
     """NaN and infinities in the same places, everything else within the tolerance of its scale."""
-    expected = expected.to(found.dtype).double()
-    found = found.detach().double()
-    error = torch.where(found == expected, 0.0, (found - expected).abs())
+    expected = expected.to(measured.dtype).double()
+    measured = measured.detach().double()
+    error = torch.where(measured == expected, 0.0, (measured - expected).abs())
     close = error <= tolerance * (expected.abs() + scale)
-    return bool((close | (found.isnan() & expected.isnan())).all())
+    return bool((close | (measured.isnan() & expected.isnan())).all())
 
 
-def gradients_agree(found: Tensor, expected: Tensor) -> bool:
+def gradients_agree(measured: Tensor, expected: Tensor) -> bool:
     """Within the rounding of each row's largest value, at least 0.1: weights are around one."""
     finite = torch.where(expected.isfinite(), expected, 0.0)
     largest = finite.abs().amax(1, keepdim=True).clamp(min=0.1)
-    return found.dtype in ROUNDING and agree(found, expected, ROUNDING[found.dtype], largest)
+    return measured.dtype in ROUNDING and agree(measured, expected, ROUNDING[measured.dtype], largest)
 
 
 def test_log_probs_and_entropy() -> None:
@@ -119,10 +119,12 @@ def test_log_probs_and_entropy() -> None:
             check_log_probs_and_entropy(case, *use)
 
 
-def check_log_probs_and_entropy(case: dict[str, Any], kind: str, inplace: bool, kept: bool) -> None:
+def check_log_probs_and_entropy(case: dict[str, Any], kind: str, inplace: bool, has_mask: bool) -> None:
     logits = Strange(case)
     targets = logits.ids()
-    keep_mask = torch.rand(len(targets), case["width"], generator=logits.generator) < 0.5 if kept else None
+    keep_mask = (
+        torch.rand(len(targets), case["width"], generator=logits.generator) < 0.5 if has_mask else None
+    )
     options: dict[str, Any] = {**logits.options, "keep_mask": keep_mask, "inplace_backward": inplace}
     if inplace and case["strides"] not in OWN_STORAGE:
         with pytest.raises(InvalidInputError, match="a storage of their own"):
@@ -140,10 +142,10 @@ def check_log_probs_and_entropy(case: dict[str, Any], kind: str, inplace: bool, 
     weights = [logits.weights(values) for values in expected[:differentiated]]
     gradient = backward(expected[:differentiated], weights, leaf)
     mine = backward(outputs[:differentiated], weights, logits.view)
-    if kept:
+    if has_mask:
         left_out = gradient.isnan().any(1, keepdim=True) & ~gradient.isnan()
         mine = torch.where(left_out & mine.isnan(), 0.0, mine)
-    assert mine.dtype == logits.dtype and gradients_agree(mine, gradient), (case, kind, inplace, kept)
+    assert mine.dtype == logits.dtype and gradients_agree(mine, gradient), (case, kind, inplace, has_mask)
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
@@ -180,14 +182,14 @@ def test_topk(k: int) -> None:
         assert agree(outputs.tail_log_prob, expected[1], logits.rounding()), case
 
 
-@pytest.mark.parametrize("kept", [False, True], ids=["all", "kept"])
-def test_rows_whose_values_have_no_gradient_have_none(kept: bool) -> None:
+@pytest.mark.parametrize("has_mask", [False, True], ids=["all", "some"])
+def test_rows_whose_values_have_no_gradient_have_none(has_mask: bool) -> None:
     for dtype, inplace, seed in product(ROUNDING, (False, True), range(5)):
         case = {"dtype": dtype, "strides": "contiguous", "width": 33, "rows": None, "seed": seed}
         first, second = (Strange({**case, "temperature": 1.0, "block_bytes": None}) for _ in range(2))
         counts = torch.rand(ROWS, generator=first.generator) < 0.5
         targets, weight = first.ids(share=0.0), counts.double()
-        keep_mask = torch.rand(ROWS, 33, generator=first.generator) < 0.5 if kept else None
+        keep_mask = torch.rand(ROWS, 33, generator=first.generator) < 0.5 if has_mask else None
         values = losses.vocab_parallel_log_probs_and_entropy(
             first.view, targets, keep_mask=keep_mask, inplace_backward=inplace
         )

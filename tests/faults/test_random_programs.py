@@ -50,8 +50,8 @@ ALL_LOSSES = (
     *(Loss(kind, -1, 1, temperature=1.2) for kind in ("alone", "scores", "kept", "at", "topk", "mixture")),
     *(Loss("mutual", -1, 1, divergence=name) for name in DIVERGENCES if name != "generalized_kl"),
 )
-#: What programs have found, shortened, and what nobody draws: the sequence is split, too.
-FOUND = (
+#: Programs that failed once, shortened, and one that is never drawn: the sequence is split, too.
+FAILED_BEFORE = (
     # One rank writes out of place to what all have divided.
     Program(0, 2, steps=(Step("divide", 0, 0), Step("columns", -1, 0, alone=1)), losses=(Loss("at", -1, 0),)),
     Program(0, within="reentrant", losses=(Loss("at", 0, 0),)),
@@ -197,42 +197,46 @@ def check(program: Program, group: dist.ProcessGroup | None, may_be_refused: boo
     try:
         # Half of the programs have their backward in a thread of autograd, as on CUDA.
         with sent_bytes() as sent, device_thread() if program.seed % 2 else nullcontext():
-            found = outcome(program, reference, rank, group)
+            measured = outcome(program, reference, rank, group)
         if group is not None:
-            bits = [value.numpy().tobytes() for value in found.values]
+            bits = [value.numpy().tobytes() for value in measured.values]
             first, *others = everywhere((bits, sent), group)
             assert all(other == first for other in others), "ranks have other bits, or send other things"
-        compare(program, found, reference.of(rank))
+        compare(program, measured, reference.of(rank))
     except Exception as error:
         # torch lets a detached inference tensor be written to; deferred logits keep to its documented rule.
         if "Inplace update to inference tensor" not in str(error):
             raise AssertionError(f"{type(error).__name__}: {error}\n{program!r}") from error
 
 
-def compare(program: Program, found: Outcome, expected: Outcome) -> None:
+def compare(program: Program, measured: Outcome, expected: Outcome) -> None:
     if not program.close:
-        pairs = zip((*found.values, *found.gradients), (*expected.values, *expected.gradients), strict=True)
+        pairs = zip(
+            (*measured.values, *measured.gradients), (*expected.values, *expected.gradients), strict=True
+        )
         for mine, formula in pairs:
             largest = formula[formula.isfinite()].abs().flatten().tolist()
             bound = (2e-5 if program.single else 1e-10) * max([1.0, *largest])
             torch.testing.assert_close(mine.double(), formula, rtol=0, atol=bound, equal_nan=True)
         return
-    for mine, formula in zip(found.values, expected.values, strict=True):
+    for mine, formula in zip(measured.values, expected.values, strict=True):
         torch.testing.assert_close(mine.double(), formula, rtol=2e-3, atol=1e-13)
-    for mine, formula in zip(found.gradients, expected.gradients, strict=True):
+    for mine, formula in zip(measured.gradients, expected.gradients, strict=True):
         torch.testing.assert_close(mine, formula, rtol=0, atol=1e-3 * float(formula.abs().max()))
 
 
 # --- on one rank, and on several
 
 
-def check_all(ranks: int, seeds: range, names: Iterable[str], times: int, found: bool = False) -> None:
+def check_all(
+    ranks: int, seeds: range, names: Iterable[str], times: int, failed_before: bool = False
+) -> None:
     """Check programs of some seeds, and what one rank alone does with its logits, each rank in turn.
 
-    ``found``: also those that were found before with this number of ranks.
+    ``failed_before``: also those that failed once with this number of ranks.
     """
     group = dist.new_group(timeout=timedelta(seconds=60)) if ranks > 1 else None
-    shortened = [program for program in FOUND if found and program.tp == ranks]
+    shortened = [program for program in FAILED_BEFORE if failed_before and program.tp == ranks]
     for program in [*shortened, *(drawn(seed, ranks) for seed in seeds)]:
         check(program, group)
     turns = cycle(product((True, False), (1, 2), ("deferred", "existing"), range(ranks)))
@@ -245,12 +249,12 @@ def check_all(ranks: int, seeds: range, names: Iterable[str], times: int, found:
 
 
 def test_on_one_rank() -> None:
-    check_all(1, range(PROGRAMS[1][0]), OPERATIONS, 1, found=True)
+    check_all(1, range(PROGRAMS[1][0]), OPERATIONS, 1, failed_before=True)
 
 
 @on_ranks(2, megatron=False, timeout=180)
 def test_on_two_ranks() -> None:
-    check_all(2, range(PROGRAMS[2][0]), QUICK, 1, found=True)
+    check_all(2, range(PROGRAMS[2][0]), QUICK, 1, failed_before=True)
 
 
 @pytest.mark.slow

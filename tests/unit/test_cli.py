@@ -22,6 +22,7 @@ from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.patch import Patch
 from megatron_rl_patches.inference.memory import estimate as estimate_module
 from megatron_rl_patches.inference.memory.parameters import Parameter, Stage
+from tests.references.hugging_face import GEMMA_3_27B
 from tests.worlds.command_line import invoke, invoke_json, refuse
 from tests.worlds.files import write
 
@@ -192,16 +193,6 @@ def assign(**values: object) -> list[str]:
 
 
 SMALL = assign(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=100)
-GEMMA_3_27B = {  # google/gemma-3-27b-it, the language model
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 62,
-    "hidden_size": 5376,
-    "intermediate_size": 21504,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 16,
-    "head_dim": 128,
-    "vocab_size": 262208,
-}
 
 
 @pytest.fixture

@@ -161,7 +161,7 @@ def estimate_memory(
     if dtype not in ITEM_SIZES:
         raise InvalidInputError(f"dtype is {dtype!r}; it can be {', '.join(ITEM_SIZES)}")
     sizes, counted = _parameters(model, described, dtype)
-    replicas = _replicas({**sizes, **described}, data_parallel_size)
+    replicas = _replicas(sizes, data_parallel_size)
     optimizer = optimizer or OptimizerSettings()
     stages = []
     for chunks in counted:
@@ -201,7 +201,8 @@ def _parameters(model: Any, described: _Fields, dtype: str) -> tuple[_Fields, Se
         raise InvalidInputError(f"{', '.join(others)}: model chunks take only the sizes {', '.join(_SIZES)}")
     own = config_of(chunks[0])
     parameters = [parameters_of(chunk) for chunk in chunks]
-    return {name: getattr(own, name, None) for name in _SIZES}, [Stage(parameters, parameters)]
+    sizes = {name: getattr(own, name, None) for name in _SIZES}
+    return {**sizes, **described}, [Stage(parameters, parameters)]
 
 
 def _described(accepted: _Fields, fields: _Fields, dtype: str) -> tuple[_Fields, Sequence[Stage]]:

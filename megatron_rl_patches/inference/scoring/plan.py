@@ -33,8 +33,8 @@ Check = Callable[[Sequence[Microbatch]], str | None]
 class ScoreOptions:
     """Options that the functions of scoring share; see :func:`~.forward.forward_log_probs`.
 
-    ``temperature`` is only checked here. With ``every_token`` the result has a row for
-    each token of a sample, and not for those of its response alone.
+    ``temperature`` is only checked here. With ``every_token`` the result has a row for each token of a
+    sample, and not for those of its response alone.
     """
 
     forward: Forward | None = None
