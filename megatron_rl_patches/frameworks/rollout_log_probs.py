@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..common.ranks import is_first_of_stage
 from ..reentry import training_warnings
 
 #: A mean difference above this, in nats per token, is reported. bfloat16 on both sides gives 0.01 to 0.05.
@@ -27,7 +26,7 @@ def check_rollout_log_probs(data_iterator: Any) -> None:
         data_iterator: what ``train()`` of a framework takes under this name: iterators, each with its
             ``rollout_data``. Iterators without such data are not looked at.
     """
-    if training_warnings.was_reported("rollout_log_probs"):
+    if "rollout_log_probs" in training_warnings.messages:
         return
     first = data_iterator[0] if isinstance(data_iterator, Sequence) and data_iterator else None
     rollout = getattr(first, "rollout_data", None)
@@ -58,14 +57,13 @@ def _compare_log_probs(rollout: Mapping[str, Any]) -> None:
     mean, largest = torch.stack([differences.mean(), differences.max()]).tolist()
     if mean > _MAX_DIFFERENCE:
         training_warnings.report(
+            "rollout_log_probs",
             f"rollout_log_probs: the log-probs of the inference engine and of Megatron differ by {mean:.2g} "
             f"nats per token on average and {largest:.2g} at most, on {len(differences)} tokens of this "
             f"rank; up to {_MAX_DIFFERENCE:g} on average is usual. The policy that samples is not the one "
             "that is trained. Look for weights that were sent before they were gathered, another precision, "
             "another temperature, experts that are chosen differently, or a run that samples with older "
             "weights by design",
-            setting="rollout_log_probs",
-            log=is_first_of_stage(),
         )
 
 

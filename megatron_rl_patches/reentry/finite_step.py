@@ -71,24 +71,18 @@ def step(optimizer: Any, original: Callable[[], Any] | None = None, limit: int =
         NonFiniteGradients: the limit is reached. The step has been skipped.
     """
     history = history_of(optimizer)
-    norms = _Norms(optimizer)
-    with replaced(
-        optimizer,
-        get_grad_norm=norms.get_grad_norm,
-        clip_grad_norm=norms.clip_grad_norm,
-        step_with_ready_grads=norms.step_with_ready_grads,
-    ):
+    with _noted_norms(optimizer) as norms:
         result = (original or optimizer.step)()
     for each in (history, _total):
         each.taken += bool(result[0])
         each.skipped += not result[0]
-    if norms.bad is not None:
+    if (bad := _first_bad(norms)) is not None:
         history.in_row += 1
-        _report(optimizer, history, norms.bad)
+        _report(optimizer, history, bad)
         if 0 < limit <= history.in_row:
             raise NonFiniteGradients(
                 f"{history.in_row} steps in a row were skipped, as their gradient norms were not finite, the "
-                f"last {norms.bad}. The weights are those before the first of them. The log of each rank "
+                f"last {bad}. The weights are those before the first of them. The log of each rank "
                 "names parameters whose gradients are not finite there. finite_step_limit sets how many "
                 "skips in a row are allowed (0: any number)"
             )
@@ -97,32 +91,31 @@ def step(optimizer: Any, original: Callable[[], Any] | None = None, limit: int =
     return result
 
 
-class _Norms:
-    """Methods of an optimizer for one step, which note the norms and skip the step if one is not finite.
+@contextmanager
+def _noted_norms(optimizer: Any) -> Iterator[list[Any]]:
+    """Note the norms that a step computes, and let it change nothing if one of them is not finite."""
+    norms: list[Any] = []
+    get, clip, update = optimizer.get_grad_norm, optimizer.clip_grad_norm, optimizer.step_with_ready_grads
 
-    Attributes:
-        bad: the first norm that is not finite.
-    """
+    def get_grad_norm() -> Any:
+        norms.extend([*_norms_without_clipping(optimizer), get()])
+        return norms[-1]
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._noted: list[Any] = []
-        self._methods = optimizer.get_grad_norm, optimizer.clip_grad_norm, optimizer.step_with_ready_grads
-        self.bad: Any = None
+    def clip_grad_norm(*args: Any, **kwargs: Any) -> Any:
+        norms.append(clip(*args, **kwargs))
+        return norms[-1]
 
-    def get_grad_norm(self) -> Any:
-        self._noted += _norms_without_clipping(self._optimizer)
-        self._noted.append(self._methods[0]())
-        return self._noted[-1]
+    def step_with_ready_grads() -> Any:
+        norms.extend(getattr(optimizer, "grad_norms_by_group", {}).values())
+        return _first_bad(norms) is None and update()
 
-    def clip_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        self._noted.append(self._methods[1](*args, **kwargs))
-        return self._noted[-1]
+    functions = (get_grad_norm, clip_grad_norm, step_with_ready_grads)
+    with replaced(optimizer, **{function.__name__: function for function in functions}):
+        yield norms
 
-    def step_with_ready_grads(self) -> Any:
-        self._noted += getattr(self._optimizer, "grad_norms_by_group", {}).values()
-        self.bad = next((each for each in self._noted if each is not None and not math.isfinite(each)), None)
-        return self._methods[2]() if self.bad is None else False
+
+def _first_bad(norms: list[Any]) -> Any:
+    return next((norm for norm in norms if norm is not None and not math.isfinite(norm)), None)
 
 
 def history_of(optimizer: Any) -> History:

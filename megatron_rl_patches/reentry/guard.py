@@ -130,29 +130,30 @@ def reentrant_train(target: Any, **options: Any) -> Any:
 
     Args:
         target: the list of model chunks (one chunk will do), or what takes them as its argument ``model``: a
-            function, a method, a ``functools.partial``, or an object with ``__call__`` that is no module.
+            function, a method, a ``functools.partial`` that does not bind it by position, or an object with
+            ``__call__`` that is no module.
         options: of :class:`TrainGuard`.
 
     Raises:
         MegatronRLPatchesError: the function has no parameter named ``model``, its body runs after the call (a
             generator or a coroutine function), or the target is a class, or neither chunks nor a function.
     """
-    function = functools.partial(target).func if callable(target) else None  # unwraps partials
-    if inspect.isclass(function):
+    if inspect.isclass(target):
         raise MegatronRLPatchesError(
-            f"{function.__qualname__} is a class; decorate the method that takes the model chunks as 'model'"
+            f"{target.__qualname__} is a class; decorate the method that takes the model chunks as 'model'"
         )
-    if function is None or hasattr(target, "modules"):
+    if not callable(target) or hasattr(target, "modules"):
         chunks = as_chunks(target)
         _check_chunks(chunks)
         return TrainGuard(chunks, **options)
-    bind = _model_binder(target)
+    signature = _signature_with_model(target)
 
     # A function's attributes are copied to the wrapper. An object's attributes are its own state and are not.
     @functools.wraps(target, updated=("__dict__",) if inspect.isroutine(target) else ())
     def train(*args: Any, **kwargs: Any) -> Any:
-        arguments = bind(args, kwargs)
-        with TrainGuard(arguments["model"], **{"optimizer": arguments.get("optimizer"), **options}):
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        with TrainGuard(call.arguments["model"], **{"optimizer": call.arguments.get("optimizer"), **options}):
             return target(*args, **kwargs)
 
     return train
@@ -167,19 +168,17 @@ def _check_chunks(chunks: Model) -> None:
             )
 
 
-def _model_binder(target: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
-    """Return a function from ``args`` and ``kwargs`` of a call of the target to the arguments by name."""
-    # The signature of a partial lacks the arguments that are bound already, so its function's is used.
-    partial = functools.partial(target)
-    function = partial.func
-    called = function if inspect.isroutine(function) else type(function).__call__
+def _signature_with_model(target: Any) -> inspect.Signature:
+    """Return the signature of a function that takes the model chunks as ``model``."""
+    called = target.func if isinstance(target, functools.partial) else target
+    called = called if inspect.isroutine(called) else type(called).__call__
     name = getattr(inspect.unwrap(called), "__qualname__", repr(target))
 
     def refusal(reason: str) -> MegatronRLPatchesError:
         return MegatronRLPatchesError(f"{reason}; use 'with reentrant_train(model):' inside it instead")
 
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(target)
     except (TypeError, ValueError) as error:
         raise refusal(f"{name} has no signature that Python can tell") from error
     parameter = signature.parameters.get("model")
@@ -188,10 +187,4 @@ def _model_binder(target: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], di
     runs_later = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
     if any(does(called) for does in runs_later):
         raise refusal(f"{name} is a generator or a coroutine function, whose body runs after the call")
-
-    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        bound = signature.bind(*partial.args, *args, **{**partial.keywords, **kwargs})
-        bound.apply_defaults()
-        return bound.arguments
-
-    return bind
+    return signature

@@ -14,7 +14,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,8 +25,8 @@ _log = logging.getLogger("megatron_rl_patches")
 #: A call of ``train()`` is judged by its first microbatches, up to this number.
 _MOST_MICROBATCHES = 64
 
-#: This has the message about each setting that was reported in this process.
-_found: dict[str, str] = {}
+#: The message about each setting that was reported in this process.
+messages: dict[str, str] = {}
 
 
 class Watch:
@@ -87,7 +87,7 @@ class Watch:
     def _check_gradients_are_reduced(self) -> None:
         """Report a step on gradients that no schedule has reduced, for want of a function."""
         setting = "finalize_model_grads_func"
-        if was_reported(setting) or getattr(config_of(self.chunks[0]), setting, None):
+        if setting in messages or getattr(config_of(self.chunks[0]), setting, None):
             return
         stepped = getattr(self._optimizer, "model_chunks", None) or self.chunks
         chunks = [chunk for chunk in self.chunks if any(chunk is other for other in stepped)]
@@ -95,19 +95,18 @@ class Watch:
         groups = [group for chunk in chunks for group in bucket_groups(chunk) if _size(group) > 1]
         if any(_is_unreduced(group, is_elsewhere) for group in groups):
             report(
+                setting,
                 f"{setting}=None: the config that Megatron's schedules read, get_model_config(model[0]), has "
                 f"no function that reduces gradients, and the optimizer takes a step on gradients that "
                 f"{max(map(_size, groups))} data-parallel ranks have not reduced. "
                 + ("Another config has one: the model has a copy. " if is_elsewhere else "")
                 + "Install it on the model's own config: get_model_config(model[0])."
                 f"{setting} = megatron.core.distributed.finalize_model_grads",
-                setting=setting,
-                log=is_first_of_stage(),
             )
 
     def _check_token_weights(self) -> None:
         """Report microbatches of different lengths, each of whose losses is divided by its own length."""
-        if len(self._counts) < 2 or was_reported("calculate_per_token_loss"):
+        if len(self._counts) < 2 or "calculate_per_token_loss" in messages:
             return
         import torch
 
@@ -115,13 +114,12 @@ class Watch:
         self._counts = []
         if tokens and min(tokens) != max(tokens):
             report(
+                "calculate_per_token_loss",
                 "calculate_per_token_loss=False: the loss function returns its number of tokens, and "
                 f"Megatron divides the loss of each microbatch by it. Microbatches had {min(tokens):g} to "
                 f"{max(tokens):g} tokens, so a token of one counts {max(tokens) / min(tokens):.2g} times as "
                 "much as a token of another. Set --calculate-per-token-loss "
                 "(config.calculate_per_token_loss=True)",
-                setting="calculate_per_token_loss",
-                log=is_first_of_stage(),
             )
 
     def _check_auxiliary_losses(self) -> None:
@@ -130,14 +128,13 @@ class Watch:
             return
         if names := sorted({name for config in self.configs for name in _auxiliary_losses(config)}):
             report(
+                "number_of_tokens",
                 "calculate_per_token_loss=True: the loss function returns no number of tokens, so gradients "
                 "are not divided by it, but Megatron has multiplied the auxiliary loss of "
                 f"{' and '.join(names)} by it: that loss counts thousands of times too much. Return the sum "
                 "over the tokens, their number, and the metrics, or leave out --calculate-per-token-loss "
                 "(config.calculate_per_token_loss=False). Megatron-Bridge sets it where "
                 "context_parallel_size is above 1",
-                setting="number_of_tokens",
-                log=is_first_of_stage(),
             )
 
     def _check_parameters_are_gathered(self) -> None:
@@ -146,12 +143,12 @@ class Watch:
         groups = [group for chunk in hooked for group in bucket_groups(chunk)]
         if self._has_stepped and any(map(_is_stale, groups)):
             report(
+                "overlap_param_gather",
                 "overlap_param_gather=True: train() left the forward pre-hooks on and returned before the "
                 "parameters of its last step were gathered. Until the next forward pass every rank has new "
                 "values of its own share alone, so weights that are sent or saved now mix two steps. Call "
                 "disable_forward_pre_hook() of each chunk at the end of train(), as Megatron's train() does",
-                setting="overlap_param_gather",
-                log=is_rank_0(),
+                says=is_rank_0,
             )
 
 
@@ -165,24 +162,14 @@ _observed: list[Any] = []
 
 def reported() -> list[str]:
     """Return the messages of everything that was reported in this process so far."""
-    return [*_found.values()]
+    return [*messages.values()]
 
 
-def was_reported(setting: str) -> bool:
-    """Return whether something was reported about the setting already."""
-    return setting in _found
-
-
-def forget() -> None:
-    """Forget what was reported, so that it can be reported again."""
-    _found.clear()
-
-
-def report(message: str, *, setting: str, log: bool) -> None:
-    """Keep the message about a setting, unless there is one already, and log it on the ranks that are to."""
-    if setting not in _found:
-        _found[setting] = message
-        if log:
+def report(setting: str, message: str, says: Callable[[], bool] = is_first_of_stage) -> None:
+    """Keep the message about a setting, unless there is one already; ranks where ``says()`` holds log it."""
+    if setting not in messages:
+        messages[setting] = message
+        if says():
             _log.warning("megatron_rl_patches: %s", message)
 
 
@@ -225,9 +212,8 @@ def _observe_forward_steps() -> None:
     def forward_step(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         with harmless():
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            note_tokens(bound.arguments["model"], result, bool(bound.arguments.get("is_last_stage")))
+            arguments = signature.bind(*args, **kwargs).arguments
+            note_tokens(arguments["model"], result, bool(arguments.get("is_last_stage")))
         return result
 
     _observed[:] = schedules, original, forward_step
@@ -267,12 +253,12 @@ def _check_dropout(configs: list[Any]) -> None:
         rate = max((getattr(config, setting, 0.0) or 0.0 for config in configs), default=0.0)
         if rate > 0:
             report(
+                setting,
                 f"{setting}={rate:g}: dropout is on while the policy trains and off while it samples and "
                 "scores, so their log-probs differ even with the same weights, and ratios of probabilities "
                 f"are wrong. Megatron's default is 0.1: set --{setting.replace('_', '-')} 0 "
                 f"(config.{setting}=0)",
-                setting=setting,
-                log=is_rank_0(),
+                says=is_rank_0,
             )
 
 

@@ -87,7 +87,7 @@ def _warned(
     Args:
         form: whether the patch guards the loop, it is decorated where there is the patch, or decorated alone.
     """
-    training_warnings.forget()
+    training_warnings.messages.clear()
     handler = BufferingHandler(capacity=1000)
     logger = logging.getLogger("megatron_rl_patches")
     logger.addHandler(handler)

@@ -15,9 +15,9 @@ from megatron_rl_patches.reentry import training_warnings
 
 @pytest.fixture(autouse=True)
 def nothing_found() -> Iterator[None]:
-    training_warnings.forget()
+    training_warnings.messages.clear()
     yield
-    training_warnings.forget()
+    training_warnings.messages.clear()
 
 
 def check(**rollout: Any) -> list[str]:

@@ -18,9 +18,9 @@ from megatron_rl_patches.reentry.training_warnings import note_tokens, reported
 
 @pytest.fixture(autouse=True)
 def nothing_reported() -> Iterator[None]:
-    training_warnings.forget()
+    training_warnings.messages.clear()
     yield
-    training_warnings.forget()
+    training_warnings.messages.clear()
 
 
 class Chunk(SimpleNamespace):
