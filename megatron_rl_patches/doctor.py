@@ -22,11 +22,10 @@ import _megatron_rl_patches_startup as startup_trigger
 from . import __version__
 from .engine import registry
 from .engine.judge import judge_all
-from .engine.patch import Patch
+from .engine.patch import Patch, third_party
 from .engine.settings import ROOTS_VARIABLE, VARIABLE, Settings, items, parse_selection, variables
 from .engine.sources import Environment, find_spec
 from .engine.statuses import SiteStatus
-from .engine.third_party import third_party
 from .errors import InvalidInputError, PatchError
 
 WRAPT_RANGE = ">=1.16,<3"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sysconfig
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -28,17 +29,9 @@ STYLES = {
 
 
 def check_writable(option: str, file: Path) -> None:
-    """Raise :class:`InvalidInputError` if the file cannot be written. What it contains stays."""
-    if file.is_fifo():
-        return  # to open it would be to wait for its reader
-    is_new = not file.exists()
-    try:
-        with open(file, "a"):
-            pass
-    except OSError as error:
-        raise InvalidInputError(f"{option} is {file}, which cannot be written: {error.strerror}") from None
-    if is_new:
-        file.unlink()
+    """Raise :class:`InvalidInputError` if the file cannot be written."""
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise InvalidInputError(f"{option} is {file}, which cannot be written")
 
 
 def check_plot(option: str, file: Path) -> None:

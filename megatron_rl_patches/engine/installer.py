@@ -17,11 +17,10 @@ from ..errors import PatchError
 from .announce import Announcer
 from .call import Call
 from .judge import all_or_nothing, refuse_faults
-from .patch import Patch, Site, imported
+from .patch import Patch, Site, imported, third_party
 from .records import Claim, Moves, Record, rebind
 from .settings import Settings
 from .statuses import SiteStatus, Statuses, status_of
-from .third_party import third_party
 
 _log = logging.getLogger("megatron_rl_patches")
 #: Claims that stay until a revert, by whether they are required.

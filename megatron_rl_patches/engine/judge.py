@@ -10,31 +10,17 @@ from dataclasses import replace
 from types import ModuleType
 
 from ..errors import PatchError
-from . import target_source
-from .patch import Patch, Site
+from .patch import Patch, Site, third_party
 from .settings import Settings
 from .sources import Source
 from .statuses import SiteStatus, State, status_of
-from .target_source import TargetSource
-from .third_party import third_party
+from .target_source import TargetSource, from_source
 
 
 def without_source(site: Site) -> SiteStatus:
     """Return the status of a site in a framework that does not have its module."""
     state: State = "not needed" if site.optional_module else "missing"
     return status_of(site, state, f"no source of module {site.module} is found")
-
-
-def judge(site: Site, target: TargetSource | None) -> SiteStatus:
-    """Judge a site by its target; ``None`` when there is no source of the module."""
-    if target is None:
-        return without_source(site)
-    try:
-        with third_party("judging it"):
-            state, reason = _judge(site, target)
-    except PatchError as error:
-        state, reason = "failed", str(error)
-    return status_of(site, state, reason, target.fingerprint)
 
 
 def _judge(site: Site, target: TargetSource) -> tuple[State, str]:
@@ -67,15 +53,21 @@ def _judge(site: Site, target: TargetSource) -> tuple[State, str]:
 def judge_site(site: Site, source: Source, module: ModuleType | None = None) -> SiteStatus:
     """Judge a site by the text of its module and, where that is imported, by the live module too."""
     try:
-        text = source.read(site.module)
-        target = None if text is None else target_source.from_source(site.module, site.qualname, text)
-        if module is not None and target is not None and target.function is not None:
+        if (text := source.read(site.module)) is None:
+            return without_source(site)
+        target = from_source(site.module, site.qualname, text)
+        if module is not None and target.function is not None:
             target = target.with_live(module, site.qualname)
     except (SyntaxError, UnicodeError, ImportError) as error:  # written for another Python, say
         return status_of(site, "failed", f"{site.module} cannot be parsed: {error}")
     except AttributeError as error:
         return status_of(site, "missing", f"{site.target} is in the source but not in the module: {error}")
-    return judge(site, target)
+    try:
+        with third_party("judging it"):
+            state, reason = _judge(site, target)
+    except PatchError as error:
+        state, reason = "failed", str(error)
+    return status_of(site, state, reason, target.fingerprint)
 
 
 def judge_all(source: Source, patches: Iterable[Patch], settings: Settings) -> list[SiteStatus]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from _megatron_rl_patches_startup import is_interrupt
+
+from ..common.text import one_line
+from ..errors import PatchError
 from .call import Call
 from .target_source import TargetSource
-from .third_party import third_party
 
 #: Called in place of a function.
 Adapter = Callable[[Call], Any]
@@ -133,3 +137,22 @@ def imported(path: str) -> Adapter:
     module, _, name = path.partition(":")
     function: Adapter = getattr(importlib.import_module(module, __package__.partition(".")[0]), name)
     return function
+
+
+@contextmanager
+def third_party(what: str, passing: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """Raise ``PatchError`` in place of whatever the block raises, ``sys.exit()`` included.
+
+    Ctrl-C, and what the handler of a signal raises, ends the program as ever. An adapter is not run in such a
+    block: it runs in a call of the framework, which gets what it raises.
+
+    Args:
+        what: what the block does; the message is ``{what} raised SystemExit: 0``.
+        passing: exceptions that stay as they are.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if is_interrupt(error) or isinstance(error, passing):
+            raise
+        raise PatchError(f"{what} raised {one_line(error)}") from error

@@ -18,11 +18,10 @@ from _megatron_rl_patches_startup import finder
 from ..errors import PatchError
 from .call import Call
 from .judge import judge_site, without_source
-from .patch import Site
+from .patch import Site, third_party
 from .sources import Environment
 from .statuses import SiteStatus, status_of
 from .target_source import layers, resolve
-from .third_party import third_party
 from .wrapper import SwitchableWrapper, as_in_its_class
 
 #: Old and new functions, one after the other: the new one of a pair may be the old one of a later pair.

@@ -12,8 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any, get_type_hints
 
 from ..errors import PatchError
-from .patch import Patch
-from .third_party import third_party
+from .patch import Patch, third_party
 
 ENTRY_POINT_GROUP = "megatron_rl_patches.patches"
 # Options of patches cannot have these names, whose variables have a meaning of their own.

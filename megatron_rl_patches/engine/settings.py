@@ -22,8 +22,7 @@ from _megatron_rl_patches_startup import OFF, ON
 
 from ..errors import MegatronRLPatchesError, PatchError
 from . import registry
-from .patch import Patch
-from .third_party import third_party
+from .patch import Patch, third_party
 
 VARIABLE = "MEGATRON_RL_PATCHES"
 STRICT_VARIABLE = f"{VARIABLE}_STRICT"

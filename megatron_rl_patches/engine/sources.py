@@ -21,8 +21,6 @@ from ..errors import MegatronRLPatchesError
 
 #: The text of modules, by their dotted name.
 Source: TypeAlias = "Environment | Files"
-# Packages whose finders are import hooks.
-_HOOKS = frozenset({"wrapt", "_megatron_rl_patches_startup"})
 
 
 class Environment:
@@ -67,31 +65,23 @@ def find_spec(module: str) -> ModuleSpec | None:
 
 
 def _search(name: str, parent: str, locations: list[str] | None) -> ModuleSpec | None:
+    """Ask those finders of which it is certain that they import nothing.
+
+    Classes, such as ``PathFinder`` and the finders of setuptools' editable installs, look a name up. So do
+    some instances (the editable installs of scikit-build-core, Bazel), but others are import hooks, which ask
+    the rest through ``importlib.util.find_spec`` and so import the parents of a name. These must be there.
+    """
     for finder in list(sys.meta_path):
         spec = None
         if finder is PathFinder and locations is not None:
             spec = _search_folders(name, locations)
-        elif isinstance(finder, type) or _may_be_asked(finder, parent):
+        elif isinstance(finder, type) or not parent or parent in sys.modules:
             # Somebody else's finder may be broken; the import itself will say so.
             with suppress(Exception):
                 spec = finder.find_spec(name, locations)
         if spec is not None:
             return spec
     return None
-
-
-def _may_be_asked(finder: object, parent: str) -> bool:
-    """Return whether it is certain that asking a finder imports nothing.
-
-    Finders that are classes, such as ``PathFinder`` and those of setuptools' editable installs, look a name
-    up. Instances do so, too (the editable installs of scikit-build-core, Bazel), or are import hooks. A hook
-    asks the others through ``importlib.util.find_spec``, which imports the parents of a name. So known hooks
-    are left out, and the rest is asked for names whose parent is imported already, or that have none; the
-    folders of a package then lead to its modules.
-    """
-    kind = type(finder)
-    is_hook = kind.__module__.partition(".")[0] in _HOOKS or kind.__name__ == "ImportHookFinder"
-    return not is_hook and (not parent or parent in sys.modules)
 
 
 def _search_folders(name: str, locations: list[str]) -> ModuleSpec | None:

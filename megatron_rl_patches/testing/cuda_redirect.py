@@ -129,16 +129,6 @@ def _device_count() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-class _Generators:
-    """``torch.cuda.default_generators``, of which all are the CPU's."""
-
-    def __getitem__(self, index: int) -> torch.Generator:
-        return torch.default_generator
-
-    def __len__(self) -> int:
-        return _device_count()
-
-
 class _GeneratorType(type(torch.Generator)):  # type: ignore[misc]
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, cls.__base__)
@@ -242,5 +232,5 @@ def _cuda_functions() -> dict[str, Any]:
         "mem_get_info": lambda device=None: psutil.virtual_memory()[1::-1],
         "memory_stats": lambda *args, **kwargs: defaultdict(int),
         # One generator serves as the CPU's and the GPU's; torch.cuda.random works on it unchanged.
-        "default_generators": _Generators(),
+        "default_generators": [torch.default_generator] * _device_count(),
     }

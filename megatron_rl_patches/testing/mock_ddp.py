@@ -93,40 +93,33 @@ class MockDDP(_BaseDataParallel):
         )
         one_group = disable_bucketing or not self.ddp_config.overlap_grad_reduce
         self.param_to_bucket_group: dict[torch.nn.Parameter, MockBucketGroup] = {}
-        self.bucket_groups = self._group(one_group, expert=False)
-        self.expert_parallel_bucket_groups = self._group(one_group, expert=True)
+        self.expert_parallel_bucket_groups, self.expert_parallel_buffers = self._divide(one_group, True)
         # As in Megatron's class, a list takes the place of the method of torch's Module.
-        self.buffers = self._allocate(expert=False)  # type: ignore[assignment]
-        self.expert_parallel_buffers = self._allocate(expert=True)
+        self.bucket_groups, self.buffers = self._divide(one_group, False)  # type: ignore[assignment]
         for param in self.param_to_bucket_group:
             param.register_post_accumulate_grad_hook(self._accumulate)  # type: ignore[no-untyped-call]
         self.remove_forward_pre_hook_handles: dict[torch.nn.Module, Any] = {}
         if self.use_forward_hook:
             self._install_hooks()
 
-    def _group(self, one_group: bool, expert: bool) -> list[MockBucketGroup]:
-        by_module: dict[int, list[torch.nn.Parameter]] = {}
-        grouped: set[torch.nn.Parameter] = set()  # several modules may share a parameter
+    def _divide(self, one_group: bool, expert: bool) -> tuple[list[MockBucketGroup], list[MockBuffer]]:
+        modules: dict[torch.nn.Parameter, int] = {}  # the first that has it, as several may share one
+        by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
         for number, module in enumerate(self.module.modules()):
-            for param in set(module.parameters(recurse=False)) - grouped:
+            for param in module.parameters(recurse=False):
                 if param.requires_grad and getattr(param, "allreduce", True) is not expert:
-                    by_module.setdefault(0 if one_group else number, []).append(param)
-                    grouped.add(param)
-        process_group = MockProcessGroup()
-        groups = [MockBucketGroup(by_module[n], self.ddp_config, process_group) for n in reversed(by_module)]
-        for group in groups:
-            self.param_to_bucket_group.update(dict.fromkeys(group.params, group))
+                    modules.setdefault(param, 0 if one_group else number)
+        process_group, groups = MockProcessGroup(), []
+        for number in sorted(set(modules.values()), reverse=True):
+            params = [param for param in modules if modules[param] == number]
+            groups.append(MockBucketGroup(params, self.ddp_config, process_group))
+            self.param_to_bucket_group.update(dict.fromkeys(params, groups[-1]))
         if self.use_forward_hook:
             for group, following in zip(groups[1:], groups, strict=False):
                 group.next_param_gather_bucket_group = following
-        return groups
-
-    def _allocate(self, expert: bool) -> list[MockBuffer]:
-        by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
-        for param in self.module.parameters():
-            if param in self.param_to_bucket_group and getattr(param, "allreduce", True) is not expert:
-                by_dtype.setdefault(param.dtype, []).append(param)
-        return [MockBuffer(params, self.ddp_config) for params in by_dtype.values()]
+        for param in modules:
+            by_dtype.setdefault(param.dtype, []).append(param)
+        return groups, [MockBuffer(params, self.ddp_config) for params in by_dtype.values()]
 
     def _all_buffers(self) -> list[MockBuffer]:
         return self.buffers + self.expert_parallel_buffers  # type: ignore[operator]

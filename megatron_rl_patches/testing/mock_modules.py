@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +45,13 @@ class MockProcessGroup:
 
 @dataclass
 class MockHandle:
-    """What asynchronous collectives return."""
+    """What an asynchronous collective returns: once it is waited for, the mark of its bucket group is off."""
 
-    wait: Callable[[], None]
+    group: MockBucketGroup
+    mark: str
+
+    def wait(self) -> None:
+        setattr(self.group, self.mark, False)
 
 
 class MockModule(torch.nn.Module):
@@ -159,14 +163,12 @@ class MockBucketGroup:
             self.param_gather_handle.wait()
             self.param_gather_handle = None
             return
+        handle = MockHandle(self, "is_stale")
         if self.ddp_config.overlap_param_gather and not force_sync:
-            self.param_gather_handle = MockHandle(self._gathered)
+            self.param_gather_handle = handle
         else:
-            self._gathered()
+            handle.wait()
         self.param_gather_dispatched = True
-
-    def _gathered(self) -> None:
-        self.is_stale = False
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
         assert self.ddp_config.use_distributed_optimizer
@@ -185,13 +187,11 @@ class MockBucketGroup:
             return
         message = "Should not have multiple communication calls outstanding at once"
         assert self.grad_reduce_handle is None, message
+        handle = MockHandle(self, "is_unreduced")
         if self.ddp_config.overlap_grad_reduce:
-            self.grad_reduce_handle = MockHandle(self._reduced)
+            self.grad_reduce_handle = handle
         else:
-            self._reduced()
-
-    def _reduced(self) -> None:
-        self.is_unreduced = False
+            handle.wait()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         self.param_gather_dispatched = False

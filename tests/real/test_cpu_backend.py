@@ -193,7 +193,8 @@ def test_queries_and_contexts_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     with cpu_backend():
         assert torch.cuda.device_count() == torch.accelerator.device_count() == 1
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with cpu_backend():
         assert torch.cuda.device_count() == len(torch.cuda.default_generators) == 4
         assert torch.cuda.default_generators[3] is torch.default_generator
         assert torch.cuda.nccl.version() >= (2, 0) and torch.cuda.power_draw() == 0

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_rl_patches.engine import registry
-from megatron_rl_patches.engine.judge import judge
-from megatron_rl_patches.engine.target_source import from_source
+from megatron_rl_patches.engine.judge import judge_site
+from megatron_rl_patches.engine.sources import Files
 
 #: What stands in place of parameters where the text is that of the module, not of the function.
 MODULE = ""
@@ -330,7 +330,8 @@ def test_sites_are_judged_by_code(name: str, target: str, parameters: str, text:
         source = f"def {function}({parameters}):\n    {text}"
     if owner:
         source = f"class {owner}:\n{textwrap.indent(source, '    ')}"
-    verdict = judge(site, None if text is None else from_source(site.module, site.qualname, source))
+    files = {} if text is None else {f"{site.module.replace('.', '/')}.py": source.encode()}
+    verdict = judge_site(site, Files("", files, files.__getitem__))
     state, _, reason = expected.partition(": ")
     assert verdict.state == state and reason in verdict.reason, verdict
     assert reason or state != "not needed"
