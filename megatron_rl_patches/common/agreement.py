@@ -38,12 +38,12 @@ def raise_on_all(problem: str | None, groups: Iterable[dist.ProcessGroup | None]
     Raises:
         InvalidInputError: some rank has a problem; one that has none names that rank.
     """
-    known = None if problem is None else (dist.get_rank() if dist.is_initialized() else 0, problem)
+    known = problem and f"rank {dist.get_rank() if dist.is_initialized() else 0}: {problem}"
     for group in [world()] if groups is None else groups:
         of_group = gathered(known, group)  # also by a rank that knows a problem already
         known = known or next(filter(None, of_group), None)
-    if known is not None:
-        raise InvalidInputError(problem or f"rank {known[0]}: {known[1]}")
+    if known:
+        raise InvalidInputError(problem or known)
 
 
 def agreed(value: T, problem: str | None, group: dist.ProcessGroup | None) -> list[T]:
@@ -57,10 +57,10 @@ def agreed(value: T, problem: str | None, group: dist.ProcessGroup | None) -> li
     Raises:
         InvalidInputError: some rank has a problem; on every rank, with the problem of the first that has one.
     """
-    pairs = gathered((value, problem), group)
-    if reason := next((reason for _, reason in pairs if reason is not None), None):
-        raise InvalidInputError(reason)
-    return [value for value, _ in pairs]
+    values, problems = zip(*gathered((value, problem), group), strict=True)
+    if any(problems):
+        raise InvalidInputError(next(filter(None, problems)))
+    return list(values)
 
 
 @contextmanager

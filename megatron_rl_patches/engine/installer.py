@@ -87,11 +87,9 @@ class Installer(Listener):
                 self._options |= chosen
                 skipped = self._apply_ready(r for r in records if r.is_open and r.is_imported)
                 refuse_faults(record.current() for record in records if claim.required)
-            except BaseException as error:
+            except BaseException:
                 self.release(claim)
                 self._records = before
-                # The caller gets the exception, so it need not be logged as well.
-                self._has_failed |= not isinstance(error, PatchError)
                 raise
             if claim.lasts:
                 in_force = {patch.name: self._options[patch.name] for patch in patches}

@@ -58,9 +58,10 @@ def unknown_names(names: Collection[str]) -> str:
     return f"unknown patch {', '.join(map(repr, names))}; known: {', '.join(patches())}"
 
 
-def option_types() -> dict[str, type]:
-    """Return the dataclass that declares an option, by the option's name, for the options of all patches."""
-    return _owners(patches().values())
+def option_types(among: Iterable[Patch] | None = None) -> dict[str, type]:
+    """Return the dataclass that declares an option, by the option's name; by default for all patches."""
+    declared = (patch.options for patch in (patches().values() if among is None else among))
+    return {name: options for options in declared if options is not None for name in field_types(options)}
 
 
 def field_types(options: Any) -> dict[str, Any]:
@@ -71,11 +72,6 @@ def field_types(options: Any) -> dict[str, Any]:
     return {field.name: types[field.name] for field in fields(options)}
 
 
-def _owners(patches: Iterable[Patch]) -> dict[str, type]:
-    declared = (patch.options for patch in patches if patch.options is not None)
-    return {name: options for options in declared for name in field_types(options)}
-
-
 def _check(patch: Patch, others: Mapping[str, Patch]) -> None:
     """Raise ``ValueError`` if the patch cannot be registered beside the others."""
     if patch.name in others:
@@ -84,7 +80,7 @@ def _check(patch: Patch, others: Mapping[str, Patch]) -> None:
         return
     names = field_types(patch.options)
     patch.options()  # raises unless every field has a default
-    owners = {**dict.fromkeys(_RESERVED_OPTIONS), **_owners(others.values())}
+    owners = {**dict.fromkeys(_RESERVED_OPTIONS), **option_types(others.values())}
     for name in names:
         if owners.get(name, patch.options) is not patch.options:
             raise ValueError(f"an option named {name!r} exists already")

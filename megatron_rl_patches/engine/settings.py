@@ -1,12 +1,4 @@
-"""What the user chose: one frozen object, and the variables that it is read from.
-
-| variable                     | meaning                                                             |
-|------------------------------|---------------------------------------------------------------------|
-| MEGATRON_RL_PATCHES          | ``1``/``all``, names, ``all,-name``; ``0`` or unset: off            |
-| MEGATRON_RL_PATCHES_STRICT   | ``1``: a patch that cannot take effect is an error, not a warning   |
-| MEGATRON_RL_PATCHES_ROOTS    | ``pkg,...``: frameworks of other packages' patches                  |
-| MEGATRON_RL_PATCHES_<OPTION> | an option of a patch; the dataclass in the patch's file declares it |
-"""
+"""What the user chose: one frozen object, and the variables that it is read from (``docs/options.md``)."""
 
 from __future__ import annotations
 
@@ -92,7 +84,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
-        """Read the settings from the variables above; unset and empty ones leave the defaults.
+        """Read the settings from their variables; unset and empty ones leave the defaults.
 
         Raises:
             PatchError: a value does not fit.
@@ -102,7 +94,7 @@ class Settings:
             types |= registry.field_types(declared)
         texts = {name: environ.get(variable_of(name), "") for name in types}
         chosen = {name: text for name, text in texts.items() if text.strip()}
-        return cls(**{name: read(variable_of(name), text, types[name]) for name, text in chosen.items()})
+        return cls(**{n: convert(variable_of(n), text, types[n], is_text=True) for n, text in chosen.items()})
 
     @classmethod
     def without_bad_values(cls, environ: Mapping[str, str] = os.environ) -> tuple[Settings, dict[str, str]]:
@@ -155,21 +147,17 @@ def build(options: Any, values: Mapping[str, Any]) -> Any:
         return options(**arguments)
 
 
-def convert(name: str, value: object, kind: Any) -> Any:
-    """Convert a value to the type of its field: a list to a tuple, a mapping to a tuple of pairs."""
-    try:
-        return _converted(value, kind, is_text=False)
-    except TypeError:
-        raise PatchError(f"{name}={value!r}: expected {_expected(kind, 'a tuple of {}')}") from None
+def convert(name: str, value: Any, kind: Any, is_text: bool = False) -> Any:
+    """Convert a value to the type of its field: a list to a tuple, a mapping to a tuple of pairs.
 
-
-def read(variable: str, text: str, kind: Any) -> Any:
-    """Return what the text of a variable means for a field of this type."""
+    With ``is_text`` the value is that of a variable, and ``name`` the variable.
+    """
     try:
-        return _converted(text.strip(), kind, is_text=True)
+        return _converted(value.strip() if is_text else value, kind, is_text)
     except TypeError:
-        expected = "1 or 0" if kind is bool else _expected(kind, "{}, separated by commas")
-        raise PatchError(f"{variable}={text!r}: expected {expected}") from None
+        expected = _expected(kind, "{}, separated by commas" if is_text else "a tuple of {}")
+        expected = "1 or 0" if is_text and kind is bool else expected
+        raise PatchError(f"{name}={value!r}: expected {expected}") from None
 
 
 def items(text: str) -> tuple[str, ...]:

@@ -98,11 +98,10 @@ class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         _, module, qualname = self._self_path
         return pkgutil.resolve_name, (f"{module}:{qualname}",)
 
-    def __copy__(self) -> Any:
+    def __deepcopy__(self, memo: object = None) -> Any:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self
+    __copy__ = __deepcopy__
 
 
 def as_in_its_class(function: Any) -> Any:

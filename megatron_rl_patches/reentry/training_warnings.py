@@ -52,9 +52,8 @@ class Watch:
             _watches[id(self)] = self
             _observe_forward_steps()
         with harmless():
-            _check_dropout(self.configs)
-        with harmless():
             self._hooks += [each.register_step_pre_hook(self._before_step) for each in _parts(optimizer)]
+            _check_dropout(self.configs)
 
     def note(self, count: Any, is_last_stage: bool) -> None:
         """Note the number of tokens of a microbatch that trains, as ``forward_step`` returned it."""
@@ -193,11 +192,11 @@ def note_tokens(chunk: Any, forward_step_result: Any, is_last_stage: bool = Fals
 
 
 def _watch_of(chunk: Any) -> Watch | None:
-    """Return the innermost call that trains the chunk; failing that, the innermost with its config."""
-    watches = [*_watches.values()][::-1]
-    of_chunk = (watch for watch in watches if any(each is chunk for each in watch.chunks))
-    of_config = (watch for watch in watches if any(each is config_of(chunk) for each in watch.configs))
-    return next(of_chunk, None) or next(of_config, None)
+    """Return the innermost call that trains the chunk, or else a part of the same model."""
+    watches, config = [*_watches.values()][::-1], config_of(chunk)
+    of_chunk = [watch for watch in watches if any(each is chunk for each in watch.chunks)]
+    of_config = [watch for watch in watches if any(each is config for each in watch.configs)]
+    return next(iter(of_chunk + of_config), None)
 
 
 def _observe_forward_steps() -> None:
