@@ -211,8 +211,9 @@ def _observe_forward_steps() -> None:
     def forward_step(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         with harmless():
-            arguments = signature.bind(*args, **kwargs).arguments
-            note_tokens(arguments["model"], result, bool(arguments.get("is_last_stage")))
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            note_tokens(bound.arguments["model"], result, bool(bound.arguments.get("is_last_stage")))
         return result
 
     _observed[:] = schedules, original, forward_step
