@@ -46,7 +46,7 @@ def check_plot(option: str, file: Path) -> None:
 def output_file(
     option: str, help: str, check: Callable[[str, Path], None] = check_writable, panel: str | None = None
 ) -> Any:
-    """Return an option for a file that a command writes. It is checked before the work, which may be long."""
+    """Return an option for a file that a command writes, which is checked before the work."""
 
     def checked(file: Path | None) -> Path | None:
         if file is not None:
