@@ -20,7 +20,7 @@ from ...losses import (
 )
 from ...losses.logits.options import is_integer
 from ...losses.output_layer import is_column_parallel
-from .microbatches import Microbatch, range_of_wrong_ids
+from .microbatches import Microbatch, described, range_of_wrong_ids
 from .plan import Forward, Group, ScoreOptions, vocabulary_of
 from .schedule import forward_only
 
@@ -288,13 +288,11 @@ def _problem_with_ids(at: Any, vocabulary: int | None, batches: Sequence[Microba
     if len(at) != len(lengths):
         return f"`at` has ids for {len(at)} samples, and the microbatches have {len(lengths)}."
     for index, ids_nk in enumerate(at):
-        if not isinstance(ids_nk, torch.Tensor) or ids_nk.dtype != torch.int64 or ids_nk.dim() != 2:
-            kind = getattr(ids_nk, "dtype", type(ids_nk).__name__)
-            return f"`at` of sample {index} is {kind}. Expected: int64 token ids [response_length, K]."
-        if len(ids_nk) != lengths[index] or ids_nk.shape[1] != at[0].shape[1]:
+        are_ids = isinstance(ids_nk, torch.Tensor) and ids_nk.dtype == torch.int64 and ids_nk.dim() == 2
+        if not are_ids or len(ids_nk) != lengths[index] or ids_nk.shape[1] != at[0].shape[1]:
             return (
-                f"`at` of sample {index} is {list(ids_nk.shape)}. Expected: [{lengths[index]}, "
-                f"{at[0].shape[1]}]: the tokens of its response, and the same K for all samples."
+                f"`at` of sample {index} is {described(ids_nk)}. Expected: int64 [{lengths[index]}, K], "
+                "token ids for the tokens of its response, with the same K for all samples."
             )
         if wrong := range_of_wrong_ids(ids_nk, vocabulary):
             return f"`at` of sample {index} has ids {wrong}."

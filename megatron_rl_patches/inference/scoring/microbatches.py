@@ -47,7 +47,6 @@ class Limits:
         every_token: the layouts have the rows of all tokens of each sample, in place of those that predict a
             response.
         positions: for how many positions the model has embeddings, if it looks positions up.
-        heads: number of attention heads of this rank.
     """
 
     packing: bool
@@ -58,7 +57,6 @@ class Limits:
     device: torch.device | str = "cpu"
     every_token: bool = False
     positions: int | None = None
-    heads: int = 1
 
 
 def parse_microbatches(mappings: Sequence[Mapping[str, Any]], limits: Limits) -> list[Microbatch]:
@@ -97,8 +95,7 @@ def _microbatch(fields: Mapping[str, Any], first_index: int, limits: Limits) -> 
         raise InvalidInputError(f"there is no {' and no '.join(repr(name) for name in missing)} in it.")
     tokens_bs = fields["tokens"]
     if not isinstance(tokens_bs, torch.Tensor) or tokens_bs.dtype != torch.int64 or tokens_bs.dim() != 2:
-        kind, shape = getattr(tokens_bs, "dtype", type(tokens_bs).__name__), getattr(tokens_bs, "shape", ())
-        raise InvalidInputError(f"tokens are {kind} {list(shape)}. Expected: an int64 tensor [b, s].")
+        raise InvalidInputError(f"tokens are {described(tokens_bs)}. Expected: an int64 tensor [b, s].")
     size, width = tokens_bs.shape
     lengths = _integers("lengths", fields["lengths"])
     samples = _samples(tokens_bs, lengths, limits.packing)
@@ -168,34 +165,32 @@ def range_of_wrong_ids(ids: torch.Tensor, vocabulary: int | None) -> str:
 
 def _check_what_the_model_reads(fields: Mapping[str, Any], tokens_bs: torch.Tensor, limits: Limits) -> None:
     """Refuse what would raise within the model, on some pipeline stages only."""
-    (size, width), ids, mask = tokens_bs.shape, fields.get("position_ids"), fields.get("attention_mask")
+    size, width = tokens_bs.shape
+    ids, mask = fields.get("position_ids"), fields.get("attention_mask")
     if ids is None:
-        highest = width - 1
-    else:
-        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
-            kind = getattr(ids, "dtype", type(ids).__name__)
-            raise InvalidInputError(f"position_ids are {kind}. Expected: an int64 tensor [{size}, {width}].")
-        if tuple(ids.shape) not in ((size, width), (1, width)) or int(ids.min()) < 0:
-            lowest = f" with {int(ids.min())} as the lowest" if ids.numel() else ""
-            raise InvalidInputError(
-                f"position_ids are {list(ids.shape)}{lowest}. Expected: [{size}, {width}], as the "
-                "tokens are, from 0 on."
-            )
-        highest = int(ids.max())
-    if limits.positions is not None and highest >= limits.positions:
+        ids = torch.arange(width)[None]
+    is_integer = isinstance(ids, torch.Tensor) and ids.dtype in (torch.int64, torch.int32)
+    if not is_integer or tuple(ids.shape) not in ((size, width), (1, width)):
         raise InvalidInputError(
-            f"position_ids go up to {highest}. Expected: 0 to {limits.positions - 1}, the positions of the "
-            "model."
+            f"position_ids are {described(ids)}. Expected: an int64 tensor [{size}, {width}], as tokens are."
         )
-    if mask is not None:
-        kind, shape = getattr(mask, "dtype", type(mask).__name__), list(getattr(mask, "shape", ()))
-        allowed = ((1, size), (1, limits.heads), (1, width), (width,))
-        fits = len(shape) == 4 and all(n in of_dim for n, of_dim in zip(shape, allowed, strict=True))
-        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or not fits:
-            raise InvalidInputError(
-                f"attention_mask is {kind} {shape}. Expected: a bool tensor [{size}, 1, {width}, {width}], "
-                "True where a token must not look."
-            )
+    if wrong := range_of_wrong_ids(ids, limits.positions):
+        raise InvalidInputError(f"position_ids are {wrong}, the positions of the model.")
+    if mask is None:
+        return
+    allowed = ((1, size), (1,), (1, width), (width,))
+    is_mask = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.dim() == len(allowed)
+    if not is_mask or not all(n in of_dim for n, of_dim in zip(mask.shape, allowed, strict=True)):
+        raise InvalidInputError(
+            f"attention_mask is {described(mask)}. Expected: a bool tensor [{size}, 1, {width}, {width}], "
+            "True where a token must not look."
+        )
+
+
+def described(value: Any) -> str:
+    """Return dtype and shape of a tensor, or the type of anything else."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return f"{value.dtype} {list(value.shape)}" if is_tensor else type(value).__name__
 
 
 def _integers(name: str, values: Any, default: list[int] | None = None) -> list[int]:

@@ -110,7 +110,7 @@ def test_experts() -> None:
     sparse = {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     assert fields_from_hf_config(sparse)["moe_layer_freq"] == [0, 1, 0, 0]
     mixtral = fields_from_hf_config({**LLAMA, "model_type": "mixtral", "num_local_experts": 8})
-    assert fields(mixtral, *names) == (8, 14336, None)
+    assert fields(mixtral, *names) == (8, 14336, [1] * 32)
     deepseek = fields_from_hf_config(DEEPSEEK_V3)
     assert deepseek["moe_shared_expert_intermediate_size"] == 2048
     assert deepseek["moe_layer_freq"] == [0] * 3 + [1] * 58
@@ -365,12 +365,6 @@ def test_objections_are_passed_on() -> None:
     with pytest.raises(InvalidInputError, match=r"params_dtype is 'torch.bfloat16'; expected dtype"):
         estimate_memory({**model, "params_dtype": torch.bfloat16})
     assert not torch.distributed.is_initialized()
-
-
-def test_a_child_that_takes_too_long(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(parameters, "_PATIENCE_SECONDS", 0)
-    with pytest.raises(InvalidInputError, match="counting the parameters took longer than 0 s"):
-        estimate_memory({**MOE, "vocab_size": 100})
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:megatron")
