@@ -153,9 +153,8 @@ class TeacherPool:
     def head(self, name: str, device: torch.device | str | None = None) -> OutputHead | None:
         """Return a copy of a teacher's output layer, which stays when another teacher takes the model.
 
-        The pool keeps it: ``V / tp * h`` numbers on the device for each teacher that was asked for, see
-        :attr:`head_bytes`. If its memory no longer holds these, since the memory of the device was dropped
-        meanwhile, this writes them there again: call it each time before the head is used.
+        Call it each time before the head is used: if the memory of the device was dropped meanwhile, this
+        writes the head there again.
 
         Args:
             name: the teacher.
@@ -163,7 +162,7 @@ class TeacherPool:
                 loss brings one tile's part at a time to the device.
 
         Returns:
-            This rank's part; ``None`` on pipeline stages other than the last.
+            This rank's part, ``V / tp * h`` numbers; ``None`` on pipeline stages other than the last.
 
         Raises:
             InvalidInputError: there is no such teacher, or the output layer is not Megatron's own.

@@ -140,8 +140,7 @@ def fields_from_hf_config(config: _Config, **overrides: Any) -> dict[str, Any]:
 
     Args:
         config: the content of ``config.json``.
-        overrides: fields as :func:`.estimate_memory` takes them, in place of those of the file or where it
-            has none.
+        overrides: Megatron's fields, in place of those of the file or where it has none.
 
     Raises:
         InvalidInputError: an architecture that is not known, parts that ``GPTModel`` does not have, or fields

@@ -27,10 +27,8 @@ def replaced_in_this_thread(owner: Any, name: str, substitute: Callable[..., Any
     """Call ``substitute`` in place of the function ``owner.name``, in the calling thread only.
 
     The attribute itself belongs to all threads, so it holds a function that asks which thread is calling.
-    Blocks of several threads may overlap in any order, and blocks of one thread may nest: the first to
-    begin installs that function, and the last to end puts back the very object that was there before.
-
-    The substitute reaches the original through :func:`original_of`.
+    Blocks may overlap and nest: the first to begin installs that function, and the last to end puts back the
+    very object that was there before. The substitute reaches the original through :func:`original_of`.
     """
     place = id(owner), name
     with _lock:

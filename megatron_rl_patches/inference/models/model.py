@@ -39,7 +39,6 @@ def build_inference_model(
     *,
     dtype: str = "bf16",
     device: torch.device | str | None = None,
-    pg_collection: Any = None,
     pre_wrap: Callable[[list[Module]], Sequence[Module] | None] | None = None,
     perform_initialization: bool = False,
     with_mtp: bool = False,
@@ -49,31 +48,28 @@ def build_inference_model(
     The chunks unwrap by ``.module`` and have the ``state_dict`` and ``sharded_state_dict`` keys of what
     Megatron's ``get_model(..., wrap_with_ddp=False)`` returns; they are in eval mode and frozen, and methods
     that training loops call on a chunk, such as ``no_sync()``, raise ``InferenceOnlyError``. Parameters get
-    memory once, in their final dtype, so the peak is the parameters alone. They are **not initialized** but
-    filled with NaN: load a checkpoint before use.
+    memory once, in their final dtype. They are **not initialized** but filled with NaN: load a checkpoint.
 
-    Megatron's parallel groups must exist. No collective is started, so an error leaves no other rank hanging.
-    Random streams are as before. Other threads may go on using torch meanwhile.
+    Megatron's parallel groups must exist. No collective is started. Random streams are as before. Other
+    threads may go on using torch meanwhile.
 
     Args:
         model_provider: called once per virtual pipeline stage, by keyword, with those of ``pre_process``,
             ``post_process``, ``config``, ``pg_collection`` and (with virtual stages) ``vp_stage`` that it
-            takes, as ``get_model`` of the installed release does. It should take ``config``. A
-            method of ``config`` itself (Megatron-Bridge's ``provider.provide``) is called on the copy.
+            takes. A method of ``config`` itself (Megatron-Bridge's ``provider.provide``) is called on the
+            copy.
         config: a ``TransformerConfig``. The model gets a copy with ``dtype`` and without sync functions,
-            gradient scale and timers, which are a policy's. The original is not touched. Its virtual pipeline
-            size is that of Megatron's groups, or not set.
+            gradient scale and timers, which are a policy's. Its virtual pipeline size is that of Megatron's
+            groups, or not set.
         dtype: ``"bf16"``, ``"fp16"`` (both in ``Float16Module``) or ``"fp32"``, whatever ``config`` says.
         device: where parameters and buffers go; by default the current CUDA device. ``"meta"`` leaves the
-            parameters without memory, for counting them; this works without CUDA. Neither ``"meta"`` nor
-            ``"cpu"`` initializes CUDA. Before you build a mixture of experts on the CPU that moves to a GPU
-            later, call ``torch.cuda.init()``: its classes keep CUDA streams.
-        pg_collection: a ``ProcessGroupCollection`` to use in place of Megatron's global groups.
+            parameters without memory. Neither ``"meta"`` nor ``"cpu"`` initializes CUDA. Before you build a
+            mixture of experts on the CPU that moves to a GPU later, call ``torch.cuda.init()``: its classes
+            keep CUDA streams.
         pre_wrap: called with the bare chunks, in memory and in their dtype, before ``Float16Module``: for
             hooks that load Hugging Face weights. Returns the chunks to go on with, or ``None``.
         perform_initialization: construct the parameters on ``device`` and initialize them, as ``get_model``
             does, for a provider that needs their values. Collectives of constructors (tied embeddings) run.
-            Weights that ranks divide are drawn from Megatron's seeded streams, as in training.
         with_mtp: build the layers of multi-token prediction that ``config`` asks for; no score needs them.
 
     Returns:
@@ -86,10 +82,10 @@ def build_inference_model(
             weights that existed before, builds on a config that is, or may become, a policy's, or needs
             ``perform_initialization``.
     """
-    if pg_collection is None and not parallel_state.model_parallel_is_initialized():
+    if not parallel_state.model_parallel_is_initialized():
         raise InferenceOnlyError(
             "Megatron's parallel groups do not exist, and the model is built from its rank in them: call "
-            "megatron.core.parallel_state.initialize_model_parallel first, or pass pg_collection"
+            "megatron.core.parallel_state.initialize_model_parallel first"
         )
     if dtype not in DTYPES:
         raise InvalidInputError(f"dtype is {dtype!r}; it can be {', '.join(map(repr, DTYPES))}")
@@ -101,15 +97,13 @@ def build_inference_model(
     if perform_initialization:
         _require_random_streams(config, target)
     own = inference_copy(config, dtype)
-    own.virtual_pipeline_model_parallel_size = _virtual_stages(config, pg_collection)
+    own.virtual_pipeline_model_parallel_size = _virtual_stages(config)
     if not with_mtp:
         own.mtp_num_layers = None
     if inspect.ismethod(model_provider) and model_provider.__self__ is config:
         model_provider = types.MethodType(model_provider.__func__, own)
     with preserved_rng():
-        chunks = _constructed(
-            model_provider, config, own, target, dtype, perform_initialization, pg_collection
-        )
+        chunks = _constructed(model_provider, config, own, target, dtype, perform_initialization)
         if pre_wrap is not None:
             chunks = list(pre_wrap(chunks) or chunks)
             for chunk in chunks:
@@ -133,19 +127,17 @@ def _require_random_streams(config: Any, target: torch.device) -> None:
         )
 
 
-def _virtual_stages(config: Any, pg_collection: Any) -> int | None:
+def _virtual_stages(config: Any) -> int | None:
     """Return the chunks per pipeline rank, ``None`` without interleaving; config and groups must agree."""
     size = config.virtual_pipeline_model_parallel_size
-    if pg_collection is None:
-        of_groups = parallel_state.get_virtual_pipeline_model_parallel_world_size()  # which schedules read
-        if size is not None and size != (of_groups or 1):
-            raise InvalidInputError(
-                f"config.virtual_pipeline_model_parallel_size is {size}, that of Megatron's parallel groups "
-                f"{of_groups}. One pipeline schedule runs all models of a process, so they have equally many "
-                "chunks per rank"
-            )
-        size = of_groups
-    return None if size == 1 else size
+    of_groups = parallel_state.get_virtual_pipeline_model_parallel_world_size()  # which schedules read
+    if size is not None and size != (of_groups or 1):
+        raise InvalidInputError(
+            f"config.virtual_pipeline_model_parallel_size is {size}, that of Megatron's parallel groups "
+            f"{of_groups}. One pipeline schedule runs all models of a process, so they have equally many "
+            "chunks per rank"
+        )
+    return None if of_groups == 1 else of_groups
 
 
 def _constructed(
@@ -155,7 +147,6 @@ def _constructed(
     target: torch.device,
     dtype: str,
     perform_initialization: bool,
-    pg_collection: Any,
 ) -> list[Module]:
     """Call the provider for each virtual stage; the chunks have memory on the target, unless that is meta.
 
@@ -177,7 +168,7 @@ def _constructed(
             replaced_in_this_thread(_BaseDataParallel, "__init__", _refuse_data_parallel),
             replaced(own, **changes),
         ):
-            for arguments in arguments_per_stage(own, pg_collection):
+            for arguments in arguments_per_stage(own):
                 chunk = call_provider(model_provider, arguments)
                 require_inference_chunk(chunk)
                 require_new_parameters(chunk, created, model_provider)

@@ -23,8 +23,8 @@ class Microbatch:
     tokens_bs: torch.Tensor
     #: Tokens of each sample, whole and without padding.
     samples: list[torch.Tensor]
-    #: Position of each sample in the result.
-    indices: list[int]
+    #: Position of the first sample in the result.
+    first: int
     #: Which rows of this rank's logits predict response tokens.
     layout: SequenceLayout
 
@@ -46,7 +46,7 @@ class Limits:
         device: where the logits will be.
         every_token: the layouts have the rows of all tokens of each sample, in place of those that predict a
             response.
-        positions: for how many positions the model has embeddings, if it looks positions up.
+        positions: how wide tokens may be, since the model looks positions up.
     """
 
     packing: bool
@@ -68,27 +68,19 @@ def parse_microbatches(mappings: Sequence[Mapping[str, Any]], limits: Limits) ->
     if not mappings:
         raise InvalidInputError("there are no microbatches to score: pass at least one on every rank.")
     microbatches: list[Microbatch] = []
-    count = 0
+    first = 0
     for number, mapping in enumerate(mappings):
         try:
-            microbatch = _microbatch(mapping, count, limits)
+            microbatch = _microbatch(mapping, first, limits)
             _check_tokens(microbatch.tokens_bs, limits)
-            if not limits.packing:  # else a function of the caller's reads them, in any form
-                _check_what_the_model_reads(mapping, microbatch.tokens_bs, limits)
         except InvalidInputError as error:
             raise InvalidInputError(f"microbatch {number}: {error}") from None
         microbatches.append(microbatch)
-        count += len(microbatch.indices)
-    indices = [index for microbatch in microbatches for index in microbatch.indices]
-    if sorted(indices) != list(range(count)):
-        raise InvalidInputError(
-            f"indices [{listed(indices)}] are no permutation of 0 to {count - 1}: pass for each of the "
-            f"{count} samples its own position in the result, in all microbatches or in none."
-        )
+        first += len(microbatch.samples)
     return microbatches
 
 
-def _microbatch(fields: Mapping[str, Any], first_index: int, limits: Limits) -> Microbatch:
+def _microbatch(fields: Mapping[str, Any], first: int, limits: Limits) -> Microbatch:
     if not isinstance(fields, Mapping):
         raise InvalidInputError(f"it is a {type(fields).__name__}. Expected: a mapping with tokens.")
     if missing := [name for name in ("tokens", "lengths") if fields.get(name) is None]:
@@ -99,15 +91,11 @@ def _microbatch(fields: Mapping[str, Any], first_index: int, limits: Limits) -> 
     size, width = tokens_bs.shape
     lengths = _integers("lengths", fields["lengths"])
     samples = _samples(tokens_bs, lengths, limits.packing)
+    responses = [length - 1 for length in lengths]
     if limits.every_token:
         responses = lengths
-    else:
-        responses = _integers(
-            "response_lengths", fields.get("response_lengths"), [length - 1 for length in lengths]
-        )
-    indices = _integers("indices", fields.get("indices"), [first_index + i for i in range(len(lengths))])
-    if len(indices) != len(lengths):
-        raise InvalidInputError(f"there are {len(indices)} indices for {len(lengths)} samples.")
+    elif fields.get("response_lengths") is not None:
+        responses = _integers("response_lengths", fields["response_lengths"])
     padding: dict[str, Any] = {"qkv_format": "bshd", "max_seq_lens": [width] * size}
     if len(lengths) > size:
         padding = {"qkv_format": "thd", "padded_lengths": lengths, "num_rows": width}
@@ -120,7 +108,7 @@ def _microbatch(fields: Mapping[str, Any], first_index: int, limits: Limits) -> 
         device=limits.device,
         **padding,
     )
-    return Microbatch(fields, tokens_bs, samples, indices, layout)
+    return Microbatch(fields, tokens_bs, samples, first, layout)
 
 
 def _samples(tokens_bs: torch.Tensor, lengths: list[int], packing: bool) -> list[torch.Tensor]:
@@ -138,15 +126,16 @@ def _samples(tokens_bs: torch.Tensor, lengths: list[int], packing: bool) -> list
 
 
 def _check_tokens(tokens_bs: torch.Tensor, limits: Limits) -> None:
-    cp_size, sequence_parallel_size = limits.cp_size, limits.sequence_parallel_size
-    multiple = (2 * cp_size if cp_size > 1 else 1) * sequence_parallel_size
-    if tokens_bs.shape[1] % multiple:
-        reasons = [f"2 × context-parallel size {cp_size}"] if cp_size > 1 else []
-        if sequence_parallel_size > 1:
-            reasons.append(f"tensor-parallel size {sequence_parallel_size}, for sequence parallelism")
+    width = tokens_bs.shape[1]
+    multiple = (2 * limits.cp_size if limits.cp_size > 1 else 1) * limits.sequence_parallel_size
+    if width % multiple:
         raise InvalidInputError(
-            f"tokens are {tokens_bs.shape[1]} wide. Expected: a multiple of {multiple} "
-            f"({' × '.join(reasons)}); pad them on the right."
+            f"tokens are {width} wide. Expected: a multiple of {multiple}: 2 × context-parallel size, if it "
+            "is above 1, × tensor-parallel size, for sequence parallelism; pad them on the right."
+        )
+    if limits.positions is not None and width > limits.positions:
+        raise InvalidInputError(
+            f"tokens are {width} wide. Expected: at most {limits.positions}, the positions of the model."
         )
     # Vocabulary-parallel embeddings silently use zeros for such a token.
     if wrong := range_of_wrong_ids(tokens_bs, limits.vocabulary):
@@ -163,39 +152,13 @@ def range_of_wrong_ids(ids: torch.Tensor, vocabulary: int | None) -> str:
     return f"{lowest} to {highest}. Expected: 0 to {'?' if vocabulary is None else vocabulary - 1}"
 
 
-def _check_what_the_model_reads(fields: Mapping[str, Any], tokens_bs: torch.Tensor, limits: Limits) -> None:
-    """Refuse what would raise within the model, on some pipeline stages only."""
-    size, width = tokens_bs.shape
-    ids, mask = fields.get("position_ids"), fields.get("attention_mask")
-    if ids is None:
-        ids = torch.arange(width)[None]
-    is_integer = isinstance(ids, torch.Tensor) and ids.dtype in (torch.int64, torch.int32)
-    if not is_integer or tuple(ids.shape) not in ((size, width), (1, width)):
-        raise InvalidInputError(
-            f"position_ids are {described(ids)}. Expected: an int64 tensor [{size}, {width}], as tokens are."
-        )
-    if wrong := range_of_wrong_ids(ids, limits.positions):
-        raise InvalidInputError(f"position_ids are {wrong}, the positions of the model.")
-    if mask is None:
-        return
-    allowed = ((1, size), (1,), (1, width), (width,))
-    is_mask = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.dim() == len(allowed)
-    if not is_mask or not all(n in of_dim for n, of_dim in zip(mask.shape, allowed, strict=True)):
-        raise InvalidInputError(
-            f"attention_mask is {described(mask)}. Expected: a bool tensor [{size}, 1, {width}, {width}], "
-            "True where a token must not look."
-        )
-
-
 def described(value: Any) -> str:
     """Return dtype and shape of a tensor, or the type of anything else."""
     is_tensor = isinstance(value, torch.Tensor)
     return f"{value.dtype} {list(value.shape)}" if is_tensor else type(value).__name__
 
 
-def _integers(name: str, values: Any, default: list[int] | None = None) -> list[int]:
-    if values is None and default is not None:
-        return default
+def _integers(name: str, values: Any) -> list[int]:
     try:
         return [operator.index(value) for value in getattr(values, "tolist", lambda: values)()]
     except TypeError:

@@ -46,19 +46,15 @@ class ScoreOptions:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A run of the schedule.
-
-    Attributes:
-        batches: this rank's microbatches.
-        schedule: those that it runs: ``batches``, and more at the end, whose scores are dropped.
-        context_parallel: this rank's place, if the model's input is cut here.
-    """
+    """A run of the schedule."""
 
     chunks: Sequence[torch.nn.Module]
     config: Any
     options: ScoreOptions
+    #: This rank's microbatches, and those that it runs: more at the end, whose scores are dropped.
     batches: Sequence[Microbatch]
     schedule: Sequence[Microbatch]
+    #: This rank's place, if the model's input is cut here.
     context_parallel: ContextParallel
 
     @property
@@ -161,7 +157,8 @@ def _limits(
     """Return what microbatches must fit."""
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
     model = unwrap(chunks[0])
-    looks_up_positions = getattr(model, "position_embedding_type", None) == "learned_absolute"
+    embedding = getattr(model, "position_embedding_type", None)
+    looks_up_positions = embedding == "learned_absolute" and options.forward is None
     return Limits(
         packing=options.forward is not None,
         vocabulary=options.vocab_size or vocabulary_of(chunks),
@@ -220,27 +217,20 @@ class ContextParallel(NamedTuple):
         group = parallel_state.get_context_parallel_group() if size > 1 else None
         return cls(parallel_state.get_context_parallel_rank(), size, group)
 
-    def cut(self, values: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    def cut(self, values_bs: torch.Tensor) -> torch.Tensor:
         """Return this rank's two chunks of whole sequences, as Megatron's ``get_batch`` cuts them."""
         if self.size == 1:
-            return values
-        chunks = values.chunk(2 * self.size, dim=dim)
-        return torch.cat([chunks[self.rank], chunks[-1 - self.rank]], dim=dim)
+            return values_bs
+        chunks = values_bs.chunk(2 * self.size, dim=1)
+        return torch.cat([chunks[self.rank], chunks[-1 - self.rank]], dim=1)
 
     def forward(self, chunk: torch.nn.Module, fields: Mapping[str, Any]) -> torch.Tensor:
         """Run a model chunk on this rank's part of a microbatch."""
         device = next(chunk.parameters()).device
         tokens_bs = on_device(fields["tokens"], device)
-        position_ids, attention_mask = fields.get("position_ids"), fields.get("attention_mask")
-        if position_ids is None:
-            position_ids = torch.arange(tokens_bs.shape[1], device=device).expand_as(tokens_bs)
-        if attention_mask is not None:
-            attention_mask = on_device(attention_mask, device)
-            if attention_mask.shape[2] > 1:  # else one row for all tokens of a sequence
-                attention_mask = self.cut(attention_mask, dim=2)
-        position_ids = self.cut(on_device(position_ids, device))
+        positions_bs = torch.arange(tokens_bs.shape[1], device=device).expand_as(tokens_bs)
         output: torch.Tensor = chunk(
-            self.cut(tokens_bs), position_ids, attention_mask, **_without_float32_copy(chunk)
+            self.cut(tokens_bs), self.cut(positions_bs), None, **_without_float32_copy(chunk)
         )
         return output
 

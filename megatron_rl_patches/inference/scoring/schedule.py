@@ -49,9 +49,9 @@ def forward_only(
     """Run the model and score each microbatch on the last stage; see :func:`~.forward.forward_log_probs`.
 
     What ``check`` returns, and any other problem with the arguments, is raised on all ranks that would wait;
-    an ``InvalidInputError`` of ``score`` on all stages. The result has for each sample, in the original
-    order, the part of each tensor of ``score`` that belongs to it, with memory of its own; it is ``None`` on
-    stages other than the last.
+    an ``InvalidInputError`` of ``score`` on all stages. The result has for each sample, in their order, the
+    part of each tensor of ``score`` that belongs to it, with memory of its own; it is ``None`` on stages
+    other than the last.
     """
     plan = plan_of(model, microbatches, options, check)
     with _scoring(plan):
@@ -60,7 +60,10 @@ def forward_only(
             # Once for all copies to host memory.
             torch.cuda.current_stream(plan.device).synchronize()
         raise_on_all(problem, [parallel_state.get_pipeline_model_parallel_group()])
-    return _by_sample(plan.batches, scores[: len(plan.batches)]) if is_last_stage() else None
+    if not is_last_stage():
+        return None
+    own = scores[: len(plan.batches)]
+    return [of_sample for kinds in own for of_sample in zip(*kinds, strict=True)]
 
 
 @contextmanager
@@ -168,13 +171,3 @@ def _scored(
         first_id = logits_bsv.shape[2] * (0 if group is None else group.rank())
         logits_bsv = hide_columns(logits_bsv, max(0, vocab_size - first_id))
     return score(batch, logits_bsv.flatten(0, 1), group)
-
-
-def _by_sample(
-    batches: Sequence[Microbatch], scores: Sequence[Sequence[Sequence[torch.Tensor]]]
-) -> list[tuple[torch.Tensor, ...]]:
-    """Put the scores of the samples of all batches in the original order."""
-    samples: dict[int, tuple[torch.Tensor, ...]] = {}
-    for batch, kinds in zip(batches, scores, strict=True):
-        samples |= zip(batch.indices, zip(*kinds, strict=True), strict=True)
-    return [samples[index] for index in range(len(samples))]
