@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,12 +12,9 @@ import torch
 from ..common.chunks import as_chunks
 from ..errors import InvalidInputError
 from ..losses import OutputHead
-from .weights import HostCopy, Layout, checksum, describe, differences, layout_of, named_weights, prefixes
+from .weights import HostCopy, checksum, describe, differences, layout_of
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
-StateDict = Mapping[str, Any]
-#: Where a teacher's weights come from; see :meth:`TeacherPool.add`.
-Source = str | os.PathLike[str] | StateDict | Sequence[StateDict] | Callable[[Any], Any]
 
 
 class TeacherPool:
@@ -36,13 +33,10 @@ class TeacherPool:
     the outer one had. **Outside**, the last teacher stays until another one is used: taking turns costs one
     copy a turn. **If the model holds weights that are no teacher's**, the outermost ``use`` saves them in
     host memory and puts them back, every time. Weights that are all NaN, as ``build_inference_model`` leaves
-    them, are not saved. So fill the weights with NaN after something has dropped the memory of the device, as
-    torch_memory_saver does between ``pause`` and ``resume``: what is found there is no teacher's either.
+    them, are not saved: fill them with NaN after torch_memory_saver, for one, has dropped their memory.
 
-    **A swap costs** one copy from host memory. Where a teacher was left in the model, the pool first compares
-    a checksum of the weights, as loaders may have changed them in ways that torch does not count
-    (``parameter.data.copy_``). The CPU waits for that sum, but not for the copy, which is queued on the
-    current CUDA stream.
+    **A swap costs** one copy from host memory, queued on the current CUDA stream. Where a teacher was left in
+    the model, the CPU first waits for a checksum, which tells whether other code has loaded weights since.
 
     The pool swaps parameters and persistent buffers, but not TransformerEngine's ``_extra_state``. It serves
     one thread.
@@ -62,15 +56,14 @@ class TeacherPool:
         # Copies of output layers, and the checksums of those that are on the model's device.
         self._heads: dict[HostCopy, tuple[OutputHead | None, list[int] | None]] = {}
         self._in_use: tuple[str, ...] = ()
-        # The teacher's copy that the model held at these tensor versions; None if it was no teacher's.
+        # The teacher's copy that the pool has put into the model.
         self._resident: HostCopy | None = None
-        self._versions: list[int] = []
         # A copy into the model began and did not end: its weights are a mix.
         self._partially_written = False
-        layout = layout_of(self._chunks)
+        weights, storages = layout_of(self._chunks)
         # Tensors without memory, to compare with.
-        self._expected = {name: weight.to("meta") for name, weight in layout.weights.items()}
-        self._sizes = [len(storage) for storage in layout.storages]
+        self._expected = {name: weight.to("meta") for name, weight in weights.items()}
+        self._sizes = [*map(len, storages)]
 
     @property
     def names(self) -> list[str]:
@@ -89,7 +82,7 @@ class TeacherPool:
         resident = self._resident_copy()
         return next((name for name, copy in self._teachers.items() if copy is resident), None)
 
-    def add(self, name: str, source: Source | None = None) -> None:
+    def add(self, name: str, source: str | os.PathLike[str] | Callable[[Any], Any] | None = None) -> None:
         """Add a teacher. Afterwards, also if this raises, the model holds the same weights as before.
 
         A model that held nothing but NaN keeps the new teacher.
@@ -97,12 +90,11 @@ class TeacherPool:
         Args:
             name: the name for :meth:`use`.
             source: its weights. ``None``: a copy of those that the model holds now; a path: a checkpoint,
-                loaded with ``exact`` on all ranks together; ``chunk.state_dict()``, or one per chunk; or a
-                function that takes the model and loads weights into it, which may convert them.
+                loaded with ``exact`` on all ranks together; or a function that takes the model and loads
+                weights into it, which may convert them.
 
         Raises:
-            InvalidInputError: the name is taken; weights differ in name, shape or dtype; or the model holds
-                no weights, only NaN.
+            InvalidInputError: the name is taken, or the model holds no weights, only NaN.
             CheckpointError: the checkpoint cannot be loaded, or is of other names, shapes or dtypes.
         """
         if name in self._teachers:
@@ -117,11 +109,15 @@ class TeacherPool:
                 )
             self._add_held(name)
             return
-        load = self._loader(source)
         before = self._snapshot()
         self._resident, self._partially_written = None, True
         try:
-            load(self.model)
+            if callable(source):
+                source(self.model)
+            else:
+                from .checkpoints.load import load_inference_checkpoint
+
+                load_inference_checkpoint(self.model, source, exact=True)
             self._add_held(name)
         finally:
             if before is not None:
@@ -157,9 +153,8 @@ class TeacherPool:
     def head(self, name: str, device: torch.device | str | None = None) -> OutputHead | None:
         """Return a copy of a teacher's output layer, which stays when another teacher takes the model.
 
-        The pool keeps it: ``V / tp * h`` numbers on the device for each teacher that was asked for, see
-        :attr:`head_bytes`. If its memory no longer holds these, since the memory of the device was dropped
-        meanwhile, this writes them there again: call it each time before the head is used.
+        Call it each time before the head is used: if the memory of the device was dropped meanwhile, this
+        writes the head there again.
 
         Args:
             name: the teacher.
@@ -167,7 +162,7 @@ class TeacherPool:
                 loss brings one tile's part at a time to the device.
 
         Returns:
-            This rank's part; ``None`` on pipeline stages other than the last.
+            This rank's part, ``V / tp * h`` numbers; ``None`` on pipeline stages other than the last.
 
         Raises:
             InvalidInputError: there is no such teacher, or the output layer is not Megatron's own.
@@ -205,17 +200,17 @@ class TeacherPool:
             raise InvalidInputError(f"there is no teacher {name!r}. Added so far: {known}.")
         return self._teachers[name]
 
-    def _layout(self) -> Layout:
+    def _storages(self) -> list[torch.Tensor]:
         """Return where the weights are now; the model must be as it was when the pool was made."""
-        layout = layout_of(self._chunks)
-        difference = describe(differences(layout.weights, self._expected, "the changed model"))
-        if not difference and [len(storage) for storage in layout.storages] != self._sizes:
+        weights, storages = layout_of(self._chunks)
+        difference = describe(differences(weights, self._expected, "the changed model"))
+        if not difference and [*map(len, storages)] != self._sizes:
             difference = "other weights share memory"
         if difference:
             raise InvalidInputError(
                 f"the model is no longer the one that this pool was made for: {difference}."
             )
-        return layout
+        return storages
 
     def _holds_weights(self) -> bool:
         """Return whether there are weights that would be lost: neither a mix nor NaN throughout."""
@@ -227,26 +222,24 @@ class TeacherPool:
 
     def _resident_copy(self) -> HostCopy | None:
         """Return the teacher's copy that the model holds, unless its weights have been changed since."""
-        if self._resident is not None:
-            layout = self._layout()
-            # Version counters do not see what is written by way of ``.data``, which many loaders do.
-            if layout.versions != self._versions or checksum(layout.storages) != self._resident.checksum:
-                self._resident = None
+        # Version counters would not see what is written by way of ``.data``, which many loaders do.
+        if self._resident is not None and checksum(self._storages()) != self._resident.checksum:
+            self._resident = None
         return self._resident
 
     def _snapshot(self) -> HostCopy | None:
         """Return a host copy of the current weights; ``None`` if they are all NaN or partially written."""
         resident = self._resident_copy()
         if resident is None and self._holds_weights():
-            return HostCopy(self._layout().storages)
+            return HostCopy(self._storages())
         return resident
 
     def _add_held(self, name: str) -> None:
-        self._teachers[name] = copy = HostCopy(self._layout().storages)
+        self._teachers[name] = copy = HostCopy(self._storages())
         self._set_resident(copy)
 
     def _write(self, copy: HostCopy) -> None:
-        storages = self._layout().storages
+        storages = self._storages()
         # Ctrl-C, for one, can end a copy early.
         self._resident, self._partially_written = None, True
         copy.copy_to(storages)
@@ -254,37 +247,7 @@ class TeacherPool:
 
     def _set_resident(self, copy: HostCopy) -> None:
         self._resident = copy if copy in self._teachers.values() else None
-        self._versions = self._layout().versions
         self._partially_written = False
-
-    def _loader(self, source: Source) -> Callable[[Any], Any]:
-        if isinstance(source, (str, os.PathLike)):
-            from .checkpoints.load import load_inference_checkpoint
-
-            path = source
-            return lambda model: load_inference_checkpoint(model, path, exact=True)
-        if callable(source):
-            return source
-        states = [source] if isinstance(source, Mapping) else list(source)
-        if len(states) != len(self._chunks):
-            raise InvalidInputError(
-                f"{len(states)} state dicts for {len(self._chunks)} model chunks: pass one each."
-            )
-        weights = {
-            prefix + name: weight
-            for prefix, state in zip(prefixes(len(states)), states, strict=True)
-            for name, weight in state.items()
-            if isinstance(weight, torch.Tensor) and not name.endswith("_extra_state")
-        }
-        if difference := describe(differences(weights, self._expected, "the state dict")):
-            raise InvalidInputError(f"the state dict is of another model: {difference}.")
-
-        def load(model: Any) -> None:
-            with torch.no_grad():
-                for name, weight in named_weights(self._chunks):
-                    weight.copy_(weights[name])
-
-        return load
 
 
 def _checksum_of(head: OutputHead) -> list[int]:

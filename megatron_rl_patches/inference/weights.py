@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -53,16 +53,6 @@ def describe(differing: Differences) -> str:
     return "; ".join(f"tensors {kind} ({len(some)}): {listed(some)}" for kind, some in texts.items())
 
 
-class Layout(NamedTuple):
-    """Parameters and persistent buffers of a model, and where they lie."""
-
-    weights: dict[str, torch.Tensor]
-    #: Version counters of the tensors, which in-place functions increase.
-    versions: list[int]
-    #: uint8 ``[bytes]`` of every storage, once however many tensors share it.
-    storages: list[torch.Tensor]
-
-
 class HostCopy:
     """A copy of a model's weights in host memory; it does not change."""
 
@@ -108,8 +98,11 @@ def checksum(storages: Sequence[torch.Tensor]) -> list[int]:
     return totals
 
 
-def layout_of(chunks: Sequence[torch.nn.Module]) -> Layout:
-    """Return the layout of a model; refuse weights that train or have no plain memory."""
+def layout_of(chunks: Sequence[torch.nn.Module]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Return the weights of a model by name, and each storage once, as uint8 ``[bytes]``.
+
+    Weights that train or have no plain memory are refused.
+    """
     weights = dict(named_weights(chunks))
     storages: dict[int, torch.Tensor] = {}
     for name, weight in weights.items():
@@ -129,29 +122,20 @@ def layout_of(chunks: Sequence[torch.nn.Module]) -> Layout:
                 f"{name} ({type(weight).__name__} on {weight.device}) has no plain memory to copy: a pool "
                 "takes models on real devices, without quantized weights."
             )
-        if weight.is_inference():
-            raise InvalidInputError(
-                f"{name} was made under torch.inference_mode(), so that a pool cannot notice who changes it: "
-                "build the model outside of it."
-            )
         if address not in storages:
             empty = torch.empty(0, dtype=torch.uint8, device=weight.device)
             storages[address] = empty.set_(weight.untyped_storage())
-    return Layout(weights, [weight._version for weight in weights.values()], [*storages.values()])
+    return weights, [*storages.values()]
 
 
 def named_weights(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters and persistent buffers by their names in ``state_dict``; shared ones by each name."""
-    for prefix, chunk in zip(prefixes(len(chunks)), chunks, strict=True):
+    for index, chunk in enumerate(chunks):
+        prefix = f"chunk {index}: " if len(chunks) > 1 else ""
         for path, module in unwrap(chunk).named_modules(remove_duplicate=False):
             for name, weight in {**module._parameters, **module._buffers}.items():
                 if weight is not None and name not in module._non_persistent_buffers_set:
                     yield f"{prefix}{path}{'.' * bool(path)}{name}", weight
-
-
-def prefixes(chunks: int) -> list[str]:
-    """Return prefixes that make the names of several chunks different."""
-    return [""] if chunks == 1 else [f"chunk {index}: " for index in range(chunks)]
 
 
 def _aligned(

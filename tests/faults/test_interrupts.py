@@ -194,13 +194,9 @@ _watched = partial(watched, "inference/teachers.py", "inference/weights.py", met
 def _pool() -> TeacherPool:
     pool = TeacherPool(torch.nn.Linear(2, 3).requires_grad_(False))
     for name in ("a", "b"):
-        pool.add(name, _state(pool, TEACHERS[name]))
+        pool.add(name, partial(_fill, value=TEACHERS[name]))
     _fill(pool.model, OWN)
     return pool
-
-
-def _state(pool: TeacherPool, value: float) -> dict[str, torch.Tensor]:
-    return {name: torch.full_like(weight, value) for name, weight in pool.model.state_dict().items()}
 
 
 def _fill(model: torch.nn.Module, value: float) -> None:
@@ -219,13 +215,13 @@ def take_turns(pool: TeacherPool) -> None:
                 pass
 
 
-def add_from_state(pool: TeacherPool) -> None:
-    pool.add("added", _state(pool, ADDED))
+def add(pool: TeacherPool) -> None:
+    pool.add("added", partial(_fill, value=ADDED))
 
 
 def add_within_use(pool: TeacherPool) -> None:
     with pool.use("b"):
-        pool.add("added", lambda model: _fill(model, ADDED))
+        add(pool)
         with pool.use("added"):
             pass
 
@@ -240,7 +236,7 @@ def add_what_the_model_holds(pool: TeacherPool) -> None:
 SLOW = pytest.param(take_turns, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("scenario", [SLOW, add_from_state, add_within_use, add_what_the_model_holds])
+@pytest.mark.parametrize("scenario", [SLOW, add, add_within_use, add_what_the_model_holds])
 def test_swaps_interrupted_at_every_call(scenario: Callable[[TeacherPool], None]) -> None:
     pool = _pool()
     with _watched() as calls:
@@ -267,7 +263,7 @@ def _check(pool: TeacherPool, place: Any) -> None:
             assert _values(pool) == {TEACHERS[name]}, f"{place}: {name} is not what was added"
             assert pool.resident == name, place
     if "added" not in pool:
-        add_from_state(pool)
+        add(pool)
     with pool.use("added"):
         assert _values(pool) == {ADDED}, place
     pool.remove("added")

@@ -68,7 +68,12 @@ def test_pooled_teachers_score_as_they_do_alone(tmp_path: Path) -> None:
     for chunk, state in zip(pool.model, states["a"], strict=True):
         for key, weight in chunk.module.named_parameters():  # as loaders of Hugging Face weights do it
             weight.data.copy_(state[key])
-    for name, source in (("a", None), ("b", states["b"]), ("c", tmp_path)):
+
+    def load_b(chunks: Sequence[Any]) -> None:
+        for chunk, state in zip(chunks, states["b"], strict=True):
+            chunk.module.load_state_dict(state)
+
+    for name, source in (("a", None), ("b", load_b), ("c", tmp_path)):
         pool.add(name, source)
     assert reachable_bytes() - bytes_without == (1 + len(TEACHERS)) * model_bytes
     assert [weight.data_ptr() for weight in weights] == addresses
@@ -93,6 +98,8 @@ def test_pooled_teachers_score_as_they_do_alone(tmp_path: Path) -> None:
     pool.remove("b")
     del heads["b"]
     assert pool.head_bytes == sum(head.nbytes for head in heads.values() if head is not None)
+    with pool.use("a"):
+        pass
     load_inference_checkpoint(pool.model, tmp_path)
     assert pool.resident is None, "weights that a loader brought were taken for a teacher's"
     with pool.use("a") as model:

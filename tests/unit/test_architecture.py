@@ -71,7 +71,7 @@ LINES = {
     ("patches",): 1_300,
     ("frameworks",): 2_160,
     ("reentry",): 1_645,  # warnings of settings, finite steps, the norm of experts, calls within calls
-    ("inference",): 4_000,  # what scoring, loading and the estimate refuse before any collective
+    ("inference",): 3_740,  # what scoring, loading and the estimate refuse before any collective
     ("losses",): 7_595,
     ("testing",): 2_175,  # tiny models, ranks, the CPU backend, mocks, check_normalization
     ("cli", "doctor"): 1_000,

@@ -36,16 +36,16 @@ def is_last_stage() -> bool:
 
 
 def microbatches() -> list[dict[str, Any]]:
-    """Return microbatches of seven samples, with the place of each in the result."""
+    """Return microbatches of seven samples."""
     generator = torch.Generator().manual_seed(3)
     wide, narrow, other = (
         torch.randint(32, size, generator=generator) for size in ((3, 16), (2, 8), (2, 12))
     )
     of_wide: dict[str, Any] = {"lengths": torch.tensor([16, 9, 2]), "response_lengths": [5, 8, 1]}
     return [
-        {"tokens": wide, **of_wide, "indices": [4, 0, 6]},
-        {"tokens": narrow, "lengths": torch.tensor([3, 8]), "response_lengths": [0, 7], "indices": [1, 5]},
-        {"tokens": other, "lengths": torch.tensor([12, 7]), "response_lengths": [11, 3], "indices": [2, 3]},
+        {"tokens": wide, **of_wide},
+        {"tokens": narrow, "lengths": torch.tensor([3, 8]), "response_lengths": [0, 7]},
+        {"tokens": other, "lengths": torch.tensor([12, 7]), "response_lengths": [11, 3]},
     ]
 
 
@@ -97,18 +97,18 @@ def filled(options: TinyModel) -> tuple[list[Any], list[Any]]:
 
 def dense_log_probs(model: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return log-softmax, in float64, and tokens of each response, of a model that each rank has alone."""
-    samples = {}
+    samples = []
     for batch in microbatches():
         tokens_bs = batch["tokens"]
         with torch.no_grad():
             mask = torch.ones(1, 1, tokens_bs.shape[1], tokens_bs.shape[1], dtype=torch.bool).triu(1)
             logits_bsv = model[0](tokens_bs, torch.arange(tokens_bs.shape[1]).expand_as(tokens_bs), mask)
         log_p_bsv = (logits_bsv.double() / TEMPERATURE).log_softmax(-1)
-        places = zip(batch["indices"], batch["lengths"].tolist(), batch["response_lengths"], strict=True)
-        for row, (index, end, response) in enumerate(places):
+        lengths = zip(batch["lengths"].tolist(), batch["response_lengths"], strict=True)
+        for row, (end, response) in enumerate(lengths):
             start = end - response
-            samples[index] = log_p_bsv[row, start - 1 : end - 1], tokens_bs[row, start:end]
-    return [samples[index] for index in sorted(samples)]
+            samples.append((log_p_bsv[row, start - 1 : end - 1], tokens_bs[row, start:end]))
+    return samples
 
 
 def assert_same_everywhere(tensors: Sequence[torch.Tensor] | None) -> None:

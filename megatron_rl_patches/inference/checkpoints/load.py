@@ -18,7 +18,7 @@ from ...common.chunks import as_chunks, unwrap
 from ...common.ranks import is_rank_0
 from ...errors import CheckpointError, InvalidInputError
 from ..weights import Differences, describe
-from .location import check_format, iteration_of, locate
+from .location import check_format, iteration_of, locate, reading
 
 _log = logging.getLogger("megatron_rl_patches")
 _MTP = "mtp."
@@ -37,20 +37,17 @@ def load_inference_checkpoint(
     """Load the weights of a Megatron checkpoint, and nothing else of it, into a model.
 
     Megatron-core's loader reads the tensors, after the index of the checkpoint was checked. No global state
-    changes. The optimizer's shards are neither read nor checked, and may be absent. TP, PP, VPP and EP sizes
-    may change even where Megatron-LM's ``load_checkpoint`` refuses that because of the optimizer's format.
+    changes, and no code runs that the files name. The optimizer's shards may be absent. TP, PP, VPP and EP
+    sizes may change even where Megatron-LM's ``load_checkpoint`` refuses that because of the optimizer.
 
     A collective: every rank of the default process group calls it, and either all of them load or all of
-    them raise. Keys, shapes and file sizes are checked before any tensor is read, and all tensors are read
-    before the first weight is written.
+    them raise. Keys, shapes and file sizes are checked before any tensor is read, and all tensors are read,
+    into host memory, before the first weight is written.
 
     Weights are written in place: storages, dtypes, ``requires_grad`` and train/eval mode of the model stay.
-    Another dtype in the checkpoint is converted. Vocabulary padding may differ, by less than 2,048 rows, with
-    a warning: rows beyond those stored become zero, and ``vocab_size`` of :func:`forward_log_probs` leaves
-    them out. ``_extra_state`` entries (scales of Transformer Engine for delayed scaling) are not loaded, with
-    a warning if the model has some. No code runs that the files name.
-
-    It takes no device memory. Every rank holds its own weights in host memory.
+    Vocabulary padding may differ, by less than 2,048 rows, with a warning: rows beyond those stored become
+    zero, and ``vocab_size`` of :func:`forward_log_probs` leaves them out. ``_extra_state`` entries (scales of
+    Transformer Engine for delayed scaling) are not loaded, with a warning if the model has some.
 
     Args:
         model: model chunks of this rank as Megatron's ``get_model`` returns them, or one of them; in
@@ -72,14 +69,11 @@ def load_inference_checkpoint(
         raise InvalidInputError(
             "Megatron loads in a process group: call torch.distributed.init_process_group"
         )
-    chunks = _bare_chunks(model)
-    with _on_all_ranks_or_none(f"cannot load {os.fspath(path)}"):
-        folder = locate(path, ckpt_step)
-        check_format(folder)
-    iteration, states = _read(chunks, folder, exact)
+    chunks, source = _bare_chunks(model), os.fspath(path)
+    iteration, states = _read(chunks, source, ckpt_step, exact)
     # From here on only a device can fail.
     outcome = "Some weights may be new and others not; build the model again."
-    with _on_all_ranks_or_none(f"writing the weights of {folder}", outcome=outcome):
+    with _on_all_ranks_or_none(f"writing the weights of {source}", outcome=outcome):
         for index, chunk in enumerate(chunks):
             chunk.load_state_dict(states.get(str(index), {}), strict=False)
     return iteration
@@ -99,15 +93,15 @@ def read_iteration(path: str | os.PathLike[str], ckpt_step: int | None = None) -
     return _iteration(folder, TorchDistCheckpoint(folder).common)
 
 
-def _read(chunks: Sequence[torch.nn.Module], folder: Path, exact: bool) -> tuple[int, _State]:
+def _read(
+    chunks: Sequence[torch.nn.Module], source: str, ckpt_step: int | None, exact: bool
+) -> tuple[int, _State]:
     """Return the iteration, and the state dicts of the chunks."""
     from .torch_dist import TorchDistCheckpoint
 
-    folders = gathered(folder.name, world())
-    if len(set(folders)) > 1:  # while a run is saving, ranks may read different iterations from the tracker
-        each = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(folders))
-        raise CheckpointError(f"ranks see different checkpoints ({each}). {_AS_BEFORE}")
-    with _on_all_ranks_or_none(f"cannot load {folder}"):
+    with _on_all_ranks_or_none(f"cannot load {source}"):
+        folder = locate(source, ckpt_step)
+        check_format(folder)
         checkpoint = TorchDistCheckpoint(folder)
         iteration = _iteration(folder, checkpoint.common)
         request = checkpoint.request(chunks)
@@ -115,19 +109,23 @@ def _read(chunks: Sequence[torch.nn.Module], folder: Path, exact: bool) -> tuple
         places = checkpoint.places(requested)
         differing, paddings = checkpoint.compare(requested, exact)
         for index, chunk in enumerate(chunks):
-            differing |= _missing(chunk, request.names(str(index)))
+            loaded = {*request.tensors.get(str(index), {}), *request.others.get(str(index), {})}
+            differing |= _missing(chunk, loaded)
     # Every stored tensor must be requested by some rank. Each rank sends one byte for each stored name: the
     # names themselves would be megabytes from each to each.
     names = checkpoint.names()
     flags = bytes(name in requested for name in names)
-    ranks = gathered((flags, differing, paddings), world())
-    all_flags, all_differing, all_paddings = zip(*ranks, strict=True)
+    ranks = gathered((folder.name, flags, differing, paddings), world())
+    folders, all_flags, all_differing, all_paddings = zip(*ranks, strict=True)
+    if len(set(folders)) > 1:  # while a run is saving, ranks may read different iterations from the tracker
+        each = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(folders))
+        raise CheckpointError(f"ranks see different checkpoints ({each}). {_AS_BEFORE}")
     if is_rank_0():
         for padding in sorted(set().union(*all_paddings)):
             # It might be another vocabulary, which shows nowhere else.
             _log.warning("%s has %d rows in the checkpoint and %d in the model", *padding)
     with ExitStack() as stack:
-        with _on_all_ranks_or_none(f"cannot load {folder}"):
+        with _on_all_ranks_or_none(f"cannot load {source}"):
             by_any_rank = {name for name, *by_rank in zip(names, *all_flags, strict=True) if any(by_rank)}
             unexpected = _without_mtp(set(names) - by_any_rank, by_any_rank)
             differing = {("unexpected in the checkpoint", name) for name in unexpected}.union(*all_differing)
@@ -135,7 +133,7 @@ def _read(chunks: Sequence[torch.nn.Module], folder: Path, exact: bool) -> tuple
                 raise CheckpointError(f"the checkpoint is of another model; {text}")
             links = Path(stack.enter_context(TemporaryDirectory(prefix="megatron_rl_patches_")))
             checkpoint.write_index(places, links)
-        with _on_all_ranks_or_none(f"cannot read {folder}"):
+        with _on_all_ranks_or_none(f"cannot read {source}"):
             states = checkpoint.read(request, places.values(), links)
     return iteration, states
 
@@ -158,10 +156,8 @@ def _iteration(folder: Path, content: _State) -> int:
     stored = content.get("iteration", content.get("total_iters"))
     if folder.name == "release" or stored is None:
         return iteration_of(folder.name) or 0
-    try:
+    with reading(folder, "has an iteration that is no number:"):
         return int(stored)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{folder}: its iteration is {str(stored)[:40]}, expected a number") from error
 
 
 def _bare_chunks(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:

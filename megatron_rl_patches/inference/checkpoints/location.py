@@ -47,10 +47,9 @@ def locate(path: str | os.PathLike[str], ckpt_step: int | None = None) -> Path:
 
 def check_format(folder: Path) -> None:
     """Refuse formats other than ``torch_dist``, which are known by the same files as in Megatron."""
-    names = {entry.name for entry in folder.iterdir()}
+    # Other entries are left out: reading a pipe would wait for its writer.
+    names = {entry.name for entry in folder.iterdir() if not entry.is_fifo()}
     if "metadata.json" in names:
-        if not (folder / "metadata.json").is_file():  # reading a pipe would wait for its writer
-            raise CheckpointError(f"{folder / 'metadata.json'} is not a file")
         with reading(folder / "metadata.json", "is corrupt:"):
             backend = str(json.loads((folder / "metadata.json").read_text())["sharded_backend"])
         if backend != _TORCH_DIST:

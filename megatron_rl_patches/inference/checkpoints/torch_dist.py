@@ -58,10 +58,6 @@ class Request(NamedTuple):
     #: What joins weights that Megatron splits for storage.
     factories: _State
 
-    def names(self, key: str) -> set[str]:
-        """Return the names in the state dict of a chunk."""
-        return {*self.tensors.get(key, {}), *self.others.get(key, {})}
-
     def by_name(self) -> dict[str, ShardedTensor]:
         """Return every tensor that the request touches, by its name in the checkpoint."""
         return {tensor.key: tensor for tensor in nested_values(self.tensors)}
@@ -85,14 +81,12 @@ class TorchDistCheckpoint:
         Tensors get host memory of their own, into which the loader writes instead of into the model. Objects
         are left out, which Megatron would unpickle without protection: extra states of Transformer Engine.
         """
-        states: _State = {}
-        for index, chunk in enumerate(chunks):
-            # The content metadata says how the saver named layers.
-            metadata = dict(self.common.get("content_metadata") or {})
-            if (group := getattr(getattr(chunk, "pg_collection", None), "dp_cp", None)) is not None:
-                # Megatron would ask its global groups otherwise, which such a model need not use.
-                metadata["dp_cp_group"] = group
-            states[str(index)] = chunk.sharded_state_dict(metadata=metadata)
+        # The content metadata says how the saver named layers.
+        metadata = self.common.get("content_metadata") or {}
+        states: _State = {
+            str(index): chunk.sharded_state_dict(metadata=dict(metadata))
+            for index, chunk in enumerate(chunks)
+        }
         objects, states = extract_matching_values(states, lambda value: isinstance(value, ShardedObject))
         if is_rank_0() and any(getattr(value.data, "nbytes", 0) for value in nested_values(objects)):
             _log.warning(

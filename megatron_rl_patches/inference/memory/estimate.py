@@ -136,11 +136,10 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory of each rank for training, for scoring only, and for training beside teachers.
 
-    The parameters of a described model are those of the real ``GPTModel`` of the installed megatron-core: a
-    child process builds it for each pipeline stage on the meta device. That takes seconds, and neither a GPU
-    nor parallel groups. Activations, communication buffers, fragmentation of the allocator and the CUDA
-    context are not counted. TransformerEngine's layers and grouped experts have the same parameters as the
-    local layers and experts that are built.
+    A described model is the real ``GPTModel`` of the installed megatron-core: a child process builds it for
+    each pipeline stage on the meta device, with local layers and experts, which have the parameters of
+    TransformerEngine's. That takes seconds, and neither a GPU nor parallel groups. Activations, communication
+    buffers, fragmentation of the allocator and the CUDA context are not counted.
 
     Args:
         model: fields of a ``TransformerConfig`` by name, sizes of parallel groups among them; or a
@@ -156,8 +155,6 @@ def estimate_memory(
     Raises:
         InvalidInputError: values that do not fit together, or a model that Megatron does not build.
     """
-    if teachers < 0:
-        raise InvalidInputError(f"teachers is {teachers}; it must be at least 0")
     if dtype not in ITEM_SIZES:
         raise InvalidInputError(f"dtype is {dtype!r}; it can be {', '.join(ITEM_SIZES)}")
     sizes, counted = _parameters(model, described, dtype)
@@ -185,13 +182,17 @@ def estimate_memory(
 
 def _parameters(model: Any, described: _Fields, dtype: str) -> tuple[_Fields, Sequence[Stage]]:
     """Return the sizes of the parallel groups, among other fields, and the parameters of the stages."""
+    if not isinstance(model, Mapping):
+        from megatron.core.transformer import TransformerConfig
+
+        model = fields_of(model) if isinstance(model, TransformerConfig) else model
     if isinstance(model, Mapping):
-        return _described({}, {**model, **described}, dtype)
-    from megatron.core.transformer import TransformerConfig
+        described = {**model, **described}
+        if missing := [name for name in REQUIRED if name not in described]:
+            raise InvalidInputError(f"missing: {', '.join(missing)}")
+        return described, count_parameters(described, dtype)
     from torch.nn import Module
 
-    if isinstance(model, TransformerConfig):
-        return _described(fields_of(model), described, dtype)
     chunks = as_chunks(model)
     if not (chunks and all(isinstance(chunk, Module) for chunk in chunks)):
         raise InvalidInputError(
@@ -203,13 +204,6 @@ def _parameters(model: Any, described: _Fields, dtype: str) -> tuple[_Fields, Se
     parameters = [parameters_of(chunk) for chunk in chunks]
     sizes = {name: getattr(own, name, None) for name in _SIZES}
     return {**sizes, **described}, [Stage(parameters, parameters)]
-
-
-def _described(accepted: _Fields, fields: _Fields, dtype: str) -> tuple[_Fields, Sequence[Stage]]:
-    both = {**accepted, **fields}
-    if missing := [name for name in REQUIRED if name not in both]:
-        raise InvalidInputError(f"missing: {', '.join(missing)}")
-    return both, count_parameters(accepted, fields, dtype)
 
 
 def fields_of(config: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ...common.text import one_line
@@ -56,32 +56,6 @@ def _number(text: _Config, name: str, default: int | None = None, least: int = 1
     return int(value)
 
 
-def _qwen_moe(text: _Config) -> Mapping[str, Any]:
-    dense, step = set(text.get("mlp_only_layers") or ()), _number(text, "decoder_sparse_step", 1)
-    layers = range(_number(text, "num_hidden_layers", 0))
-    return {"moe_layer_freq": [int(layer not in dense and (layer + 1) % step == 0) for layer in layers]}
-
-
-def _qwen3_next(text: _Config) -> Mapping[str, Any]:
-    layers = _number(text, "num_hidden_layers", 0)
-    every = _number(text, "full_attention_interval", 4)
-    kinds = text.get("layer_types") or [
-        "full_attention" if number % every == 0 else "linear_attention" for number in range(1, layers + 1)
-    ]
-    linear = [int(kind == "linear_attention") for kind in kinds[:layers]]
-    return {**_qwen_moe(text), "linear_attention_freq": linear}
-
-
-def _shared_and_dense(text: _Config) -> Mapping[str, Any]:
-    layers = _number(text, "num_hidden_layers", 0)
-    dense = min(_number(text, "first_k_dense_replace", 0, least=0), layers)
-    shared_experts = _number(text, "n_shared_experts", 0, 0) * _number(text, "moe_intermediate_size", 0, 0)
-    return {
-        "moe_shared_expert_intermediate_size": shared_experts or None,
-        "moe_layer_freq": [0] * dense + [1] * (layers - dense),
-    }
-
-
 class _Family(NamedTuple):
     """What is peculiar to the models of one ``model_type``.
 
@@ -93,19 +67,15 @@ class _Family(NamedTuple):
     names: Mapping[str, str] = _GROUPED_ATTENTION
     #: Fields that have the same value in all of these models.
     fixed: Mapping[str, Any] = {}
-    #: Returns fields that follow from others of the file.
-    derived: Callable[[_Config], Mapping[str, Any]] = lambda text: {}
     #: Whether embedding and output layer are tied if the file does not say it.
     tied: bool = False
 
 
-_DEEPSEEK = _Family(
-    _ROUTED_EXPERTS | _LATENT_ATTENTION,
-    _QK_NORM | {"multi_latent_attention": True},
-    lambda text: {"q_lora_rank": _number(text, "q_lora_rank"), **_shared_and_dense(text)},
-)
+_DEEPSEEK = _Family(_ROUTED_EXPERTS | _LATENT_ATTENTION, _QK_NORM | {"multi_latent_attention": True})
 _LLAMA = _Family({"num_query_groups": "num_key_value_heads?", "kv_channels": "head_dim?"})
 _MISTRAL = _Family(_HEADS_OF_HIDDEN_SIZE)
+_QWEN2 = {"add_qkv_bias": True}
+_SHARED_GATE = {"moe_shared_expert_gate": True}
 _FAMILIES = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK._replace(fixed={**_DEEPSEEK.fixed, **_EXPERT_BIAS}),
@@ -113,11 +83,7 @@ _FAMILIES = {
     "gemma2": _Family(tied=True),
     "gemma3_text": _Family(fixed=_QK_NORM, tied=True),
     "glm4": _Family(),
-    "glm4_moe": _Family(
-        _GROUPED_ATTENTION | _ROUTED_EXPERTS,
-        _EXPERT_BIAS,
-        lambda text: {"qk_layernorm": bool(text.get("use_qk_norm")), **_shared_and_dense(text)},
-    ),
+    "glm4_moe": _Family(_GROUPED_ATTENTION | _ROUTED_EXPERTS, _EXPERT_BIAS),
     "gpt_oss": _Family(
         _GROUPED_ATTENTION | _LOCAL_EXPERTS, {"add_bias_linear": True, "softmax_type": "learnable"}
     ),
@@ -126,25 +92,42 @@ _FAMILIES = {
     "mistral3": _MISTRAL,
     "mixtral": _Family(_HEADS_OF_HIDDEN_SIZE | _LOCAL_EXPERTS),
     "phi3": _LLAMA,
-    "qwen2": _Family(_HEADS_OF_HIDDEN_SIZE, {"add_qkv_bias": True}),
-    "qwen2_moe": _Family(
-        _HEADS_OF_HIDDEN_SIZE | _SHARED_EXPERT,
-        {"add_qkv_bias": True, "moe_shared_expert_gate": True},
-        _qwen_moe,
-    ),
+    "qwen2": _Family(_HEADS_OF_HIDDEN_SIZE, _QWEN2),
+    "qwen2_moe": _Family(_HEADS_OF_HIDDEN_SIZE | _SHARED_EXPERT, _QWEN2 | _SHARED_GATE),
     "qwen3": _Family(fixed=_QK_NORM),
-    "qwen3_moe": _Family(_GROUPED_ATTENTION | _EXPERTS, _QK_NORM, _qwen_moe),
+    "qwen3_moe": _Family(_GROUPED_ATTENTION | _EXPERTS, _QK_NORM),
     "qwen3_next": _Family(
         _GROUPED_ATTENTION | _SHARED_EXPERT | _DELTA_NET,
         {
             **_QK_NORM,
-            "moe_shared_expert_gate": True,
+            **_SHARED_GATE,
             "attention_output_gate": True,
             "experimental_attention_variant": "gated_delta_net",
         },
-        _qwen3_next,
     ),
 }
+
+
+def _derived(text: _Config, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return fields that follow from several of the file, as far as the family has these ``names``."""
+    fields: dict[str, Any] = {}
+    layers = range(1, _number(text, "num_hidden_layers", 0) + 1)
+    if "num_moe_experts" in names:
+        first = _number(text, "first_k_dense_replace", 0, least=0)
+        dense, step = set(text.get("mlp_only_layers") or ()), _number(text, "decoder_sparse_step", 1)
+        sparse = [n > first and n - 1 not in dense and n % step == 0 for n in layers]
+        fields["moe_layer_freq"] = [*map(int, sparse)]
+        if shared := _number(text, "n_shared_experts", 0, 0) * _number(text, "moe_intermediate_size", 0, 0):
+            fields["moe_shared_expert_intermediate_size"] = shared
+    if "kv_lora_rank" in names:
+        fields["q_lora_rank"] = _number(text, "q_lora_rank")
+    if "linear_conv_kernel_dim" in names:
+        every, kinds = _number(text, "full_attention_interval", 4), text.get("layer_types")
+        are_linear = [kind == "linear_attention" for kind in kinds or ()] or [n % every != 0 for n in layers]
+        fields["linear_attention_freq"] = [*map(int, are_linear[: len(layers)])]
+    if text.get("use_qk_norm"):
+        fields["qk_layernorm"] = True
+    return fields
 
 
 def fields_from_hf_config(config: _Config, **overrides: Any) -> dict[str, Any]:
@@ -157,8 +140,7 @@ def fields_from_hf_config(config: _Config, **overrides: Any) -> dict[str, Any]:
 
     Args:
         config: the content of ``config.json``.
-        overrides: fields as :func:`.estimate_memory` takes them, in place of those of the file or where it
-            has none.
+        overrides: Megatron's fields, in place of those of the file or where it has none.
 
     Raises:
         InvalidInputError: an architecture that is not known, parts that ``GPTModel`` does not have, or fields
@@ -221,7 +203,7 @@ def _by_table(config: _Config, text: _Config, overrides: Mapping[str, Any]) -> d
         **({"mtp_num_layers": mtp_layers} if mtp_layers else {}),
         **{ours: number for ours, number in numbers.items() if number is not None},
         **family.fixed,
-        **family.derived(text),
+        **_derived(text, names),
     }
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -60,10 +60,6 @@ class MemoryReport:
     host: HostMemory
     teachers: TeacherMemory | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return nested dicts, for JSON."""
-        return asdict(self)
-
     def __str__(self) -> str:
         rss, available, total = map(_gib, astuple(self.host))
         line = f"host: {rss} in this process, {available} of {total} free"
@@ -77,11 +73,10 @@ class MemoryReport:
         return line
 
 
-def memory_report(device: int | None = None, *, pool: TeacherPool | None = None) -> MemoryReport:
-    """Measure device and host memory now, and what a ``pool`` of teachers holds.
+def memory_report(*, pool: TeacherPool | None = None) -> MemoryReport:
+    """Measure the current CUDA device and host memory now, and what a ``pool`` of teachers holds.
 
-    ``device`` is the index of a CUDA device; by default the current one. Starts no collective and takes well
-    under a millisecond. Source of the idea: THUDM/slime#1764.
+    Starts no collective and takes well under a millisecond. Source of the idea: THUDM/slime#1764.
     """
     teachers = None if pool is None else TeacherMemory(len(pool), pool.host_bytes, pool.head_bytes)
     machine = psutil.virtual_memory()
@@ -89,10 +84,10 @@ def memory_report(device: int | None = None, *, pool: TeacherPool | None = None)
     # A call of the driver would create a CUDA context of some hundred MiB in a process without one.
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         return MemoryReport(None, host, teachers)
-    index = torch.cuda.current_device() if device is None else device
-    allocated, peak = torch.cuda.memory_allocated(index), torch.cuda.max_memory_allocated(index)
-    sizes = allocated, peak, torch.cuda.memory_reserved(index), *torch.cuda.mem_get_info(index)
-    return MemoryReport(DeviceMemory(index, *sizes), host, teachers)
+    cuda = torch.cuda
+    allocated, peak, reserved = cuda.memory_allocated(), cuda.max_memory_allocated(), cuda.memory_reserved()
+    device = DeviceMemory(cuda.current_device(), allocated, peak, reserved, *cuda.mem_get_info())
+    return MemoryReport(device, host, teachers)
 
 
 def _gib(size: int) -> str:

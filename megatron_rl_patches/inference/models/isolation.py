@@ -18,8 +18,6 @@ from ...common.scopes import restore, snapshot
 _lock = threading.Lock()
 #: The functions that somebody replaces now, by the identity of their owner and their name.
 _replaced: dict[tuple[int, str], _Replaced] = {}
-#: For each open :func:`rng_tracker_that_does_not_fork` its tracker, if such a block has made it.
-_made_trackers: list[Any] = []
 
 
 @contextmanager
@@ -27,10 +25,8 @@ def replaced_in_this_thread(owner: Any, name: str, substitute: Callable[..., Any
     """Call ``substitute`` in place of the function ``owner.name``, in the calling thread only.
 
     The attribute itself belongs to all threads, so it holds a function that asks which thread is calling.
-    Blocks of several threads may overlap in any order, and blocks of one thread may nest: the first to
-    begin installs that function, and the last to end puts back the very object that was there before.
-
-    The substitute reaches the original through :func:`original_of`.
+    Blocks may overlap and nest: the first to begin installs that function, and the last to end puts back the
+    very object that was there before. The substitute reaches the original through :func:`original_of`.
     """
     place = id(owner), name
     with _lock:
@@ -125,22 +121,14 @@ def rng_tracker_that_does_not_fork() -> Iterator[None]:
     """Make ``fork()`` of Megatron's RNG tracker do nothing, in this thread, which may not have seeded it."""
     from megatron.core.tensor_parallel import random as megatron_random
 
-    with _lock:
-        before = cuda_rng_tracker()
-        tracker = megatron_random.get_cuda_rng_tracker()
-        is_made = before is None or tracker in _made_trackers
-        if is_made:
-            _made_trackers.append(tracker)
+    before = cuda_rng_tracker()
+    kind = megatron_random.CudaRNGStatesTracker if before is None else type(before)
     try:
-        with replaced_in_this_thread(tracker, "fork", lambda *args, **kwargs: nullcontext()):
+        with replaced_in_this_thread(kind, "fork", lambda *args, **kwargs: nullcontext()):
             yield
     finally:
-        if is_made:
-            with _lock:
-                _made_trackers.remove(tracker)
-                # Blocks of other threads use the same tracker, so only the last one to end removes it. Code
-                # that seeds Megatron later can then choose its kind of tracker.
-                is_last = tracker not in _made_trackers and cuda_rng_tracker() is tracker
-                if is_last and not tracker.get_states():
-                    megatron_random._CUDA_RNG_STATE_TRACKER = None
-                    megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+        # Code that seeds Megatron later can choose its kind of tracker, unless one is there.
+        tracker = cuda_rng_tracker()
+        if before is None and tracker is not None and not tracker.get_states():
+            megatron_random._CUDA_RNG_STATE_TRACKER = None
+            megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False

@@ -30,14 +30,13 @@ class NeedsValuesError(RuntimeError):
 def construction(*, on_meta: bool, use_cuda: bool) -> Iterator[list[Parameter]]:
     """Yield a list to which every ``Parameter`` is added that this thread creates inside.
 
-    With ``on_meta`` they are on the meta device from the start. Buffers and plain tensors, such as the
-    inverse frequencies of rotary embeddings, are computed for real, which is not so in a context of
-    ``torch.device("meta")``. Parameters of tensor subclasses (FP8 weights of TransformerEngine) are left as
-    they are made. A torch function that needs the values of a meta tensor raises :class:`NeedsValuesError`.
+    With ``on_meta`` they are on the meta device from the start. Buffers and plain tensors are computed for
+    real, which is not so in a context of ``torch.device("meta")``. Parameters of tensor subclasses (FP8
+    weights of TransformerEngine) are left as they are made. A torch function that needs the values of a meta
+    tensor raises :class:`NeedsValuesError`.
 
-    Megatron's constructors ask for the current CUDA device. Without ``use_cuda`` the answer is the CPU, and
-    unless CUDA is initialized they get no CUDA streams, so that no CUDA context comes into being. The
-    routers of mixtures of experts are not on Megatron's list of the routers of the process.
+    Without ``use_cuda`` the current device is the CPU, and no CUDA context comes into being. The routers of
+    mixtures of experts are not on Megatron's list of the routers of the process.
     """
     created: list[Parameter] = []
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +13,9 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.fp8_utils import correct_amax_history_if_needed
 from megatron.core.transformer.module import Float16Module
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from ...common.scopes import replaced
-from ...common.text import one_line
 from ...errors import InferenceOnlyError, InvalidInputError
 from .frozen import freeze
 from .isolation import preserved_rng, replaced_in_this_thread, rng_tracker_is_seeded
@@ -28,7 +26,6 @@ from .provider import (
     call_provider,
     give_own_config,
     inference_copy,
-    pipeline_rank_and_size,
     require_inference_chunk,
     require_new_parameters,
 )
@@ -42,7 +39,6 @@ def build_inference_model(
     *,
     dtype: str = "bf16",
     device: torch.device | str | None = None,
-    pg_collection: Any = None,
     pre_wrap: Callable[[list[Module]], Sequence[Module] | None] | None = None,
     perform_initialization: bool = False,
     with_mtp: bool = False,
@@ -52,88 +48,67 @@ def build_inference_model(
     The chunks unwrap by ``.module`` and have the ``state_dict`` and ``sharded_state_dict`` keys of what
     Megatron's ``get_model(..., wrap_with_ddp=False)`` returns; they are in eval mode and frozen, and methods
     that training loops call on a chunk, such as ``no_sync()``, raise ``InferenceOnlyError``. Parameters get
-    memory once, in their final dtype, so the peak is the parameters alone. They are **not initialized** but
-    filled with NaN: load a checkpoint before use.
+    memory once, in their final dtype. They are **not initialized** but filled with NaN: load a checkpoint.
 
-    Megatron's parallel groups must exist. No collective is started, so an error leaves no other rank hanging.
-    Random streams are as before. Other threads may go on using torch meanwhile.
+    Megatron's parallel groups must exist. No collective is started. Random streams are as before. Other
+    threads may go on using torch meanwhile.
 
     Args:
         model_provider: called once per virtual pipeline stage, by keyword, with those of ``pre_process``,
             ``post_process``, ``config``, ``pg_collection`` and (with virtual stages) ``vp_stage`` that it
-            takes, as ``get_model`` of the installed release does. It should take ``config``. A
-            method of ``config`` itself (Megatron-Bridge's ``provider.provide``) is called on the copy.
+            takes. A method of ``config`` itself (Megatron-Bridge's ``provider.provide``) is called on the
+            copy.
         config: a ``TransformerConfig``. The model gets a copy with ``dtype`` and without sync functions,
-            gradient scale and timers, which are a policy's. The original is not touched. Its virtual pipeline
-            size is that of Megatron's groups, or not set.
+            gradient scale and timers, which are a policy's. Its virtual pipeline size is that of Megatron's
+            groups, or not set.
         dtype: ``"bf16"``, ``"fp16"`` (both in ``Float16Module``) or ``"fp32"``, whatever ``config`` says.
         device: where parameters and buffers go; by default the current CUDA device. ``"meta"`` leaves the
-            parameters without memory, for counting them; this works without CUDA. Neither ``"meta"`` nor
-            ``"cpu"`` initializes CUDA. Before you build a mixture of experts on the CPU that moves to a GPU
-            later, call ``torch.cuda.init()``: its classes keep CUDA streams.
-        pg_collection: a ``ProcessGroupCollection`` to use in place of Megatron's global groups.
+            parameters without memory. Neither ``"meta"`` nor ``"cpu"`` initializes CUDA. Before you build a
+            mixture of experts on the CPU that moves to a GPU later, call ``torch.cuda.init()``: its classes
+            keep CUDA streams.
         pre_wrap: called with the bare chunks, in memory and in their dtype, before ``Float16Module``: for
             hooks that load Hugging Face weights. Returns the chunks to go on with, or ``None``.
         perform_initialization: construct the parameters on ``device`` and initialize them, as ``get_model``
             does, for a provider that needs their values. Collectives of constructors (tied embeddings) run.
-            Weights that ranks divide are drawn from Megatron's seeded streams, as in training.
         with_mtp: build the layers of multi-token prediction that ``config`` asks for; no score needs them.
 
     Returns:
         One module per virtual pipeline stage; a list of one without virtual stages.
 
     Raises:
-        InvalidInputError: a dtype, device or virtual pipeline size that does not fit; a provider that
-            returns no module; or streams that are not seeded where weights are initialized.
+        InvalidInputError: a dtype or virtual pipeline size that does not fit; no CUDA device; a provider
+            that returns no module; or streams that are not seeded where weights are initialized.
         InferenceOnlyError: Megatron's parallel groups do not exist; the provider wraps in DDP, returns
             weights that existed before, builds on a config that is, or may become, a policy's, or needs
             ``perform_initialization``.
     """
-    target = _target(device)
-    _check(dtype, target, pg_collection)
+    if not parallel_state.model_parallel_is_initialized():
+        raise InferenceOnlyError(
+            "Megatron's parallel groups do not exist, and the model is built from its rank in them: call "
+            "megatron.core.parallel_state.initialize_model_parallel first"
+        )
+    if dtype not in DTYPES:
+        raise InvalidInputError(f"dtype is {dtype!r}; it can be {', '.join(map(repr, DTYPES))}")
+    target = torch.device("cuda" if device is None else device)
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInputError("there is no CUDA device: pass device='cpu' or device='meta'")
+    if device is None:
+        target = torch.device("cuda", torch.cuda.current_device())
     if perform_initialization:
         _require_random_streams(config, target)
     own = inference_copy(config, dtype)
-    own.virtual_pipeline_model_parallel_size = _virtual_stages(config, pg_collection)
-    if not with_mtp and getattr(own, "mtp_num_layers", None):
+    own.virtual_pipeline_model_parallel_size = _virtual_stages(config)
+    if not with_mtp:
         own.mtp_num_layers = None
     if inspect.ismethod(model_provider) and model_provider.__self__ is config:
         model_provider = types.MethodType(model_provider.__func__, own)
     with preserved_rng():
-        chunks = _constructed(
-            model_provider, config, own, target, dtype, perform_initialization, pg_collection
-        )
+        chunks = _constructed(model_provider, config, own, target, dtype, perform_initialization)
         if pre_wrap is not None:
             chunks = list(pre_wrap(chunks) or chunks)
             for chunk in chunks:
                 require_inference_chunk(chunk)
         return _finished(chunks, target, dtype)
-
-
-def _target(device: torch.device | str | None) -> torch.device:
-    try:
-        target = torch.device("cuda" if device is None else device)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidInputError(f"device is {device!r}: {one_line(error)}") from error
-    if target.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInputError("there is no CUDA device: pass device='cpu' or device='meta'")
-    return torch.device("cuda", torch.cuda.current_device()) if device is None else target
-
-
-def _check(dtype: str, target: torch.device, pg_collection: Any) -> None:
-    if pg_collection is None and not parallel_state.model_parallel_is_initialized():
-        raise InferenceOnlyError(
-            "Megatron's parallel groups do not exist, and the model is built from its rank in them: call "
-            "megatron.core.parallel_state.initialize_model_parallel first, or pass pg_collection"
-        )
-    if dtype not in DTYPES:
-        raise InvalidInputError(f"dtype is {dtype!r}; it can be {', '.join(map(repr, DTYPES))}")
-    on_nvidia = target.type == "cuda" and torch.version.hip is None
-    if dtype == "bf16" and on_nvidia and torch.cuda.get_device_capability(target) < (8, 0):
-        raise InvalidInputError(
-            f"dtype is 'bf16', which {torch.cuda.get_device_name(target)} does not compute with: "
-            "use 'fp16' or 'fp32'"
-        )
 
 
 def _require_random_streams(config: Any, target: torch.device) -> None:
@@ -152,25 +127,17 @@ def _require_random_streams(config: Any, target: torch.device) -> None:
         )
 
 
-def _virtual_stages(config: Any, pg_collection: Any) -> int | None:
+def _virtual_stages(config: Any) -> int | None:
     """Return the chunks per pipeline rank, ``None`` without interleaving; config and groups must agree."""
-    groups, name = "Megatron's parallel groups", "virtual_pipeline_model_parallel_size"
-    sizes_by_source = {f"config.{name}": getattr(config, name)}
-    if pg_collection is None:
-        # Schedules read it.
-        sizes_by_source[groups] = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    sizes = {size for size in sizes_by_source.values() if size is not None}
-    if not sizes or sizes == {1}:
-        return None
-    listed = ", ".join(f"{source}: {size}" for source, size in sizes_by_source.items())
-    if pipeline_rank_and_size(pg_collection)[1] == 1:
-        raise InvalidInputError(f"{listed}; but virtual stages need more than one pipeline rank")
-    if len(sizes) > 1 or min(sizes) < 1 or sizes_by_source.get(groups, 0) is None:
+    size = config.virtual_pipeline_model_parallel_size
+    of_groups = parallel_state.get_virtual_pipeline_model_parallel_world_size()  # which schedules read
+    if size is not None and size != (of_groups or 1):
         raise InvalidInputError(
-            f"{listed}; these do not fit together. One pipeline schedule runs all models of a process, "
-            "so they have equally many chunks per rank"
+            f"config.virtual_pipeline_model_parallel_size is {size}, that of Megatron's parallel groups "
+            f"{of_groups}. One pipeline schedule runs all models of a process, so they have equally many "
+            "chunks per rank"
         )
-    return sizes.pop()
+    return None if of_groups == 1 else of_groups
 
 
 def _constructed(
@@ -180,17 +147,28 @@ def _constructed(
     target: torch.device,
     dtype: str,
     perform_initialization: bool,
-    pg_collection: Any,
 ) -> list[Module]:
     """Call the provider for each virtual stage; the chunks have memory on the target, unless that is meta.
+
+    Unless they are to be initialized, parameters have no memory meanwhile: a checkpoint will overwrite them.
 
     Args:
         own: the copy of the config on which the chunks are built.
     """
+    changes: dict[str, Any] = {}
+    if not perform_initialization:
+        changes = {name: lambda tensor: None for name in _INIT_METHODS if hasattr(own, name)}
+    if target.type == "meta":  # with this option, constructors build the weights of all TP ranks
+        changes["use_cpu_initialization"] = False
     chunks: list[Module] = []
     try:
-        with _constructing(own, target, perform_initialization) as created:
-            for arguments in arguments_per_stage(own, pg_collection):
+        with (
+            construction(on_meta=not perform_initialization, use_cuda=target.type == "cuda") as created,
+            # DDP is refused before its constructor fails on meta parameters or allocates gradient buffers.
+            replaced_in_this_thread(_BaseDataParallel, "__init__", _refuse_data_parallel),
+            replaced(own, **changes),
+        ):
+            for arguments in arguments_per_stage(own):
                 chunk = call_provider(model_provider, arguments)
                 require_inference_chunk(chunk)
                 require_new_parameters(chunk, created, model_provider)
@@ -216,26 +194,6 @@ def _finished(chunks: list[Module], target: torch.device, dtype: str) -> list[Mo
     correct_amax_history_if_needed(chunks)
     freeze(chunks, role="inference-only", setting="build_inference_model")
     return chunks
-
-
-@contextmanager
-def _constructing(own: Any, target: torch.device, perform_initialization: bool) -> Iterator[list[Parameter]]:
-    """Let this thread construct modules without data-parallel wrappers, and yield their parameters.
-
-    Unless they are to be initialized, parameters have no memory: a checkpoint will overwrite them.
-    """
-    changes: dict[str, Any] = {}
-    if not perform_initialization:
-        changes = {name: lambda tensor: None for name in _INIT_METHODS if hasattr(own, name)}
-    if target.type == "meta":  # with this option, constructors build the weights of all TP ranks
-        changes["use_cpu_initialization"] = False
-    with (
-        construction(on_meta=not perform_initialization, use_cuda=target.type == "cuda") as created,
-        # DDP is refused before its constructor fails on meta parameters or allocates gradient buffers.
-        replaced_in_this_thread(_BaseDataParallel, "__init__", _refuse_data_parallel),
-        replaced(own, **changes),
-    ):
-        yield created
 
 
 def _refuse_data_parallel(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -47,18 +47,20 @@ def inference_copy(config: Any, dtype: str) -> Any:
     return own
 
 
-def arguments_per_stage(own: Any, pg_collection: Any) -> Iterator[dict[str, Any]]:
+def arguments_per_stage(own: Any) -> Iterator[dict[str, Any]]:
     """Yield what Megatron's ``get_model`` passes to a provider, for each virtual stage of the config."""
-    stages = own.virtual_pipeline_model_parallel_size
-    rank, size = pipeline_rank_and_size(pg_collection)
-    if pg_collection is None and hasattr(process_groups_config, "ProcessGroupCollection"):
-        pg_collection = process_groups_config.ProcessGroupCollection.use_mpu_process_groups()
+    stages, groups = own.virtual_pipeline_model_parallel_size, None
+    # Not as the groups say: tools that convert models pretend to be on another rank.
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    size = parallel_state.get_pipeline_model_parallel_world_size()
+    if hasattr(process_groups_config, "ProcessGroupCollection"):
+        groups = process_groups_config.ProcessGroupCollection.use_mpu_process_groups()
     for stage in range(stages or 1):
         arguments = {
             "pre_process": rank == 0 and stage == 0,
             "post_process": rank == size - 1 and stage == (stages or 1) - 1,
             "config": own,
-            "pg_collection": pg_collection,
+            "pg_collection": groups,
             "vp_stage": None if stages is None else stage,
         }
         yield {name: value for name, value in arguments.items() if value is not None}
@@ -146,13 +148,3 @@ def give_own_config(chunk: Module, own: Any, original: Any, dtype: str) -> None:
     for module in chunk.modules():
         if getattr(module, "config", None) is used:
             module.config = copied
-
-
-def pipeline_rank_and_size(pg_collection: Any) -> tuple[int, int]:
-    if pg_collection is not None:
-        return pg_collection.pp.rank(), pg_collection.pp.size()
-    # Tools that convert models pretend to be on another rank than that of the group.
-    return (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-    )

@@ -20,7 +20,7 @@ from ...losses import (
 )
 from ...losses.logits.options import is_integer
 from ...losses.output_layer import is_column_parallel
-from .microbatches import Microbatch, range_of_wrong_ids
+from .microbatches import Microbatch, described, range_of_wrong_ids
 from .plan import Forward, Group, ScoreOptions, vocabulary_of
 from .schedule import forward_only
 
@@ -28,7 +28,7 @@ Model = torch.nn.Module | Sequence[torch.nn.Module]
 
 
 class Scores(NamedTuple):
-    """Scores of each sample, in the original order."""
+    """Scores of each sample, in the order of the microbatches."""
 
     #: Per sample ``[response_length]``, float32: log-probability of each response token.
     log_probs: list[torch.Tensor]
@@ -51,9 +51,8 @@ def forward_log_probs(
 
     All ranks of a tensor- and pipeline-parallel group of ``megatron.core.parallel_state`` call it with the
     same microbatches, each data-parallel replica with its own, as many as it has. Afterwards, also if it
-    raises, no autograd graph and no activation is left, and training modes and config are as before. A model
-    in DDP can be scored at any moment of a step: its parameters are gathered first, a collective over
-    data-parallel ranks, and training goes on as if it had not been scored.
+    raises, modes and config of the model are as before. A model in DDP can be scored at any moment of a step:
+    its parameters are gathered first, a collective over data-parallel ranks.
 
     Args:
         model: model chunk, or list of them, as Megatron's ``get_model`` returns, inference-only or in DDP.
@@ -62,17 +61,14 @@ def forward_log_probs(
             * ``tokens``: int64 ``[b, s]``, padded on the right with any valid token; shapes may differ;
             * ``lengths``: ``b`` numbers of tokens, prompt and response together;
             * ``response_lengths``: ``b`` numbers of tokens to score at the end of each sample. Default: all
-              but the first token, which nothing predicts;
-            * ``indices``: ``b`` positions of the samples in the result. Default: in order;
-            * ``position_ids``, int64 ``[b, s]``, and ``attention_mask``, bool ``[b, 1, s, s]``, True where a
-              token must not look: for the model. Default: counted from 0; ``None``, with which Megatron's own
-              layer specs attend causally, so never to the padding.
+              but the first token, which nothing predicts.
 
             With ``forward``, ``tokens`` may be ``[1, t]`` with the samples packed one after the other.
         forward: runs a model chunk on one of ``microbatches`` and returns the chunk's output, which on the
             last stage is the logits ``[b, s, vocabulary / tp]``, of whole sequences also under context
-            parallelism. Default: ``chunk(tokens, position_ids, attention_mask)``; under context parallelism
-            with the two chunks of each sequence that Megatron gives this rank (zigzag).
+            parallelism. Default: ``chunk(tokens, positions, None)``, in which Megatron's own layer specs
+            attend causally, so never to the padding; under context parallelism with the two chunks of each
+            sequence that Megatron gives this rank (zigzag).
         with_entropy: also return the entropy.
         temperature: logits are divided by it.
         vocab_size: ids from this number on are padding of the vocabulary and get probability zero. Default:
@@ -128,12 +124,12 @@ def forward_topk(
     Args:
         k: how many of the most probable tokens.
         at: in place of ``k``: token ids, int64 ``[response_length, K]``, of each sample, or distributions
-            with such ids, in the order of the results. Only the last stage reads it; other stages may pass
+            with such ids, in their order. Only the last stage reads it; other stages may pass
             ``None``, which is what this function returned to them.
 
     Returns:
         One :class:`~megatron_rl_patches.losses.TopKDistribution` per sample, of ``response_length`` tokens,
-        in the original order, on the last pipeline stage, the same bits on all its tensor-parallel and
+        in their order, on the last pipeline stage, the same bits on all its tensor-parallel and
         context-parallel ranks; ``None`` on the other stages.
 
     Raises:
@@ -157,8 +153,8 @@ def forward_topk(
         if k is not None:
             topk = vocab_parallel_topk(logits_tv, k, **arguments)
             return topk.indices, topk.log_probs, topk.tail_log_prob
-        ids_of_samples = [at_ids[index].to(logits_tv.device) for index in batch.indices]
-        ids_nk = torch.cat(batch.layout.local_parts(ids_of_samples))
+        ids_of_samples = at_ids[batch.first : batch.first + len(batch.samples)]
+        ids_nk = torch.cat(batch.layout.local_parts([ids.to(logits_tv.device) for ids in ids_of_samples]))
         return ids_nk, *vocab_parallel_log_probs_at(logits_tv, ids_nk, with_tail=True, **arguments)
 
     options = ScoreOptions(forward, output_device, progress, vocab_size, temperature)
@@ -187,7 +183,7 @@ def forward_hidden_states(
     not materialized, and nothing of a microbatch stays on the device after it.
 
     Returns:
-        Per sample ``[response_length, h]`` in the model's dtype, in the original order, on the last pipeline
+        Per sample ``[response_length, h]`` in the model's dtype, in their order, on the last pipeline
         stage: the same on all its tensor-parallel and context-parallel ranks. In host memory they are pinned
         if the model is on a GPU. ``None`` on the other stages.
 
@@ -222,7 +218,7 @@ def forward_values(
     ``response_lengths`` of a microbatch do not count.
 
     Returns:
-        Per sample ``[length]``, float32, prompt and response, in the original order, on the last pipeline
+        Per sample ``[length]``, float32, prompt and response, in their order, on the last pipeline
         stage: the same on all its tensor-parallel and context-parallel ranks. ``None`` on the other stages.
 
     Raises:
@@ -282,19 +278,15 @@ def _problem_with_ids(at: Any, vocabulary: int | None, batches: Sequence[Microba
         return "pass k or `at`: they say which tokens of the vocabulary to score."
     if not isinstance(at, Sequence):
         return f"`at` is a {type(at).__name__}. Expected: a list of ids or distributions, one per sample."
-    lengths: dict[int, int] = {}
-    for batch in batches:
-        lengths.update(zip(batch.indices, batch.layout.response_lengths, strict=True))
+    lengths = [length for batch in batches for length in batch.layout.response_lengths]
     if len(at) != len(lengths):
         return f"`at` has ids for {len(at)} samples, and the microbatches have {len(lengths)}."
     for index, ids_nk in enumerate(at):
-        if not isinstance(ids_nk, torch.Tensor) or ids_nk.dtype != torch.int64 or ids_nk.dim() != 2:
-            kind = getattr(ids_nk, "dtype", type(ids_nk).__name__)
-            return f"`at` of sample {index} is {kind}. Expected: int64 token ids [response_length, K]."
-        if len(ids_nk) != lengths[index] or ids_nk.shape[1] != at[0].shape[1]:
+        are_ids = isinstance(ids_nk, torch.Tensor) and ids_nk.dtype == torch.int64 and ids_nk.dim() == 2
+        if not are_ids or len(ids_nk) != lengths[index] or ids_nk.shape[1] != at[0].shape[1]:
             return (
-                f"`at` of sample {index} is {list(ids_nk.shape)}. Expected: [{lengths[index]}, "
-                f"{at[0].shape[1]}]: the tokens of its response, and the same K for all samples."
+                f"`at` of sample {index} is {described(ids_nk)}. Expected: int64 [{lengths[index]}, K], "
+                "token ids for the tokens of its response, with the same K for all samples."
             )
         if wrong := range_of_wrong_ids(ids_nk, vocabulary):
             return f"`at` of sample {index} has ids {wrong}."

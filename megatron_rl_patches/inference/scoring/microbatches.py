@@ -23,8 +23,8 @@ class Microbatch:
     tokens_bs: torch.Tensor
     #: Tokens of each sample, whole and without padding.
     samples: list[torch.Tensor]
-    #: Position of each sample in the result.
-    indices: list[int]
+    #: Position of the first sample in the result.
+    first: int
     #: Which rows of this rank's logits predict response tokens.
     layout: SequenceLayout
 
@@ -46,8 +46,7 @@ class Limits:
         device: where the logits will be.
         every_token: the layouts have the rows of all tokens of each sample, in place of those that predict a
             response.
-        positions: for how many positions the model has embeddings, if it looks positions up.
-        heads: number of attention heads of this rank.
+        positions: how wide tokens may be, since the model looks positions up.
     """
 
     packing: bool
@@ -58,7 +57,6 @@ class Limits:
     device: torch.device | str = "cpu"
     every_token: bool = False
     positions: int | None = None
-    heads: int = 1
 
 
 def parse_microbatches(mappings: Sequence[Mapping[str, Any]], limits: Limits) -> list[Microbatch]:
@@ -70,47 +68,34 @@ def parse_microbatches(mappings: Sequence[Mapping[str, Any]], limits: Limits) ->
     if not mappings:
         raise InvalidInputError("there are no microbatches to score: pass at least one on every rank.")
     microbatches: list[Microbatch] = []
-    count = 0
+    first = 0
     for number, mapping in enumerate(mappings):
         try:
-            microbatch = _microbatch(mapping, count, limits)
+            microbatch = _microbatch(mapping, first, limits)
             _check_tokens(microbatch.tokens_bs, limits)
-            if not limits.packing:  # else a function of the caller's reads them, in any form
-                _check_what_the_model_reads(mapping, microbatch.tokens_bs, limits)
         except InvalidInputError as error:
             raise InvalidInputError(f"microbatch {number}: {error}") from None
         microbatches.append(microbatch)
-        count += len(microbatch.indices)
-    indices = [index for microbatch in microbatches for index in microbatch.indices]
-    if sorted(indices) != list(range(count)):
-        raise InvalidInputError(
-            f"indices [{listed(indices)}] are no permutation of 0 to {count - 1}: pass for each of the "
-            f"{count} samples its own position in the result, in all microbatches or in none."
-        )
+        first += len(microbatch.samples)
     return microbatches
 
 
-def _microbatch(fields: Mapping[str, Any], first_index: int, limits: Limits) -> Microbatch:
+def _microbatch(fields: Mapping[str, Any], first: int, limits: Limits) -> Microbatch:
     if not isinstance(fields, Mapping):
         raise InvalidInputError(f"it is a {type(fields).__name__}. Expected: a mapping with tokens.")
     if missing := [name for name in ("tokens", "lengths") if fields.get(name) is None]:
         raise InvalidInputError(f"there is no {' and no '.join(repr(name) for name in missing)} in it.")
     tokens_bs = fields["tokens"]
     if not isinstance(tokens_bs, torch.Tensor) or tokens_bs.dtype != torch.int64 or tokens_bs.dim() != 2:
-        kind, shape = getattr(tokens_bs, "dtype", type(tokens_bs).__name__), getattr(tokens_bs, "shape", ())
-        raise InvalidInputError(f"tokens are {kind} {list(shape)}. Expected: an int64 tensor [b, s].")
+        raise InvalidInputError(f"tokens are {described(tokens_bs)}. Expected: an int64 tensor [b, s].")
     size, width = tokens_bs.shape
     lengths = _integers("lengths", fields["lengths"])
     samples = _samples(tokens_bs, lengths, limits.packing)
+    responses = [length - 1 for length in lengths]
     if limits.every_token:
         responses = lengths
-    else:
-        responses = _integers(
-            "response_lengths", fields.get("response_lengths"), [length - 1 for length in lengths]
-        )
-    indices = _integers("indices", fields.get("indices"), [first_index + i for i in range(len(lengths))])
-    if len(indices) != len(lengths):
-        raise InvalidInputError(f"there are {len(indices)} indices for {len(lengths)} samples.")
+    elif fields.get("response_lengths") is not None:
+        responses = _integers("response_lengths", fields["response_lengths"])
     padding: dict[str, Any] = {"qkv_format": "bshd", "max_seq_lens": [width] * size}
     if len(lengths) > size:
         padding = {"qkv_format": "thd", "padded_lengths": lengths, "num_rows": width}
@@ -123,7 +108,7 @@ def _microbatch(fields: Mapping[str, Any], first_index: int, limits: Limits) -> 
         device=limits.device,
         **padding,
     )
-    return Microbatch(fields, tokens_bs, samples, indices, layout)
+    return Microbatch(fields, tokens_bs, samples, first, layout)
 
 
 def _samples(tokens_bs: torch.Tensor, lengths: list[int], packing: bool) -> list[torch.Tensor]:
@@ -141,15 +126,16 @@ def _samples(tokens_bs: torch.Tensor, lengths: list[int], packing: bool) -> list
 
 
 def _check_tokens(tokens_bs: torch.Tensor, limits: Limits) -> None:
-    cp_size, sequence_parallel_size = limits.cp_size, limits.sequence_parallel_size
-    multiple = (2 * cp_size if cp_size > 1 else 1) * sequence_parallel_size
-    if tokens_bs.shape[1] % multiple:
-        reasons = [f"2 × context-parallel size {cp_size}"] if cp_size > 1 else []
-        if sequence_parallel_size > 1:
-            reasons.append(f"tensor-parallel size {sequence_parallel_size}, for sequence parallelism")
+    width = tokens_bs.shape[1]
+    multiple = (2 * limits.cp_size if limits.cp_size > 1 else 1) * limits.sequence_parallel_size
+    if width % multiple:
         raise InvalidInputError(
-            f"tokens are {tokens_bs.shape[1]} wide. Expected: a multiple of {multiple} "
-            f"({' × '.join(reasons)}); pad them on the right."
+            f"tokens are {width} wide. Expected: a multiple of {multiple}: 2 × context-parallel size, if it "
+            "is above 1, × tensor-parallel size, for sequence parallelism; pad them on the right."
+        )
+    if limits.positions is not None and width > limits.positions:
+        raise InvalidInputError(
+            f"tokens are {width} wide. Expected: at most {limits.positions}, the positions of the model."
         )
     # Vocabulary-parallel embeddings silently use zeros for such a token.
     if wrong := range_of_wrong_ids(tokens_bs, limits.vocabulary):
@@ -166,41 +152,13 @@ def range_of_wrong_ids(ids: torch.Tensor, vocabulary: int | None) -> str:
     return f"{lowest} to {highest}. Expected: 0 to {'?' if vocabulary is None else vocabulary - 1}"
 
 
-def _check_what_the_model_reads(fields: Mapping[str, Any], tokens_bs: torch.Tensor, limits: Limits) -> None:
-    """Refuse what would raise within the model, on some pipeline stages only."""
-    (size, width), ids, mask = tokens_bs.shape, fields.get("position_ids"), fields.get("attention_mask")
-    if ids is None:
-        highest = width - 1
-    else:
-        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
-            kind = getattr(ids, "dtype", type(ids).__name__)
-            raise InvalidInputError(f"position_ids are {kind}. Expected: an int64 tensor [{size}, {width}].")
-        if tuple(ids.shape) not in ((size, width), (1, width)) or int(ids.min()) < 0:
-            lowest = f" with {int(ids.min())} as the lowest" if ids.numel() else ""
-            raise InvalidInputError(
-                f"position_ids are {list(ids.shape)}{lowest}. Expected: [{size}, {width}], as the "
-                "tokens are, from 0 on."
-            )
-        highest = int(ids.max())
-    if limits.positions is not None and highest >= limits.positions:
-        raise InvalidInputError(
-            f"position_ids go up to {highest}. Expected: 0 to {limits.positions - 1}, the positions of the "
-            "model."
-        )
-    if mask is not None:
-        kind, shape = getattr(mask, "dtype", type(mask).__name__), list(getattr(mask, "shape", ()))
-        allowed = ((1, size), (1, limits.heads), (1, width), (width,))
-        fits = len(shape) == 4 and all(n in of_dim for n, of_dim in zip(shape, allowed, strict=True))
-        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or not fits:
-            raise InvalidInputError(
-                f"attention_mask is {kind} {shape}. Expected: a bool tensor [{size}, 1, {width}, {width}], "
-                "True where a token must not look."
-            )
+def described(value: Any) -> str:
+    """Return dtype and shape of a tensor, or the type of anything else."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return f"{value.dtype} {list(value.shape)}" if is_tensor else type(value).__name__
 
 
-def _integers(name: str, values: Any, default: list[int] | None = None) -> list[int]:
-    if values is None and default is not None:
-        return default
+def _integers(name: str, values: Any) -> list[int]:
     try:
         return [operator.index(value) for value in getattr(values, "tolist", lambda: values)()]
     except TypeError:

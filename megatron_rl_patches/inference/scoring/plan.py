@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed
 from megatron.core import parallel_state
-from megatron.core.utils import get_attr_wrapped_model
 
 from ...common.agreement import gathered, raise_on_all
-from ...common.chunks import as_chunks, config_of
+from ...common.chunks import as_chunks, config_of, unwrap
 from ...common.devices import on_device
 from ...errors import InvalidInputError
 from ...losses.logits.options import VocabParallelOptions, is_integer
@@ -47,19 +46,15 @@ class ScoreOptions:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A run of the schedule.
-
-    Attributes:
-        batches: this rank's microbatches.
-        schedule: those that it runs: ``batches``, and more at the end, whose scores are dropped.
-        context_parallel: this rank's place, if the model's input is cut here.
-    """
+    """A run of the schedule."""
 
     chunks: Sequence[torch.nn.Module]
     config: Any
     options: ScoreOptions
+    #: This rank's microbatches, and those that it runs: more at the end, whose scores are dropped.
     batches: Sequence[Microbatch]
     schedule: Sequence[Microbatch]
+    #: This rank's place, if the model's input is cut here.
     context_parallel: ContextParallel
 
     @property
@@ -88,8 +83,7 @@ def plan_of(
     context_parallel = ContextParallel.of_groups() if options.forward is None else ContextParallel()
     problem = None
     try:  # Nothing may be raised before raise_on_all: ranks that have no problem would wait for this one.
-        _check_model(chunks, config)
-        _check_options(options, vocabulary_of(chunks))
+        _check(chunks, config, options)
         batches = parse_microbatches(microbatches, _limits(chunks, config, options, context_parallel))
         if check is not None and is_last_stage():
             problem = check(batches)
@@ -119,8 +113,11 @@ def _shares_experts(config: Any) -> bool:
     return bool(getattr(config, "num_moe_experts", None)) and config.expert_model_parallel_size > 1
 
 
-def _check_model(chunks: Sequence[torch.nn.Module], config: Any) -> None:
-    """Refuse chunks that are not this rank's part of a model of Megatron's, or that cannot be scored now."""
+def _check(chunks: Sequence[torch.nn.Module], config: Any, options: ScoreOptions) -> None:
+    """Refuse chunks that are not this rank's part of a model of Megatron's, or that cannot be scored now.
+
+    Wrong options are refused on all stages, also on those that do not read them.
+    """
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     if len(chunks) != virtual:
         raise InvalidInputError(
@@ -133,16 +130,12 @@ def _check_model(chunks: Sequence[torch.nn.Module], config: Any) -> None:
         )
     if problem := why_not_gathered(chunks):
         raise InvalidInputError(problem)
-
-
-def _check_options(options: ScoreOptions, padded_size: int | None) -> None:
-    """Refuse wrong options of any function of scoring, on all stages, also on those that do not read them."""
     VocabParallelOptions(temperature=options.temperature)
     if options.forward is not None and not callable(options.forward):
         raise InvalidInputError(
             f"forward is {options.forward!r}. Expected: a function of a model chunk and a microbatch."
         )
-    size = options.vocab_size
+    size, padded_size = options.vocab_size, vocabulary_of(chunks)
     if size is not None and not (is_integer(size) and 0 < size <= (padded_size or size)):
         raise InvalidInputError(f"vocab_size is {size!r}. Expected: 1 to {padded_size}, the model's ids.")
     try:
@@ -163,7 +156,8 @@ def _limits(
 ) -> Limits:
     """Return what microbatches must fit."""
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
-    embedding = attribute_of(chunks[0], "position_embedding_type", None)
+    model = unwrap(chunks[0])
+    embedding = getattr(model, "position_embedding_type", None)
     looks_up_positions = embedding == "learned_absolute" and options.forward is None
     return Limits(
         packing=options.forward is not None,
@@ -173,14 +167,13 @@ def _limits(
         cp_size=context_parallel.size,
         device=next(chunks[-1].parameters()).device,
         every_token=options.every_token,
-        positions=attribute_of(chunks[0], "max_sequence_length", None) if looks_up_positions else None,
-        heads=getattr(config, "num_attention_heads", 1) // tensor_parallel_size,
+        positions=model.max_sequence_length if looks_up_positions else None,
     )
 
 
 def vocabulary_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> int | None:
     """Return the number of ids of the model, padding included; ``None`` if the model does not say."""
-    size: int | None = attribute_of(as_chunks(model)[0], "vocab_size", None)
+    size: int | None = getattr(unwrap(as_chunks(model)[0]), "vocab_size", None)
     return size
 
 
@@ -224,27 +217,20 @@ class ContextParallel(NamedTuple):
         group = parallel_state.get_context_parallel_group() if size > 1 else None
         return cls(parallel_state.get_context_parallel_rank(), size, group)
 
-    def cut(self, values: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    def cut(self, values_bs: torch.Tensor) -> torch.Tensor:
         """Return this rank's two chunks of whole sequences, as Megatron's ``get_batch`` cuts them."""
         if self.size == 1:
-            return values
-        chunks = values.chunk(2 * self.size, dim=dim)
-        return torch.cat([chunks[self.rank], chunks[-1 - self.rank]], dim=dim)
+            return values_bs
+        chunks = values_bs.chunk(2 * self.size, dim=1)
+        return torch.cat([chunks[self.rank], chunks[-1 - self.rank]], dim=1)
 
     def forward(self, chunk: torch.nn.Module, fields: Mapping[str, Any]) -> torch.Tensor:
         """Run a model chunk on this rank's part of a microbatch."""
         device = next(chunk.parameters()).device
         tokens_bs = on_device(fields["tokens"], device)
-        position_ids, attention_mask = fields.get("position_ids"), fields.get("attention_mask")
-        if position_ids is None:
-            position_ids = torch.arange(tokens_bs.shape[1], device=device).expand_as(tokens_bs)
-        if attention_mask is not None:
-            attention_mask = on_device(attention_mask, device)
-            if attention_mask.shape[2] > 1:  # else one row for all tokens of a sequence
-                attention_mask = self.cut(attention_mask, dim=2)
-        position_ids = self.cut(on_device(position_ids, device))
+        positions_bs = torch.arange(tokens_bs.shape[1], device=device).expand_as(tokens_bs)
         output: torch.Tensor = chunk(
-            self.cut(tokens_bs), position_ids, attention_mask, **_without_float32_copy(chunk)
+            self.cut(tokens_bs), self.cut(positions_bs), None, **_without_float32_copy(chunk)
         )
         return output
 
@@ -256,11 +242,3 @@ def _without_float32_copy(chunk: Any) -> dict[str, bool]:
             return {"fp32_output": False}
         chunk = getattr(chunk, "module", None)
     return {}
-
-
-def attribute_of(chunk: torch.nn.Module, name: str, default: Any) -> Any:
-    """Return an attribute of the model inside any wrappers."""
-    try:
-        return get_attr_wrapped_model(chunk, name)
-    except RuntimeError:
-        return default

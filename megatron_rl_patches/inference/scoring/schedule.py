@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_attr_wrapped_model
 from tqdm import tqdm
 
 from ...common.agreement import raise_on_all
@@ -27,7 +26,7 @@ from ...losses.output_layer import deferring
 from ...reentry.forward_pre_hooks import gathered_parameters
 from ..models.isolation import rng_tracker_is_seeded, rng_tracker_that_does_not_fork
 from .microbatches import Microbatch
-from .plan import Check, Group, Plan, ScoreOptions, attribute_of, is_last_stage, plan_of
+from .plan import Check, Group, Plan, ScoreOptions, is_last_stage, plan_of
 
 #: Computes tensors ``[n, ...]`` for the ``n`` response tokens of a microbatch from that microbatch and its
 #: logits ``[T, vocabulary / tp]``.
@@ -50,9 +49,9 @@ def forward_only(
     """Run the model and score each microbatch on the last stage; see :func:`~.forward.forward_log_probs`.
 
     What ``check`` returns, and any other problem with the arguments, is raised on all ranks that would wait;
-    an ``InvalidInputError`` of ``score`` on all stages. The result has for each sample, in the original
-    order, the part of each tensor of ``score`` that belongs to it, with memory of its own; it is ``None`` on
-    stages other than the last.
+    an ``InvalidInputError`` of ``score`` on all stages. The result has for each sample, in their order, the
+    part of each tensor of ``score`` that belongs to it, with memory of its own; it is ``None`` on stages
+    other than the last.
     """
     plan = plan_of(model, microbatches, options, check)
     with _scoring(plan):
@@ -61,7 +60,10 @@ def forward_only(
             # Once for all copies to host memory.
             torch.cuda.current_stream(plan.device).synchronize()
         raise_on_all(problem, [parallel_state.get_pipeline_model_parallel_group()])
-    return _by_sample(plan.batches, scores[: len(plan.batches)]) if is_last_stage() else None
+    if not is_last_stage():
+        return None
+    own = scores[: len(plan.batches)]
+    return [of_sample for kinds in own for of_sample in zip(*kinds, strict=True)]
 
 
 @contextmanager
@@ -107,7 +109,7 @@ def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
             module.training = training
         for chunk in chunks:
             # The stage keeps the last activation that it received. This frees it.
-            get_attr_wrapped_model(chunk, "set_input_tensor")([None])
+            unwrap(chunk).set_input_tensor([None])
 
 
 def _run(plan: Plan, score: Score) -> tuple[list[Any], str | None]:
@@ -125,7 +127,7 @@ def _run(plan: Plan, score: Score) -> tuple[list[Any], str | None]:
             output = plan.forward(chunk, batch)
         if bar is not None and chunk is plan.chunks[-1]:
             bar.update()
-        if not attribute_of(chunk, "post_process", True):
+        if not getattr(unwrap(chunk), "post_process", True):
             return output, None
         scores: list[list[torch.Tensor]] = []
         try:
@@ -163,19 +165,9 @@ def _scored(
             f"[{', '.join(map(str, batch.layout.logits_shape))}, vocabulary / tp], as the tokens are."
         )
     group = parallel_state.get_tensor_model_parallel_group()
-    if group.size() == 1 or not attribute_of(chunk, "parallel_output", True):
+    if group.size() == 1 or not getattr(unwrap(chunk), "parallel_output", True):
         group = None
     if vocab_size is not None:
         first_id = logits_bsv.shape[2] * (0 if group is None else group.rank())
         logits_bsv = hide_columns(logits_bsv, max(0, vocab_size - first_id))
     return score(batch, logits_bsv.flatten(0, 1), group)
-
-
-def _by_sample(
-    batches: Sequence[Microbatch], scores: Sequence[Sequence[Sequence[torch.Tensor]]]
-) -> list[tuple[torch.Tensor, ...]]:
-    """Put the scores of the samples of all batches in the original order."""
-    samples: dict[int, tuple[torch.Tensor, ...]] = {}
-    for batch, kinds in zip(batches, scores, strict=True):
-        samples |= zip(batch.indices, zip(*kinds, strict=True), strict=True)
-    return [samples[index] for index in range(len(samples))]

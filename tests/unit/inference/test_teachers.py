@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ from megatron_rl_patches.losses import OutputHead
 class Net(torch.nn.Module):
     """Tied weights, several dtypes, a persistent and a non-persistent buffer, an empty parameter."""
 
-    def __init__(self, seed: int = 0, width: int = 5) -> None:
+    def __init__(self, seed: int = 0) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.embedding = torch.nn.Parameter(torch.randn(3, width, generator=generator))
+        self.embedding = torch.nn.Parameter(torch.randn(3, 5, generator=generator))
         self.head = self.embedding
         self.scale = torch.nn.Parameter(torch.randn(7, generator=generator).bfloat16())
         self.empty = torch.nn.Parameter(torch.empty(0))
@@ -37,6 +37,10 @@ class Net(torch.nn.Module):
 STATES = {name: Net(seed).state_dict() for seed, name in enumerate(("own", "a", "b", "c"))}
 # A NaN with a payload, which arithmetic would lose.
 STATES["a"]["embedding"].view(torch.int32)[0, 0] = 0x7FC12345
+
+
+def loading(name: str) -> Callable[[Net], object]:
+    return lambda model: model.load_state_dict(STATES[name])
 
 
 def holds(model: torch.nn.Module, name: str) -> bool:
@@ -55,7 +59,7 @@ def pool(model: Net) -> TeacherPool:
     """Three teachers; the model holds weights of its own."""
     pool = TeacherPool(model)
     for name in ("a", "b", "c"):
-        pool.add(name, STATES[name])
+        pool.add(name, loading(name))
     return pool
 
 
@@ -132,7 +136,7 @@ def test_weights_are_noticed_however_they_are_loaded(setter: Any, model: Net) ->
         with pool.use(name):
             assert holds(model, name)
     load(model, deepcopy(STATES["own"]))  # where the pool has left c
-    pool.add("d", STATES["a"])
+    pool.add("d", loading("a"))
     assert holds(model, "own")
     pool.add("own")
     load(model, deepcopy(STATES["b"]))
@@ -162,9 +166,9 @@ def test_a_model_that_was_built_and_not_loaded_has_nothing_to_lose(model: Net) -
     pool = TeacherPool(model)
     with pytest.raises(InvalidInputError, match="nothing to add, only NaN"):
         pool.add("own")
-    pool.add("a", STATES["a"])
+    pool.add("a", loading("a"))
     assert pool.resident == "a"
-    pool.add("b", STATES["b"])
+    pool.add("b", loading("b"))
     assert pool.resident == "a" and holds(model, "a")
     with copies() as copy_to, pool.use("b"):
         pass
@@ -175,8 +179,7 @@ def test_sources(model: Net) -> None:
     pool = TeacherPool([model])
     pool.add("own")
     assert pool.resident == "own"
-    pool.add("a", [STATES["a"] | {"layer._extra_state": torch.zeros(3, dtype=torch.uint8)}])
-    pool.add("b", lambda chunks: chunks[0].load_state_dict(STATES["b"]))
+    pool.add("b", lambda chunks: loading("b")(chunks[0]))
     with mock.patch(
         "megatron_rl_patches.inference.checkpoints.load.load_inference_checkpoint",
         lambda chunks, path, exact: exact and chunks[0].load_state_dict(STATES[path.name]),
@@ -202,38 +205,19 @@ def test_a_loader_that_fails_leaves_the_weights(pool: TeacherPool, model: Net) -
         assert holds(model, "a") and pool.resident == "a"
 
 
-def test_state_dicts_of_other_models_are_refused_with_the_difference(pool: TeacherPool, model: Net) -> None:
-    state = dict(STATES["a"])
-    state["extra"] = torch.zeros(2)
-    state["scale"] = state["scale"].float()
-    state["expert_bias"] = torch.zeros(5)
-    del state["head"]
-    with pytest.raises(InvalidInputError) as refused:
-        pool.add("d", state)
-    for part in (
-        "missing {} (1): head;",
-        "unexpected {} (1): extra",
-        "of another shape (1): expert_bias is [5] {} and [4] in the model",
-        "of another dtype (1): scale is torch.float32 {} and torch.bfloat16 in the model",
-    ):
-        assert part.format("in the state dict") in str(refused.value)
-    with pytest.raises(InvalidInputError, match="2 state dicts for 1 model chunks"):
-        pool.add("d", [STATES["a"], STATES["b"]])
-    assert "d" not in pool and holds(model, "own")
-
-
 @pytest.mark.parametrize("container", [list, torch.nn.ModuleList])
 def test_chunks_are_told_apart(container: Any) -> None:
     chunks = container([Net(0), Net(2)])
     pool = TeacherPool(chunks)
     pool.add("own")
-    pool.add("swapped", [STATES["a"], STATES["own"]])
+    pool.add("swapped", lambda chunks: [loading("a")(chunks[0]), loading("own")(chunks[1])])
     with pool.use("swapped"):
         assert holds(chunks[0], "a") and holds(chunks[1], "own")
     with pool.use("own"):
         assert holds(chunks[0], "own") and holds(chunks[1], "b")
+    chunks[1].embedding.data = torch.zeros(3, 6)
     with pytest.raises(InvalidInputError, match=r"chunk 1: embedding is \[3, 6\]"):
-        pool.add("wider", [STATES["a"], Net(0, width=6).state_dict()])
+        pool.add("wider")
 
 
 def test_names_and_removed_weights_that_are_kept_while_needed(pool: TeacherPool, model: Net) -> None:
@@ -241,7 +225,7 @@ def test_names_and_removed_weights_that_are_kept_while_needed(pool: TeacherPool,
     with pytest.raises(InvalidInputError, match=r"no teacher 'x'.*'a', 'b', 'c'"), pool.use("x"):
         pass
     with pytest.raises(InvalidInputError, match="there is a teacher 'a' already"):
-        pool.add("a", STATES["a"])
+        pool.add("a", loading("a"))
     pool.remove("b")
     assert pool.names == ["a", "c"]
     with pool.use("a"), pytest.raises(InvalidInputError, match="'a' is in use"):
@@ -264,10 +248,6 @@ def test_models_that_a_pool_cannot_have_are_refused(pool: TeacherPool, model: Ne
         pass
     with pytest.raises(InvalidInputError, match=r"weight \(Parameter on meta\) has no plain memory"):
         TeacherPool(torch.nn.Linear(2, 2, device="meta").requires_grad_(False))
-    with torch.inference_mode():
-        model = torch.nn.Linear(2, 2).requires_grad_(False)
-    with pytest.raises(InvalidInputError, match=r"weight was made under torch.inference_mode\(\)"):
-        TeacherPool(model)
 
 
 def test_a_model_that_changed_is_refused(pool: TeacherPool, model: Net) -> None:

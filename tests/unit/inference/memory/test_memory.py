@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import mmap
 import re
@@ -110,7 +109,7 @@ def test_experts() -> None:
     sparse = {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     assert fields_from_hf_config(sparse)["moe_layer_freq"] == [0, 1, 0, 0]
     mixtral = fields_from_hf_config({**LLAMA, "model_type": "mixtral", "num_local_experts": 8})
-    assert fields(mixtral, *names) == (8, 14336, None)
+    assert fields(mixtral, *names) == (8, 14336, [1] * 32)
     deepseek = fields_from_hf_config(DEEPSEEK_V3)
     assert deepseek["moe_shared_expert_intermediate_size"] == 2048
     assert deepseek["moe_layer_freq"] == [0] * 3 + [1] * 58
@@ -360,38 +359,28 @@ def test_objections_are_passed_on() -> None:
         estimate_memory(model, tensor_model_parallel_size=2)
     with pytest.raises(InvalidInputError, match="num_layers is 0; it must"):
         estimate_memory(model, num_layers=0)
-    with pytest.raises(InvalidInputError, match="gated_linear_unit is 'False'; expected bool"):
+    with pytest.raises(InvalidInputError, match="gated_linear_unit is 'False'; expected a value such as Fal"):
         estimate_memory({**model, "gated_linear_unit": "False"})
-    with pytest.raises(InvalidInputError, match=r"params_dtype is 'torch.bfloat16'; expected dtype"):
-        estimate_memory({**model, "params_dtype": torch.bfloat16})
     assert not torch.distributed.is_initialized()
-
-
-def test_a_child_that_takes_too_long(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(parameters, "_PATIENCE_SECONDS", 0)
-    with pytest.raises(InvalidInputError, match="counting the parameters took longer than 0 s"):
-        estimate_memory({**MOE, "vocab_size": 100})
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:megatron")
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("add_bias_linear", "False", "add_bias_linear is 'False'; expected bool"),
-        ("num_layers", True, "num_layers is True; expected int"),
+        ("add_bias_linear", "False", "add_bias_linear is 'False'; expected a value such as True"),
+        ("num_layers", True, "num_layers is True; expected a value such as 0"),
         ("num_layers", 0, "num_layers is 0; it must be at least 1"),
         ("ffn_hidden_size", -1, "ffn_hidden_size is -1; it must be at least 0"),
         ("num_query_groups", 3, "num_query_groups is 3; expected a divisor of num_attention_heads, 4"),
-        ("moe_layer_freq", [[0]], "moe_layer_freq is "),
         ("layers", 2, "layers: TransformerConfig of this megatron-core has no such field"),
-        ("softmax_type", "soft", "softmax_type is 'soft'"),
     ],
 )
 def test_bad_fields(field: str, value: object, message: str) -> None:
     """The checks of the child process, in this one."""
     model = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100, field: value}
     with pytest.raises(InvalidInputError, match=re.escape(message)):
-        list(parameters.stages({}, model, "bf16"))
+        list(parameters.stages(model, "bf16"))
 
 
 MOE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_moe_experts": 4}
@@ -407,10 +396,10 @@ def test_a_transformer_config_brings_its_groups(monkeypatch: MonkeyPatch) -> Non
     sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     config = TransformerConfig(**MOE, **layers, **sizes, pipeline_dtype=torch.bfloat16)
     estimate_memory(config, vocab_size=100, share_embeddings_and_output_weights=False)
-    [(fields, described, dtype)] = calls
+    [(fields, dtype)] = calls
     expected = {**MOE, "ffn_hidden_size": 256, "gated_linear_unit": True, "expert_tensor_parallel_size": 2}
+    expected |= {"vocab_size": 100, "share_embeddings_and_output_weights": False}
     assert fields.items() >= expected.items()
-    assert described == {"vocab_size": 100, "share_embeddings_and_output_weights": False}
     assert dtype == "bf16"
 
 
@@ -427,7 +416,6 @@ EP_8: dict[str, Any] = {"expert_model_parallel_size": 8}
         (lambda: estimate_memory(linear(), data_parallel_size=4, **EP_8), "must be a multiple of 8"),
         (lambda: estimate_memory({"num_layers": 2}, vocab_size=4), "missing: hidden_size, num_attention_h"),
         (lambda: estimate_memory(linear(), dtype="fp64"), "dtype is 'fp64'"),
-        (lambda: estimate_memory(linear(), teachers=-1), "teachers is -1"),
         (lambda: estimate_memory(linear(), vocab_size=3), "vocab_size: model chunks take only the sizes"),
         (lambda: estimate_memory("gpt"), "model is a str"),
     ],
@@ -470,15 +458,14 @@ def test_device(monkeypatch: MonkeyPatch) -> None:
         assert memory_report().device is None and str(memory_report()).startswith("host: ")
     for name, value in {"is_available": True, "is_initialized": True, "current_device": 1}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (index * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 * GIB, 80 * GIB))
     for name, value in {"memory_allocated": 2, "max_memory_allocated": 3, "memory_reserved": 4}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda index, value=value: value * GIB)
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value * GIB)
     expected = DeviceMemory(1, 2 * GIB, 3 * GIB, 4 * GIB, free=1 * GIB, total=80 * GIB)
     assert memory_report().device == expected
-    assert memory_report(5).device == dataclasses.replace(expected, index=5, free=5 * GIB)
 
 
-def test_one_line_and_json() -> None:
+def test_one_line() -> None:
     host = HostMemory(rss=GIB, available=2 * GIB, total=4 * GIB)
     report = MemoryReport(DeviceMemory(0, GIB, 2 * GIB, 3 * GIB, 4 * GIB, 5 * GIB), host)
     assert str(report) == (
@@ -487,5 +474,3 @@ def test_one_line_and_json() -> None:
     )
     with_teachers = dataclasses.replace(report, teachers=TeacherMemory(2, 3 * GIB, GIB))
     assert str(with_teachers) == f"{report}; 2 teachers: 3.00 GiB in host memory, output layers 1.00 GiB"
-    of_host = {"rss": GIB, "available": 2 * GIB, "total": 4 * GIB}
-    assert json.loads(json.dumps(report.as_dict()))["host"] == of_host
