@@ -67,7 +67,7 @@ def test_own_loop() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [(), ("24",)], ids=["full", "top-k"])
+@pytest.mark.parametrize("k", [(), pytest.param(("24",), marks=pytest.mark.nightly)], ids=["full", "top-k"])
 def test_teacher_and_distillation(k: tuple[str, ...]) -> None:
     output = run("teacher_and_distillation.py", *k)
     divergences = numbers(" ".join(re.findall(r"^rollout .*$", output, re.MULTILINE)))
