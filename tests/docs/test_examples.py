@@ -63,6 +63,10 @@ def test_own_loop() -> None:
     for line in lines:
         first, second, third = numbers(line)
         assert first > second > third
+
+
+@pytest.mark.nightly
+def test_own_loop_without_the_package() -> None:
     assert "a custom no_sync_func is not supported" in run("own_loop.py", "--plain", code=1)
 
 

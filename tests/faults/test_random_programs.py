@@ -265,6 +265,5 @@ def test_more(ranks: int, nightly: bool) -> None:
     # One rank alone without a graph has no backward, and the others would wait: with ordinary logits, too.
     left_out = (*RESHAPING, "past the graph") if ranks > 1 else ()
     names = [name for name in OPERATIONS if name not in left_out]
-    check_all(
-        ranks, range(*PROGRAMS[ranks][nightly : nightly + 2]), names, (8 if nightly else 2) // ranks or 1
-    )
+    times = (8 if nightly else 2) // ranks or 1
+    check_all(ranks, range(*PROGRAMS[ranks][nightly : nightly + 2]), names, times)

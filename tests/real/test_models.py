@@ -31,9 +31,8 @@ def test_rollouts_equal_one_uninterrupted_run(ranks: int, model: dict[str, Any])
 
 
 @pytest.mark.promise("after an exception")
-@matrix.cells(
-    matrix.HALVES[1], leave_out={"PP 2", "PP 2, VPP 2"}
-)  # where ranks wait for each other: test_interruption.py
+# Where ranks wait for each other: test_interruption.py.
+@matrix.cells(matrix.HALVES[1], leave_out={"PP 2", "PP 2, VPP 2"})
 @on_ranks(lambda ranks: ranks)
 def test_after_an_exception_the_next_call_trains_right(ranks: int, model: dict[str, Any]) -> None:
     options = matrix.tiny(**model)
