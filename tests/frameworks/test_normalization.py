@@ -11,7 +11,6 @@ import torch
 
 from megatron_rl_patches.testing import Microbatch, check_normalization
 from tests.frameworks import import_stubs
-from tests.frameworks.import_stubs import EAGER
 from tests.real.test_normalization import VOCABULARY, global_batch
 
 pytestmark = [
@@ -99,8 +98,7 @@ class RolloutLoss:
 @pytest.mark.parametrize("of", ROLLOUT)
 @pytest.mark.parametrize("framework", ["slime", "miles"])
 def test_rollout_losses(framework: str, of: str, paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in EAGER.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # frameworks would compile small functions
     function = RolloutLoss(framework, paths, ROLLOUT[of])
     for setting in (False, True):
         report = check_normalization(function, global_batch(), calculate_per_token_loss=setting)
