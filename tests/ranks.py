@@ -57,9 +57,10 @@ def on_ranks(
     return decorate
 
 
-def by_speed(cases: Iterable[str], fast: Container[str]) -> list[Any]:
-    """Return names of cases for ``parametrize``: all but the fast ones are slow tests."""
-    return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow) for name in cases]
+def by_speed(cases: Iterable[str], fast: Container[str], nightly: Container[str] = ()) -> list[Any]:
+    """Return names of cases for ``parametrize``: all but the fast ones are slow tests, or nightly ones."""
+    marks = pytest.mark.slow, pytest.mark.nightly
+    return [pytest.param(name, marks=[] if name in fast else marks[name in nightly]) for name in cases]
 
 
 def everywhere(value: Any, group: Any = None) -> list[Any]:

@@ -109,6 +109,8 @@ def test_tests_that_pages_show(tmp_path: Path) -> None:
     loop, model = ROOT / "tests" / "references" / "tiny_gpt.py", Path(__file__).with_name("my_model.py")
     files = {"__init__": "", "loop": loop.read_text(), "model": model.read_text()}
     files = {f"my_rl/{name}.py": text for name, text in files.items()}
+    [conftest] = [block for block in PROGRAMS if block.head == "# conftest.py"]
+    files["conftest.py"] = conftest.code
     for block in TESTS:
         stem = re.sub(r"\W", "_", block.page.removesuffix(".md"))
         files[f"test_{stem}_{block.line}.py"] = block.code

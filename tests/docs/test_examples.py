@@ -63,11 +63,15 @@ def test_own_loop() -> None:
     for line in lines:
         first, second, third = numbers(line)
         assert first > second > third
+
+
+@pytest.mark.nightly
+def test_own_loop_without_the_package() -> None:
     assert "a custom no_sync_func is not supported" in run("own_loop.py", "--plain", code=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [(), ("24",)], ids=["full", "top-k"])
+@pytest.mark.parametrize("k", [(), pytest.param(("24",), marks=pytest.mark.nightly)], ids=["full", "top-k"])
 def test_teacher_and_distillation(k: tuple[str, ...]) -> None:
     output = run("teacher_and_distillation.py", *k)
     divergences = numbers(" ".join(re.findall(r"^rollout .*$", output, re.MULTILINE)))

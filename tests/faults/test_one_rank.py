@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from megatron_rl_patches import applied
 from megatron_rl_patches.losses import deferred_logits, vocab_parallel_log_probs
 from megatron_rl_patches.testing import RanksFailed, TinyModel
-from tests.ranks import on_ranks
+from tests.ranks import by_speed, on_ranks
 from tests.real import test_loss_func
 from tests.real.faults import PLACES, STAGES, Trainee, counting_updates, steps_done
 from tests.real.test_interruption import OVERLAPS, SETTINGS
@@ -73,18 +72,29 @@ def error_of(call: Callable[[], Any]) -> str:
 
 #: Sizes, overlap and place for each pair of ranks. Pairs run at the same time: they wait for most of it.
 PAIRS: dict[str, list[tuple[dict[str, int], str, str]]] = {
-    "data parallel": list(product([{}], OVERLAPS, ("first batch", "later step"))),
-    "model parallel": list(product([{"tp": 2}, {"pp": 2}], ["both"], ("first batch", "later step"))),
+    "each layout": [
+        ({}, "no overlap", "later step"),
+        ({}, "grad reduce", "first batch"),
+        ({}, "both", "first batch"),
+        ({}, "both", "later step"),
+        ({"tp": 2}, "both", "later step"),
+        ({"pp": 2}, "both", "first batch"),
+    ],
+    "at the other place": [
+        ({}, "no overlap", "first batch"),
+        ({}, "grad reduce", "later step"),
+        ({"tp": 2}, "both", "first batch"),
+        ({"pp": 2}, "both", "later step"),
+    ],
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", PAIRS)
-@on_ranks(lambda kind: 2 * len(PAIRS[kind]), timeout=240)
-def test_error_in_time(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cases", by_speed(PAIRS, fast=(), nightly=("at the other place",)))
+@on_ranks(lambda cases: 2 * len(PAIRS[cases]), timeout=240)
+def test_error_in_time(cases: str, tmp_path: Path) -> None:
     pair = divide_into_pairs(tmp_path)
     with applied("reentrant-train", settings=SETTINGS):
-        sizes, overlap, place = PAIRS[kind][pair]
+        sizes, overlap, place = PAIRS[cases][pair]
         options = TinyModel(**sizes, **OVERLAPS[overlap])
         before = _new_model(options, tmp_path, f"{pair}, before")
         for stage in STAGES:

@@ -44,7 +44,7 @@ from tests.ranks import everywhere, on_ranks
 from tests.references.sent_bytes import sent_bytes
 
 #: Programs up to which the default suite goes, the slow one, and that of the night, by the number of ranks.
-PROGRAMS = {1: (150, 300, 1500), 2: (30, 100, 400), 4: (0, 25, 100)}
+PROGRAMS = {1: (150, 220, 1500), 2: (30, 60, 400), 4: (0, 12, 100)}
 #: Losses of the last tensor, which nobody draws together.
 ALL_LOSSES = (
     *(Loss(kind, -1, 1, temperature=1.2) for kind in ("alone", "scores", "kept", "at", "topk", "mixture")),
@@ -265,4 +265,5 @@ def test_more(ranks: int, nightly: bool) -> None:
     # One rank alone without a graph has no backward, and the others would wait: with ordinary logits, too.
     left_out = (*RESHAPING, "past the graph") if ranks > 1 else ()
     names = [name for name in OPERATIONS if name not in left_out]
-    check_all(ranks, range(*PROGRAMS[ranks][nightly : nightly + 2]), names, (8 if nightly else 4) // ranks)
+    times = (8 if nightly else 2) // ranks or 1
+    check_all(ranks, range(*PROGRAMS[ranks][nightly : nightly + 2]), names, times)

@@ -21,8 +21,6 @@ PACKAGES = (
     "accelerate cloudpickle codetiming datasets fastapi httpx huggingface_hub omegaconf orjson pandas peft "
     "psutil ray regex sglang six tensordict transformers triton uvicorn wandb yaml"
 )
-#: For ranks on which frameworks would compile small functions at the first call.
-EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 class _Stub(ModuleType):

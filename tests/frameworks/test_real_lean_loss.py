@@ -15,7 +15,7 @@ import pytest
 
 from megatron_rl_patches import applied
 from tests.frameworks import test_finite_loss as finite
-from tests.frameworks.import_stubs import EAGER, job_of, prepare
+from tests.frameworks.import_stubs import job_of, prepare
 from tests.frameworks.test_lean_loss import BFLOAT16, check_policy_loss, check_scores
 from tests.ranks import on_ranks
 
@@ -49,7 +49,7 @@ def _initialize(framework: str, paths: list[str], layout: dict[str, Any]) -> dic
 @pytest.mark.runs("losses")
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
 @pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
-@on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
+@on_ranks(lambda ranks: ranks, timeout=300)
 def test_scores_and_policy_loss(framework: str, ranks: int, layout: dict[str, Any], paths: list[str]) -> None:
     options = _initialize(framework, paths, layout)
     assert check_scores(framework, **options) < BFLOAT16
@@ -61,7 +61,7 @@ def test_scores_and_policy_loss(framework: str, ranks: int, layout: dict[str, An
 
 @of_slime
 @pytest.mark.parametrize(("ranks", "layout"), [*LAYOUTS, RECOMPUTED])
-@on_ranks(lambda ranks: ranks, timeout=400, env=EAGER)
+@on_ranks(lambda ranks: ranks, timeout=400)
 def test_masked_tokens(framework: str, ranks: int, layout: dict[str, Any], paths: list[str]) -> None:
     options = _initialize(framework, paths, layout)
     with warnings.catch_warnings(action="ignore"):  # that use_reentrant is not given
@@ -75,7 +75,7 @@ def test_masked_tokens(framework: str, ranks: int, layout: dict[str, Any], paths
 
 
 @of_slime
-@on_ranks(1, timeout=400, env=EAGER)
+@on_ranks(1, timeout=400)
 def test_with_other_patches(framework: str, paths: list[str]) -> None:
     """``lean-loss`` and deferred logits, in either order of application."""
     _initialize(framework, paths, {})
@@ -88,7 +88,7 @@ def test_with_other_patches(framework: str, paths: list[str]) -> None:
 
 
 @of_slime
-@on_ranks(1, timeout=400, env=EAGER)
+@on_ranks(1, timeout=400)
 def test_no_step_is_skipped(framework: str, paths: list[str]) -> None:
     """``finite-step`` alone skips each step that a masked infinite ratio spoils; with both, it skips none.
 

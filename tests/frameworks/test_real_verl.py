@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_rl_patches import Settings, applied, apply, revert
-from tests.frameworks.import_stubs import EAGER, prepare
+from tests.frameworks.import_stubs import prepare
 from tests.frameworks.rollouts import NO_SYNC, outcome, spoil_forward, states_of
 from tests.frameworks.test_lean_loss import PATCH
 from tests.frameworks.test_real_lean_head import WAYS
@@ -22,6 +22,7 @@ from tests.references.live_bytes import live_bytes
 from tests.unit.losses.logits.sizes import Sizes
 
 pytestmark = pytest.mark.slow
+with_each_tp = pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
 
 
 @pytest.mark.runs("training hooks", ranks=2)
@@ -60,8 +61,8 @@ def test_chunks_that_share_a_config(verl: list[str]) -> None:
 
 
 @pytest.mark.runs("losses")
-@pytest.mark.parametrize("ranks", [1, 2])
-@on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
+@with_each_tp
+@on_ranks(lambda ranks: ranks, timeout=300)
 def test_vocab_parallel_losses(verl: list[str], ranks: int) -> None:
     prepare(verl)
     functions = importlib.import_module("verl.utils.megatron.tensor_parallel")
@@ -98,7 +99,7 @@ def test_vocab_parallel_losses(verl: list[str], ranks: int) -> None:
             assert job.processed(entropy=True)["returned"] == unpatched["returned"]
 
 
-@on_ranks(1, timeout=300, env=EAGER)
+@on_ranks(1, timeout=300)
 def test_memory_beyond_the_logits(verl: list[str]) -> None:
     prepare(verl)
     functions = importlib.import_module("verl.utils.megatron.tensor_parallel")
@@ -142,8 +143,8 @@ def largest_tensors(**options: Any) -> dict[str, int]:
 
 
 @pytest.mark.runs("lean-head")
-@pytest.mark.parametrize("ranks", [1, 2])
-@on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
+@with_each_tp
+@on_ranks(lambda ranks: ranks, timeout=300)
 def test_its_engine_never_makes_the_logits(verl: list[str], ranks: int) -> None:
     prepare(verl)
     from tests.references import tiny_gpt
@@ -157,14 +158,14 @@ def test_its_engine_never_makes_the_logits(verl: list[str], ranks: int) -> None:
 
 
 @pytest.mark.runs("mixture of experts", ranks=2)
-@on_ranks(2, timeout=300, env=EAGER)
+@on_ranks(2, timeout=300)
 def test_its_engine_trains_a_mixture_of_experts(verl: list[str]) -> None:
     """Each rank has half of the experts; losses, gradient norms and scores are those without patches."""
     prepare(verl)
     largest_tensors(kind="moe", ep=2)
 
 
-@on_ranks(1, timeout=300, env=EAGER)
+@on_ranks(1, timeout=300)
 def test_its_engine_skips_a_step_with_a_norm_that_is_not_finite(verl: list[str]) -> None:
     """A NaN in one microbatch of the second rollout of three equals that rollout left out."""
     prepare(verl)

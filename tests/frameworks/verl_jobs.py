@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -31,9 +31,9 @@ SAMPLES = 2
 TEMPERATURE = 0.7
 
 
-def make_engine(model: list[Any], of: str = "LMHead", **config: Any) -> Any:
+def make_engine(model: list[Any], **config: Any) -> Any:
     """Return the engine around a model, with options of its ``McoreEngineConfig``."""
-    engine = object.__new__(getattr(importlib.import_module(VERL_ENGINE), f"MegatronEngineWith{of}"))
+    engine = object.__new__(importlib.import_module(VERL_ENGINE).MegatronEngineWithLMHead)
     engine.module, engine.tf_config = model, get_model_config(model[0])
     engine.engine_config = importlib.import_module("verl.workers.config").McoreEngineConfig(**config)
     engine.enable_routing_replay = False
@@ -75,7 +75,7 @@ def actor_config(**options: Any) -> Any:
     return config.ActorConfig(strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **options)
 
 
-def distillation_loss(loss_mode: str, topk: int, policy: bool = False, **options: Any) -> Any:
+def distillation_loss(loss_mode: str, topk: int, policy: bool) -> Any:
     """verl's ``distillation_ppo_loss``; ``policy`` adds the policy loss."""
     config = importlib.import_module("verl.workers.config")
     distillation = config.DistillationConfig(
@@ -90,7 +90,7 @@ def distillation_loss(loss_mode: str, topk: int, policy: bool = False, **options
     )
     object.__setattr__(distillation, "enabled", True)  # its constructor would look for servers
     loss = importlib.import_module("verl.trainer.distillation.losses").distillation_ppo_loss
-    return partial(loss, config=actor_config(**options), distillation_config=distillation)
+    return partial(loss, config=actor_config(), distillation_config=distillation)
 
 
 class EngineJob:
@@ -295,24 +295,6 @@ class DistillationJob(EngineJob):
             distillation_only=not self.policy,
         )
         return data
-
-    def train_to_the_end(self, updates: int) -> None:
-        for update in range(updates):
-            for group in self.engine.optimizer.param_groups:
-                group["lr"] = 0.01 * (1 - update / updates)
-            self.update()
-
-    def distributions(self) -> tuple[Tensor, Tensor]:
-        """Log-probabilities ``[n, V]`` of student and teacher at response tokens, at the temperature."""
-        data, logits, tokens = self.data(), [], []
-        for sample, prompt in zip(data["input_ids"].unbind(), data["prompts"].unbind(), strict=True):
-            with torch.no_grad():
-                part = tensor_parallel.gather_from_tensor_model_parallel_region(
-                    self.engine.module[0](sample[None])
-                )
-            logits.append(part[0, len(prompt) - 1 : -1].double())
-            tokens.append(sample[len(prompt) - 1 : -1])
-        return (torch.cat(logits) / TEMPERATURE).log_softmax(1), self.table[torch.cat(tokens)]
 
     def of_logits(self, is_deferred: bool = False) -> dict[str, Any]:
         """Loss and gradient, by the engine's own functions, of a student that is surer than its teacher."""

@@ -144,7 +144,15 @@ def interpreter(version: str) -> str:
 
 
 @pytest.fixture(
-    scope="session", params=[*(f"{version}-wheel" for version in VERSIONS), f"{CURRENT}-editable"]
+    scope="session",
+    params=[
+        # The oldest and the newest Python. Tests with torch install the wheel for the one that runs them.
+        *(
+            pytest.param(f"{version}-wheel", marks=pytest.mark.nightly if version in VERSIONS[1:-1] else [])
+            for version in VERSIONS
+        ),
+        f"{CURRENT}-editable",
+    ],
 )
 def installed(
     request: pytest.FixtureRequest, artifacts: Artifacts, make_environment: Callable[..., Environment]

@@ -43,17 +43,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "EP 2": (2, {"ep": 2}),
     "TP 2, expert TP 1": (2, {"tp": 2, "ep": 2, "expert_tp": 1, "sequence_parallel": True}),
 }
-#: Cells that slow tests run, on every release: each model, and each layout. The others are ``nightly``.
-REPRESENTATIVE = {
-    "dense, TP 2",
-    "dense, PP 2, VPP 2",
-    "MoE, TP 2, expert TP 1",
-    "MoE, expert bias, EP 2",
-    "MLA, DP 2",
-    "MLA, MoE, CP 2",
-    "MTP, PP 2",
-    "hybrid, 1 rank",
-}
+#: Cells that slow tests run, on every release: one half or the other for each promise. Together they are each
+#: model and each layout; all others are ``nightly``.
+HALVES = (
+    {"dense, PP 2, VPP 2", "MoE, expert bias, EP 2", "MLA, MoE, CP 2", "hybrid, 1 rank"},
+    {"dense, TP 2", "MoE, TP 2, expert TP 1", "MLA, DP 2", "MTP, PP 2"},
+)
 _EXPERTS = {"EP 2", "TP 2, expert TP 1"}
 #: For the page, in Markdown.
 REASONS = """\
@@ -88,11 +83,12 @@ def reason(model: str, layout: str) -> str:
 
 
 def cells(
-    always: Collection[str] = (), leave_out: Collection[str] = ()
+    slow: Collection[str], always: Collection[str] = (), leave_out: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Parametrize a test with ``ranks`` and ``model``, options of :func:`tiny`, for each cell of the table.
 
     Args:
+        slow: cells that slow tests run, one of :data:`HALVES`.
         always: cells, as "MODEL, LAYOUT", that the default suite runs.
         leave_out: layouts.
     """
@@ -101,7 +97,7 @@ def cells(
         for layout, (ranks, sizes) in LAYOUTS.items():
             if layout not in leave_out and not reason(model, layout):
                 name = f"{model}, {layout}"
-                mark = pytest.mark.slow if name in REPRESENTATIVE else pytest.mark.nightly
+                mark = pytest.mark.slow if name in slow else pytest.mark.nightly
                 marks = [] if name in always else [mark]
                 parameters.append(pytest.param(ranks, {**options, **sizes}, id=name, marks=marks))
     return pytest.mark.parametrize(("ranks", "model"), parameters)

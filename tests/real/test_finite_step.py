@@ -73,7 +73,7 @@ def run(options: TinyModel, bad_rank: int | None, leave_out: bool = False) -> li
     return state_of(model, optimizer)
 
 
-@pytest.mark.parametrize("layout", by_speed(LAYOUTS, fast=("DP 2, bf16",)))
+@pytest.mark.parametrize("layout", by_speed(LAYOUTS, ("DP 2, bf16",), ("DP 2, fp32, not distributed",)))
 @on_ranks(2, timeout=240)
 def test_a_bad_step_equals_that_step_left_out(layout: str) -> None:
     options = TinyModel(**LAYOUTS[layout])

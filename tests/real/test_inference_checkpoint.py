@@ -49,7 +49,7 @@ def _saved(options: TinyModel, root: Path, iteration: int = ITERATION) -> tuple[
     return folder, checkpoints.whole_weights(model)
 
 
-@pytest.mark.parametrize("case", by_speed(CASES, fast=("TP 2, bf16",)))
+@pytest.mark.parametrize("case", by_speed(CASES, fast=("TP 2, bf16",), nightly=("PP 2, VPP 2",)))
 @on_ranks(2)
 def test_any_layout_loads_bit_for_bit_without_the_optimizer(case: str, tmp_path: Path) -> None:
     sizes, common, layouts = CASES[case]

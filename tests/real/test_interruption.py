@@ -110,7 +110,7 @@ def test_stages_on_all_ranks(layout: str, overlap: str, only: list[tuple[str, st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["grad reduce", "no overlap"])
+@pytest.mark.parametrize("overlap", ["grad reduce", pytest.param("no overlap", marks=pytest.mark.nightly)])
 @on_ranks(2)
 def test_one_rank_alone_may_retry_while_no_collective_is_under_way(overlap: str) -> None:
     """Its peer is in collectives, which its retry has to meet."""

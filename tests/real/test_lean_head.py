@@ -109,7 +109,12 @@ def _one_piece(rank: int, size: int, length: int | None = None) -> torch.Tensor:
     return torch.arange(length or tiny_gpt.SEQUENCE).chunk(size)[rank]
 
 
-@pytest.mark.parametrize("name", by_speed(LAYOUTS, fast=("1 rank", "TP 2, sequence parallel")))
+@pytest.mark.parametrize(
+    "name",
+    by_speed(
+        LAYOUTS, fast=("1 rank", "TP 2, sequence parallel"), nightly=("1 rank, frozen", "1 rank, fused")
+    ),
+)
 @on_ranks(lambda name: LAYOUTS[name].ranks, timeout=240)
 def test_trains_as_without(name: str) -> None:
     cases = CASES if name == "1 rank" else {"entropy bonus": CASES["entropy bonus"]}
@@ -151,7 +156,10 @@ TILE_BYTES = 2**17
 
 
 @pytest.mark.parametrize(
-    "name", by_speed(("1 rank", "TP 2, frozen", "PP 2, deallocated outputs"), fast=("1 rank",))
+    "name",
+    by_speed(
+        ("1 rank", "TP 2, frozen", "PP 2, deallocated outputs"), fast=("1 rank",), nightly=("TP 2, frozen",)
+    ),
 )
 @on_ranks(lambda name: LAYOUTS[name].ranks, timeout=240)
 def test_no_tensor_of_rows_and_vocabulary(name: str) -> None:

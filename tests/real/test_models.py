@@ -24,14 +24,15 @@ from tests.worlds.scoring import scores_of
 
 
 @pytest.mark.promise("train() again")
-@matrix.cells(always={"MoE, EP 2"})
+@matrix.cells(matrix.HALVES[0], always={"MoE, EP 2"})
 @on_ranks(lambda ranks: ranks)
 def test_rollouts_equal_one_uninterrupted_run(ranks: int, model: dict[str, Any]) -> None:
     check_rollouts(matrix.tiny(**model))
 
 
 @pytest.mark.promise("after an exception")
-@matrix.cells(leave_out={"PP 2", "PP 2, VPP 2"})  # where ranks wait for each other: test_interruption.py
+# Where ranks wait for each other: test_interruption.py.
+@matrix.cells(matrix.HALVES[1], leave_out={"PP 2", "PP 2, VPP 2"})
 @on_ranks(lambda ranks: ranks)
 def test_after_an_exception_the_next_call_trains_right(ranks: int, model: dict[str, Any]) -> None:
     options = matrix.tiny(**model)
@@ -43,7 +44,7 @@ def test_after_an_exception_the_next_call_trains_right(ranks: int, model: dict[s
 
 
 @pytest.mark.promise("scoring")
-@matrix.cells(always={"MoE, EP 2", "hybrid, 1 rank"})
+@matrix.cells(matrix.HALVES[0], always={"MoE, EP 2", "hybrid, 1 rank"})
 @on_ranks(lambda ranks: ranks)
 def test_scores_of_a_model_built_and_loaded_for_it(ranks: int, model: dict[str, Any], tmp_path: Path) -> None:
     options = matrix.tiny(**model)
@@ -63,7 +64,7 @@ def test_scores_of_a_model_built_and_loaded_for_it(ranks: int, model: dict[str, 
 
 
 @pytest.mark.promise("deferred output layer")
-@matrix.cells(always={"MoE, EP 2"})
+@matrix.cells(matrix.HALVES[1], always={"MoE, EP 2"})
 @on_ranks(lambda ranks: ranks, timeout=240)
 def test_gradients_of_deferred_logits(ranks: int, model: dict[str, Any]) -> None:
     if model["kind"] == "mtp" and not tiny_gpt.trains_mtp_without_labels():

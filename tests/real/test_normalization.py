@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from megatron_rl_patches.losses import (
     mean_count,
     packed_log_probs_and_entropy,
 )
-from megatron_rl_patches.testing import SPLITS, Microbatch, Split, check_normalization
+from megatron_rl_patches.testing import SPLITS, Microbatch, check_normalization
 
 pytestmark = pytest.mark.runs("losses", ranks=[1, 2])
 
@@ -146,6 +147,7 @@ def train_step(model: list[Any], microbatches: list[Microbatch]) -> None:
     from megatron.core.distributed import finalize_model_grads
 
     tokens = sum(int(sample["loss_mask"].sum()) for sample in microbatches[0].batch)
+    tokens /= microbatches[0].split.dp  # Megatron averages over replicas
     for microbatch in microbatches:
         for sample in microbatch.samples:
             length = len(sample["tokens"])
@@ -170,13 +172,12 @@ ONE_RANK = {name: SPLITS[name] for name in ("2 microbatches", "uneven microbatch
 @pytest.mark.parametrize(
     ("options", "normalization", "calculate_per_token_loss"),
     [
-        (PolicyOptions, "token", True),
-        (PolicyOptions, "sequence", False),
-        (DistillationOptions, "token", False),
-        (DistillationOptions, "sequence", True),
+        pytest.param(*case, marks=pytest.mark.slow if index in (0, 7) else pytest.mark.nightly)
+        for index, case in enumerate(
+            product((PolicyOptions, DistillationOptions), ("token", "sequence"), (True, False))
+        )
     ],
 )
-@pytest.mark.slow
 def test_own_losses_weigh_the_same(options: Any, normalization: Any, calculate_per_token_loss: bool) -> None:
     loss_func = partial(of_package, options(normalization=normalization))
     report = check_normalization(loss_func, global_batch(), calculate_per_token_loss=calculate_per_token_loss)
@@ -205,9 +206,9 @@ def test_context_parallelism_that_is_forgotten() -> None:
 @pytest.mark.slow
 def test_a_train_step() -> None:
     """One that forgets microbatches after the first, so that some samples have no weight."""
-    split = {"2 microbatches": Split(microbatches=2)}
+    splits = {name: SPLITS[name] for name in ("2 microbatches", "DP 2, uneven")}
     for step, same in ((train_step, True), (half_a_train_step, False)):
-        report = check_normalization(step, global_batch(), split, is_train_step=True)
+        report = check_normalization(step, global_batch(), splits, is_train_step=True)
         assert report.same is same, report
 
 

@@ -153,7 +153,9 @@ AUXILIARY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("setting", by_speed(AUXILIARY, fast=("moe_aux_loss_coeff", "mtp_num_layers", "")))
+@pytest.mark.parametrize(
+    "setting", by_speed(AUXILIARY, ("moe_aux_loss_coeff", "mtp_num_layers", ""), ("moe_z_loss_coeff",))
+)
 @on_ranks(1)
 def test_the_weight_of_an_auxiliary_loss(setting: str) -> None:
     """Microbatches have the same number of tokens, so the option makes no difference.
@@ -202,8 +204,15 @@ def test_parameters_that_are_not_gathered(hooks: str, form: str) -> None:
         assert "disable_forward_pre_hook()" in first[0]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("distributed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("distributed", "overlap"),
+    [
+        (False, True),
+        (False, False),
+        pytest.param(True, True, marks=pytest.mark.slow),
+        pytest.param(True, False, marks=pytest.mark.nightly),
+    ],
+)
 @on_ranks(2)
 def test_gradients_that_nobody_reduces(distributed: bool, overlap: bool) -> None:
     """The loop reduces them with the schedule, itself, on a copy of the model's config only, or never."""

@@ -46,7 +46,16 @@ MODES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }
 # By default the block of large logits is 1% of them at most.
 LARGE = {"rows_and_columns": (2048, 32768), "block_bytes": None}
-of_each_size = pytest.mark.parametrize("size", [{}, pytest.param(LARGE, marks=pytest.mark.slow)])
+#: Each mode, the first size also in the default suite.
+CASES = [
+    *((mode, {}) for mode in MODES),
+    *(
+        pytest.param(
+            mode, LARGE, marks=pytest.mark.slow if mode in ("kept_entropy", "at") else pytest.mark.nightly
+        )
+        for mode in MODES
+    ),
+]
 
 
 def peak(
@@ -76,8 +85,7 @@ def peak(
     return live_bytes(step).peak / logits.nbytes
 
 
-@of_each_size
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "size"), CASES)
 def test_plain(mode: str, size: dict[str, Any]) -> None:
     options = size if mode.startswith("at") else {**size, "fused": False}
     assert 1.0 <= peak(mode, **options) <= 1.02
@@ -92,7 +100,7 @@ def test_forward_keeps_a_few_numbers_per_row() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
-@of_each_size
+@pytest.mark.parametrize("size", [{}, LARGE])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.startswith("at")])
 def test_compiled(mode: str, size: dict[str, Any]) -> None:
     for inplace, least, most in ((False, 1.0, 1.02), (True, 0.0, 0.02)):

@@ -19,6 +19,7 @@ from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses.logits import compiling
 from megatron_rl_patches.losses.logits.divergences import DIVERGENCES, divergence_named
 from megatron_rl_patches.losses.objectives.topk_divergences import of_buckets
+from tests.ranks import by_speed
 from tests.references.dense import dense_divergence
 from tests.unit.losses.logits.sizes import Sizes
 
@@ -27,6 +28,8 @@ BETA = 0.3
 BOUND = {torch.float64: 1e-10, torch.float32: 2e-6}
 #: For the whole vocabulary, and for buckets; and those that are never negative.
 NAMES: tuple[Any, ...] = tuple(name for name in DIVERGENCES if name != "generalized_kl")
+#: A mixture of both, and one with weights of the policy that sampled.
+COMPILED = {"jensen_shannon", "importance_weighted_reverse_kl"}
 of_each = pytest.mark.parametrize("name", NAMES)
 of_each_that_is_not_negative = pytest.mark.parametrize(
     "name", [name for name in DIVERGENCES if name != "importance_weighted_reverse_kl"]
@@ -267,10 +270,9 @@ def test_mixtures_have_correct_digits_where_the_student_rules_ids_out_in_float32
     assert ((values - expected) / expected).abs().max() < 1e-6
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not compiling._has_compiler("cpu"), reason="needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
-@of_each
+@pytest.mark.parametrize("name", by_speed(NAMES, fast=(), nightly=set(NAMES) - COMPILED))
 def test_compiled_equals_the_dense_formulas(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers are not compiled in; also where student and teacher are nearly the same."""
     monkeypatch.setattr(compiling, "WORTHWHILE_ELEMENTS", 0)
