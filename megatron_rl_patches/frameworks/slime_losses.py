@@ -1,8 +1,8 @@
 """Log-probabilities and entropies in the losses of slime, OpenClaw-RL and miles.
 
 The functions have the names of those that they take the place of. ``get_log_probs_and_entropy`` gets the
-framework's options and the logits of a microbatch, see :mod:`.response_scores`. The framework's own code slices
-these, in some releases sample by sample; ``calculate_log_probs_and_entropy`` gets a slice and computes.
+framework's options and the logits of a microbatch, see :mod:`.response_scores`. The framework's own code
+slices these, in some releases sample by sample; ``calculate_log_probs_and_entropy`` computes from a slice.
 :data:`scoring_context` passes on to the second what the first knows.
 """
 
