@@ -54,7 +54,8 @@ class _Groups(NamedTuple):
     tp_group: dist.ProcessGroup | None
 
 
-_forms: dict[Any, _Form | None] = {}
+#: By functions and options that were tried; ``None`` where the framework's own code runs.
+forms: dict[Any, _Form | None] = {}
 
 
 def response_scores(call: Call) -> Any:
@@ -77,9 +78,9 @@ def response_scores(call: Call) -> Any:
         return None  # lengths that the framework knows what to do with, or says what is wrong with
     options = [getattr(arguments["args"], name, None) for name in _OPTIONS]
     key = (call.function, *options, arguments["with_entropy"], arguments["logits"].dtype, groups.cp_size)
-    if key not in _forms:
-        _forms[key] = _tried(call, groups)
-    form = _forms[key]
+    if key not in forms:
+        forms[key] = _tried(call, groups)
+    form = forms[key]
     if form is None:
         return None
     scores = _scores(arguments, layout, groups, form.entropy_grad)
