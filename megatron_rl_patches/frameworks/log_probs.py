@@ -8,10 +8,9 @@ from torch import Tensor
 
 from ..losses.logits import log_probs
 from ..losses.logits.deferred import DeferredLogits
-from ..losses.logits.log_probs import JointBackward
 from ..losses.logits.options import VocabParallelOptions
 
-_IGNORED = -100
+NO_TOKEN = -100
 _HAS_ENTROPY = "_loss_has_entropy"
 
 
@@ -24,35 +23,36 @@ def log_probs_and_entropy(
     entropy_grad: bool = True,
     keep_mask: Tensor | None = None,
     inplace_backward: bool = False,
-    joint: JointBackward | None = None,
+    temperature: float = 1.0,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities of the tokens, and entropies or ``None``, in float32 and the tokens' shape.
 
     Args:
         logits: ``[..., V / tp]``.
-        tokens: ``[...]``. Frameworks look up prompts and padding too, so an id outside of the vocabulary is
-            no error: it has log-probability and entropy 0.
+        tokens: ``[...]``, of the selected rows. Frameworks look up prompts and padding too, so an id outside
+            of the vocabulary is no error: it has log-probability and entropy 0.
         tp_group: tensor-parallel group; ``None`` means the default group if there is one, as in
             ``torch.distributed``.
         inplace_backward: let the gradient overwrite the logits where nobody else may need them, see
             :func:`vocab_parallel_log_probs`, which explains the other arguments too.
-        joint: computes the gradient of several calls in one pass.
     """
     if tp_group is None and dist.is_available() and dist.is_initialized():
         tp_group = dist.group.WORLD
     vocab_size = logits.shape[-1] * (1 if tp_group is None else dist.get_world_size(tp_group))
     targets = tokens.reshape(-1).long()
-    targets = torch.where((targets >= 0) & (targets < vocab_size), targets, _IGNORED)
+    targets = torch.where((targets >= 0) & (targets < vocab_size), targets, NO_TOKEN)
     logits_tv = logits.reshape(-1, logits.shape[-1])
     options = VocabParallelOptions(
         tp_group=tp_group,
+        temperature=temperature,
         inplace_backward=inplace_backward and _may_be_overwritten(logits_tv),
         others_overwrite=inplace_backward,
-        ignore_index=_IGNORED,
+        ignore_index=NO_TOKEN,
         with_entropy=with_entropy,
         entropy_grad=with_entropy and entropy_grad,
     )
-    values, entropies = log_probs.log_probs_and_entropy(logits_tv, targets, None, keep_mask, options, joint)
+    values, entropies = log_probs.log_probs_and_entropy(logits_tv, targets, rows, keep_mask, options)
     return values.view(tokens.shape), None if entropies is None else entropies.view(tokens.shape)
 
 

@@ -1,9 +1,9 @@
 """Log-probabilities and entropies in the losses of slime, OpenClaw-RL and miles.
 
 The functions have the names of those that they take the place of. ``get_log_probs_and_entropy`` gets the
-framework's options and the logits of a microbatch and slices these, in some releases sample by sample;
-``calculate_log_probs_and_entropy`` gets a slice and computes. :data:`scoring_context` passes on to the second
-what the first knows.
+framework's options and the logits of a microbatch, see :mod:`.response_scores`. The framework's own code
+slices these, in some releases sample by sample; ``calculate_log_probs_and_entropy`` computes from a slice.
+:data:`scoring_context` passes on to the second what the first knows.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from ..common.scopes import Scope, replaced
 from ..engine.call import Call
 from ..losses import DeferredLogits, checkpointed
-from ..losses.logits.deferred import dense, rows_of_existing
-from ..losses.logits.log_probs import JointBackward
+from ..losses.logits.deferred import dense
 from .log_probs import log_probs_and_entropy
+from .response_scores import response_scores
 
 #: Names by which releases pass whether the entropy has a gradient.
 _ENTROPY_GRAD = ("with_entropy_grad", "entropy_requires_grad", "need_entropy_grad")
@@ -35,13 +35,9 @@ class ScoringContext:
 
     Attributes:
         entropy_grad: whether any loss depends on the entropy.
-        joint: computes the gradient of all samples in one pass.
-        has_scored: whether a sample has been scored.
     """
 
     entropy_grad: bool = True
-    joint: JointBackward | None = None
-    has_scored: bool = False
 
 
 scoring_context: Scope[ScoringContext] = Scope("scoring")
@@ -62,26 +58,16 @@ def loss_function(call: Call) -> Any:
 
 
 def get_log_probs_and_entropy(call: Call) -> Any:
-    """Run the framework's function on logits whose slices copy nothing, and have one gradient together."""
-    framework_args, logits = call["args"], call["logits"]
+    """Score all responses at once, or let the framework's function do what it does."""
+    framework_args = call["args"]
     # A custom loss may well use the entropy whatever this coefficient is.
     is_metric = (
         getattr(framework_args, "loss_type", None) == "policy_loss"
         and getattr(framework_args, "entropy_coef", None) == 0
     )
-    rows = rows_of_existing(logits)
-    context = ScoringContext(not is_metric, JointBackward(rows) if torch.is_grad_enabled() else None)
-    try:
-        with scoring_context.enter(context):
-            return call(logits=rows)
-    except (torch.OutOfMemoryError, torch.distributed.DistError):
-        raise
-    except RuntimeError:
-        # Code that reads the memory itself, past torch's operators, finds none. It does so on every rank.
-        if context.has_scored or rows is logits:
-            raise
     with scoring_context.enter(ScoringContext(not is_metric)):
-        return call()
+        scores = response_scores(call)
+        return call() if scores is None else scores
 
 
 def calculate_log_probs_and_entropy(call: Call) -> Any:
@@ -93,7 +79,9 @@ def calculate_log_probs_and_entropy(call: Call) -> Any:
     is_empty = len(logits) == 0 and not isinstance(logits, DeferredLogits)
     if call.changed() - _KNOWN or call.get("true_on_policy") or is_empty:
         return call(logits=dense(logits))
-    context.has_scored = True
+    is_part = logits._base is not None and logits.numel() < logits._base.numel()
+    if is_part and torch.is_grad_enabled() and not isinstance(logits, DeferredLogits):
+        logits = logits.clone()  # so do the frameworks: a fork may write to the part of the next sample
     log_probs, entropy = log_probs_and_entropy(
         logits,
         tokens if len(logits) else tokens[:0],  # frameworks pass tokens[-0:], which are all
@@ -101,7 +89,6 @@ def calculate_log_probs_and_entropy(call: Call) -> Any:
         with_entropy=bool(call["with_entropy"]),
         entropy_grad=context.entropy_grad,
         keep_mask=call.get("log_prob_keep_mask"),
-        joint=context.joint,
     )
     if entropy is not None and not passed_entropy_grad:
         entropy = entropy.to(logits.dtype)  # releases without such an argument compute it in this dtype

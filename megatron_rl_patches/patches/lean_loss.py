@@ -4,8 +4,8 @@
 framework     function                                  in its place                 left alone when
 ============  ========================================  ===========================  =========================
 slime, miles  ``loss_function``                         not reentrant                it is not reentrant
-slime, miles  ``get_log_probs_and_entropy``             rows are named, not copied
-slime, miles  ``calculate_log_probs_and_entropy``       one pass for all samples
+slime, miles  ``get_log_probs_and_entropy``             all samples in one pass
+slime, miles  ``calculate_log_probs_and_entropy``       one pass, O(rows) kept
 slime, miles  ``allgather_cp_redistribute``             entropy metric: no backward  its placeholder already
                                                         collective                   follows the values
 slime         ``compute_log_probs``                     logits stay as they are
@@ -16,7 +16,8 @@ verl          ``_lm_head_logits_processor``             one pass, no clone      
 ============  ========================================  ===========================  =========================
 
 vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. The replacements are
-in :mod:`..frameworks.slime_losses` and :mod:`..frameworks.verl_losses`, under the same names.
+in :mod:`..frameworks.slime_losses` and :mod:`..frameworks.verl_losses`, under the same names. Whether a
+fork's ``get_log_probs_and_entropy`` can be replaced is tried when it is called first.
 
 Not patched: NeMo-RL, AReaL, SkyRL, ROLL and ms-swift, which compute in chunks already, verl's fused kernels,
 and miles' ``true_on_policy_mode``, which reproduces the bits of its inference engine. No site is a function

@@ -152,7 +152,7 @@ class Program:
     Attributes:
         seed: of hidden states and weights.
         tp: number of tensor-parallel ranks.
-        made: ``deferred``, ``existing`` (deferred rows of logits that exist), ``ordinary``.
+        made: ``deferred`` or ``ordinary``.
         within: the checkpoint in which the logits are made: ``checkpointed``, ``reentrant``.
         masked: what the bias of the second half of the vocabulary is, if not zero.
         close: logits around 15 in float32 without a rounding, and teachers next to the student.
@@ -201,7 +201,7 @@ def drawn(seed: int, tp: int = 1) -> Program:
             kind, *numbers, draw.choice(DIVERGENCES), draw.choice(["", "", "checkpointed", "reentrant"])
         )
 
-    made = draw.choice(["deferred"] * 3 + ["existing", "ordinary"])
+    made = draw.choice(["deferred"] * 3 + ["ordinary"] * 2)
     gradients = tuple(draw.random() < 0.8 for _ in range(3))
     within = draw.choice(["", "", "checkpointed", "reentrant"]) if gradients[0] and not close else ""
     number = 1 if close else draw.randrange(1, 3)

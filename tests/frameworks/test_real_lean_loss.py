@@ -54,6 +54,10 @@ def test_scores_and_policy_loss(framework: str, ranks: int, layout: dict[str, An
     options = _initialize(framework, paths, layout)
     assert check_scores(framework, **options) < BFLOAT16
     check_policy_loss(framework, **options)
+    from megatron_rl_patches.frameworks.response_scores import forms
+
+    # Each function was tried, and none runs its own code.
+    assert all(forms.values()) and bool(forms) != bool(layout.get("allgather_cp"))
 
 
 # --- finite-loss

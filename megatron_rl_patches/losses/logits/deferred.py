@@ -20,7 +20,7 @@ from ...errors import InvalidInputError
 from .autograd import Tensors, gather_sequence, gradients_of_inputs, save_source, sum_gradient
 from .deferred_contents import Contents, LazyValues, Origin
 from .options import DEFAULT, VocabParallelOptions, check_floats, check_group
-from .rows import Inputs, LogitSource, RowIndex, SelectedRows, as_slice
+from .rows import Inputs, RowIndex, as_slice
 from .tiles import KeepBytes, OutputLayerRows, SumOfLogits, TileOptions, largest_logits
 
 aten = torch.ops.aten
@@ -113,26 +113,11 @@ def defer(
     hidden_th = hidden.flatten(0, -2)
     rows = OutputLayerRows(hidden_th, weight, bias, slice(0, len(hidden_th)), tiling)
     shape = torch.Size((*hidden.shape[:-1], len(weight)))
-    return _deferred(Origin(rows, shape, hidden.dtype, layer))
-
-
-def rows_of_existing(logits: Tensor) -> DeferredLogits:
-    """Return deferred logits that stand for the rows of logits ``[..., V / tp]`` which exist.
-
-    To slice, divide and concatenate them copies nothing, and their values are those of the logits.
-    """
-    if isinstance(logits, DeferredLogits):
-        return logits
-    logits_tv = logits.flatten(0, -2)
-    source = SelectedRows(logits_tv, slice(0, len(logits_tv)))
-    return _deferred(Origin(source, logits.shape, logits.dtype, lambda: logits_tv))
-
-
-def _deferred(origin: Origin) -> DeferredLogits:
-    logits = _Defer.apply(origin, *origin.all_rows.inputs)  # type: ignore[no-untyped-call]
+    origin = Origin(rows, shape, hidden.dtype, layer)
+    logits: DeferredLogits = _Defer.apply(origin, *rows.inputs)  # type: ignore[no-untyped-call]
     # Without grad mode they have no graph. They may get that of an autograd function of other code later.
     logits._has_gradient = logits._contents.has_graph = logits.requires_grad
-    return cast("DeferredLogits", logits)
+    return logits
 
 
 def dense(logits: Tensor, *, to_write: bool = True) -> Tensor:
@@ -153,11 +138,11 @@ def hide_columns(logits: Tensor, start: int) -> Tensor:
 
     Ordinary logits are overwritten. Deferred ones stay deferred.
     """
-    if not isinstance(logits, DeferredLogits) or not logits._is_product:
+    if not isinstance(logits, DeferredLogits) or not logits.is_deferred:
         logits[..., start:] = float("-inf")
         return logits
     old, lazy = logits._contents, logits._contents.lazy
-    layer = cast("OutputLayerRows", old.origin.all_rows)
+    layer = old.origin.all_rows
     bias = layer.weight.new_zeros(layer.width) if layer.bias is None else layer.bias.detach().clone()
     bias[start:] = float("-inf")
 
@@ -181,8 +166,6 @@ class DeferredLogits(Tensor):
     operation that reads values materializes the logits: once, by the output layer's own code, with a warning
     that names the operation and the line that called it. All views of them share these values, and what is
     written there is what losses read. A division materializes 16-bit logits, too: its quotient is rounded.
-
-    They may also be rows of logits that exist, see :func:`rows_of_existing`. Then nothing is ever computed.
 
     Attributes:
         divisor: what the logits have been divided by.
@@ -229,8 +212,7 @@ class DeferredLogits(Tensor):
         """
         if not self.are_rows or self.origin.has_hooks:
             return False
-        needs_gradient = self.requires_grad and torch.is_grad_enabled()
-        return (self.has_gradient_of_rows or not needs_gradient) and self.origin.can_read(self.row_numbers)
+        return self.has_gradient_of_rows or not (self.requires_grad and torch.is_grad_enabled())
 
     @property
     def are_rows(self) -> bool:
@@ -242,10 +224,6 @@ class DeferredLogits(Tensor):
         if not self._contents.are_rows or not self.origin.is_unchanged:
             return False
         return self.is_inference() or self._version == self._contents.num_divisions
-
-    @property
-    def _is_product(self) -> bool:
-        return self.is_deferred and not self.origin.exists
 
     @property
     def has_gradient_of_rows(self) -> bool:
@@ -260,7 +238,7 @@ class DeferredLogits(Tensor):
 
     def hidden_states(self) -> Tensor:
         """Return what the output layer gets for these logits, ``[..., h]``, without a graph."""
-        layer = cast("OutputLayerRows", self.origin.all_rows)
+        layer = self.origin.all_rows
         return layer.hidden.detach()[on_device(self.row_numbers, layer.device)]
 
     @property
@@ -269,7 +247,9 @@ class DeferredLogits(Tensor):
         rows = self._contents.rows
         return self._positions if rows is None else rows[self._positions]
 
-    def source(self, index: RowIndex = slice(None), options: VocabParallelOptions = DEFAULT) -> LogitSource:
+    def source(
+        self, index: RowIndex = slice(None), options: VocabParallelOptions = DEFAULT
+    ) -> OutputLayerRows:
         """Return rows of these logits for the functions that read tiles; they count as ``[T, V / tp]``."""
         origin, rows = self.origin, self.row_numbers.flatten()
         origin.check_unchanged()
@@ -350,7 +330,7 @@ class DeferredLogits(Tensor):
 
     def _warn(self, operation: str) -> None:
         """Warn if an operation is the first to read the values."""
-        if self._contents.values is None and not self.origin.exists:
+        if self._contents.values is None:
             _warn(operation, self)
 
     def _as_of_now(self) -> Callable[[], Tensor]:
@@ -407,28 +387,22 @@ class DeferredLogits(Tensor):
 
 
 class _Defer(torch.autograd.Function):
-    """Makes deferred logits a function of hidden states, weight and bias, or of the logits that exist.
+    """Makes deferred logits a function of hidden states, weight and bias.
 
     Its backward gets only gradients of code that read the logits; losses in tiles compute theirs themselves.
     """
 
     @staticmethod
     def forward(ctx: Any, origin: Origin, *inputs: Tensor | None) -> DeferredLogits:
-        ctx.exists = origin.exists
-        if not origin.exists:
-            save_source(ctx, origin.all_rows, {})
+        save_source(ctx, origin.all_rows, {})
         positions = torch.arange(origin.shape[:-1].numel()).view(origin.shape[:-1])
-        lazy = LazyValues(origin, origin.values)
-        contents = Contents(origin, None, origin.dtype, 1.0, lazy, are_existing=origin.exists)
-        return DeferredLogits(contents, positions)
+        return DeferredLogits(
+            Contents(origin, None, origin.dtype, 1.0, LazyValues(origin, origin.values)), positions
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        gradient_tv = gradient.flatten(0, -2)
-        if ctx.exists:
-            return None, gradient_tv
-
-        return None, *gradients_of_inputs(ctx, _gradients_of_logits, 1, gradient_tv)
+        return None, *gradients_of_inputs(ctx, _gradients_of_logits, 1, gradient.flatten(0, -2))
 
 
 def _gradients_of_logits(
@@ -451,7 +425,7 @@ class _ToDense(torch.autograd.Function):
 
 def _sum(input: Any, *others: Any, **options: Any) -> Tensor | None:
     """Return the sum of all logits; ``None`` for any other call. Some losses multiply it by zero."""
-    if not isinstance(input, DeferredLogits) or others or options or not input._is_product:
+    if not isinstance(input, DeferredLogits) or others or options or not input.is_deferred:
         return None
     (total,) = SumOfLogits().apply(input.source())
     return (total / input.divisor).to(input.dtype)
@@ -462,9 +436,9 @@ def _largest(input: Any, dim: Any = None, keepdim: bool = False, **others: Any) 
     if not isinstance(input, DeferredLogits) or (input.requires_grad and torch.is_grad_enabled()):
         return None
     is_of_rows = type(dim) is int and dim in (-1, input.dim() - 1) and not keepdim and not others
-    if not is_of_rows or not input._is_product:
+    if not is_of_rows or not input.is_deferred:
         return None
-    of_rows = largest_logits(cast("OutputLayerRows", input.source()))
+    of_rows = largest_logits(input.source())
     values, indices = (largest.view(input.shape[:-1]) for largest in of_rows)
     return torch.return_types.max((values.to(input.dtype) / input.divisor, indices))
 

@@ -11,56 +11,43 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from .rows import LogitSource, SelectedRows, check_no_transform
+from .rows import check_no_transform
+from .tiles import OutputLayerRows
 
 
 @dataclass(eq=False)
 class Origin:
-    """The logits ``[T, V / tp]`` that deferred logits are rows of: an output layer's, or logits that exist.
+    """The logits ``[T, V / tp]`` of an output layer, which deferred logits are rows of.
 
     Attributes:
         all_rows: reads all of them.
         shape: that of the logits that were deferred, ``[..., V / tp]``.
         dtype: their dtype.
-        layer: returns logits of that shape, by the output layer's own code, or those that exist.
+        layer: returns logits of that shape, by the output layer's own code.
         has_hooks: whether a hook waits for the gradient of the logits themselves.
         has_losses: whether a loss has been computed whose gradient does not pass through these logits.
-        is_shared: whether other code may have written to logits that exist, since it has a tensor in their
-            memory.
     """
 
-    all_rows: LogitSource
+    all_rows: OutputLayerRows
     shape: torch.Size
     dtype: torch.dtype
     layer: Callable[[], Tensor]
     has_hooks: bool = False
     has_losses: bool = False
-    is_shared: bool = False
 
     def __post_init__(self) -> None:
         check_no_transform(*self.all_rows.inputs)
         self._versions = self._current_versions()
 
     @property
-    def exists(self) -> bool:
-        """Whether the logits are in memory, whoever reads them."""
-        return isinstance(self.all_rows, SelectedRows)
-
-    def can_read(self, rows: Tensor) -> bool:
-        """Return whether a loss can read the rows with these numbers: of logits that exist, each once."""
-        if not self.exists:
-            return True
-        return rows.device.type == "cpu" and (rows.numel() == 0 or int(rows.flatten().bincount().max()) == 1)
-
-    @property
     def is_unchanged(self) -> bool:
         """Whether nobody has written to the tensors that the logits come from."""
-        return not self.is_shared and self._versions == self._current_versions()
+        return self._versions == self._current_versions()
 
     def check_unchanged(self) -> None:
         if not self.is_unchanged:
             raise InvalidInputError(
-                "the hidden states, the weight or the logits behind deferred logits were overwritten before "
+                "the hidden states or the weight behind deferred logits were overwritten before "
                 "the logits were used: compute what needs the logits first, for instance before the "
                 "optimizer's step"
             )
@@ -125,7 +112,6 @@ class Contents:
         num_divisions: how often they have been divided in place.
         counts_writes: whether autograd counts the writes to all views of them. It does not under inference
             mode.
-        are_existing: whether their values lie in the memory of the origin's logits, which exist.
     """
 
     origin: Origin
@@ -137,7 +123,6 @@ class Contents:
     are_rows: bool = True
     num_divisions: int = 0
     counts_writes: bool = True
-    are_existing: bool = False
 
     @property
     def values(self) -> Tensor | None:
@@ -163,23 +148,11 @@ class Contents:
     def share(self, *, writes: bool, counts: bool = True) -> None:
         """Let other code have a tensor in the memory of the values, after all copies of them are computed.
 
-        Logits that exist are copied first if the backward of a loss will read them.
-
         Args:
             writes: the next operation writes to the values.
             counts: autograd counts writes to that tensor, see :attr:`.DeferredLogits.are_rows`.
         """
-        lazy, origin = self.lazy, self.origin
-        lazy.compute_copies()
-        if self.are_existing and not lazy.is_shared:
-            values = lazy.get()
-            if origin.has_losses:
-                lazy.values = values.clone()
-            else:
-                origin.is_shared = True
-        lazy.is_shared = True
+        self.lazy.compute_copies()
+        self.lazy.is_shared = True
         counts = counts and self.counts_writes and not torch.is_inference_mode_enabled()
-        self.are_rows = self.are_rows and counts and not (writes or self.are_existing)
-        if writes and self.are_existing and origin.is_shared:
-            for logits in origin.all_rows.inputs:
-                torch.autograd.graph.increment_version(logits)  # type: ignore[arg-type]
+        self.are_rows = self.are_rows and counts and not writes

@@ -152,7 +152,7 @@ def _divide_in_place(func: Any, logits: DeferredLogits, divisor: Any) -> Deferre
     # Autograd does not record a division without grad mode: the gradient of what came before stays undivided.
     # A loss in tiles would divide it.
     past_the_graph = contents.has_graph and not (torch.is_grad_enabled() and logits.has_gradient_of_rows)
-    if contents.origin.exists or past_the_graph or logits._positions.numel() != len(contents):
+    if past_the_graph or logits._positions.numel() != len(contents):
         return None
     if (number := _number(divisor, logits)) is None:
         return None

@@ -16,19 +16,12 @@ Frameworks keep one to three softmaxes and use three to six collectives: slime's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...common.devices import on_device
 from .arguments import checked_source, valid_targets
-from .autograd import LogitFunction, Tensors, without_autocast
-from .deferred import DeferredLogits
 from .log_probs_autograd import LogProbsAndEntropy, Targets
 from .options import VocabParallelOptions
-from .rows import Inputs, LogitSource, as_slice
 
 
 def vocab_parallel_log_probs(
@@ -129,110 +122,11 @@ def log_probs_and_entropy(
     rows: Tensor | slice | None,
     keep_mask: Tensor | None,
     options: VocabParallelOptions,
-    joint: JointBackward | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities and entropies, or ``None``, of selected rows; see the functions above.
-
-    Args:
-        joint: computes the gradient of several calls in one pass. A call that does not fit has a backward of
-            its own.
-    """
+    """Return log-probabilities and entropies, or ``None``, of selected rows; see the functions above."""
     source = checked_source(logits, rows, options, keep_mask)
     scored = Targets.from_ids(valid_targets(targets, source), keep_mask, source)
-    function = LogProbsAndEntropy(source.claim())
-    if joint is not None and rows is None and keep_mask is None and joint.accepts(logits, source):
-        log_probs, entropies = joint.add(logits, source, scored, function)
-    else:
-        log_probs, entropies = function.apply(source, **scored._asdict())
+    log_probs, entropies = LogProbsAndEntropy(source.claim()).apply(source, **scored._asdict())
     if entropies is not None and not options.entropy_grad:
         entropies = entropies.detach()
     return log_probs, entropies
-
-
-class JointBackward:
-    """Scores rows of deferred logits call by call, and computes the gradient of all calls in one pass.
-
-    It is for code that scores sample after sample, where the gradient of each call alone would be as large as
-    that of all: a tensor of the size of all logits, or of the weight. Here a call stores its numbers with
-    those of the other rows, and autograd adds up the gradients of the results, two numbers per row.
-    """
-
-    def __init__(self, logits: DeferredLogits) -> None:
-        self._origin = logits.origin
-        self._function = _Joint(self._origin.all_rows.n)
-        #: Zeros ``[T, 2]`` that are added to the log-probability and the entropy of each row.
-        (self._zeros,) = self._function.apply(self._origin.all_rows)
-
-    def accepts(self, logits: Tensor, source: LogitSource) -> bool:
-        """Return whether a call can be one of those with a common backward.
-
-        Its rows must be new, with numbers in host memory, and its options those of the calls before.
-        """
-        return (
-            isinstance(logits, DeferredLogits)
-            and logits.is_deferred
-            and logits.origin is self._origin
-            and logits.requires_grad
-            and torch.is_grad_enabled()
-            and not source.is_frozen
-            and self._function.options in (None, source.options)
-            and logits.row_numbers.device.type == "cpu"
-            and not self._function.is_scored[logits.row_numbers].any()
-        )
-
-    def add(
-        self, logits: Tensor, source: LogitSource, targets: Targets, function: LogProbsAndEntropy
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities and entropies of the rows."""
-        assert isinstance(logits, DeferredLogits)
-        source = source.keeping_tiles(False)  # the common backward reads other tiles
-        with torch.no_grad():
-            log_prob, entropy, of_rows = without_autocast(function.scores)(source, targets)
-        numbers = logits.row_numbers.flatten()
-        self._function.add(numbers, of_rows, source.options)
-        zeros = self._zeros[on_device(numbers, self._zeros.device)]
-        return log_prob + zeros[:, 0], None if entropy is None else entropy + zeros[:, 1]
-
-
-class _Joint(LogitFunction):
-    """Zeros ``[T, 2]``; from their gradient it computes that of the logits of the rows that were scored.
-
-    Unlike other functions it keeps tensors itself, those of these rows, since autograd saves only what is
-    there when the function is applied.
-    """
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.is_scored = torch.zeros(size, dtype=torch.bool)
-        self.options: VocabParallelOptions | None = None
-        self._numbers: list[Tensor] = []
-        self._of_rows: list[Tensors] = []
-
-    def add(self, numbers: Tensor, of_rows: Tensors, options: VocabParallelOptions) -> None:
-        """Store what backward needs of the rows with these numbers."""
-        self.options = options
-        self.is_scored[numbers] = True
-        self._numbers.append(numbers)
-        self._of_rows.append(of_rows)
-
-    def forward(self, source: LogitSource, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
-        return [torch.zeros((source.n, 2), dtype=source.dtype, device=source.device)], {}
-
-    def gradients(
-        self, source: LogitSource, saved: Tensors, needed: Sequence[bool], *gradients: Tensor | None
-    ) -> Inputs:
-        (gradient,), options = gradients, self.options
-        assert gradient is not None and options is not None
-        numbers, order = torch.cat(self._numbers).sort()
-        index, order = as_slice(numbers), on_device(order, source.device)
-        index = index if isinstance(index, slice) else on_device(index, source.device)
-        of_rows = {
-            name: torch.cat([part[name] for part in self._of_rows], -1)[..., order]
-            for name in self._of_rows[0]
-        }
-        grad_log_prob, grad_entropy = gradient[index].unbind(1)
-        differentiates_entropy = options.with_entropy and options.entropy_grad
-        scored = source.select(index, options)
-        return LogProbsAndEntropy().gradients(
-            scored, of_rows, needed, grad_log_prob, grad_entropy if differentiates_entropy else None
-        )

@@ -364,8 +364,6 @@ FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
 ROUNDED = ("div", "div of a copy", "div in place", "divided twice")
 
 
-#: Not of logits that exist: these have each row once, and a division in place writes to them.
-OF_PRODUCTS = ("numbers", "div in place", "divided twice")
 #: Where logits are made, and where they are used: with a graph, to score, and as verl's engine scores.
 MODES: tuple[tuple[Callable[[], Any], Callable[[], Any]], ...] = (
     (nullcontext, nullcontext),
@@ -393,9 +391,6 @@ def test_stays_deferred(name: str) -> None:
     if name not in ROUNDED:
         halves = inputs(torch.bfloat16)
         _assert_stays_deferred(FOLLOWED[name](logits_of(halves)), FOLLOWED[name](dense_of(halves)))
-    if name not in OF_PRODUCTS:
-        existing = dense_of(inputs()) * 1
-        _assert_stays_deferred(FOLLOWED[name](deferred.rows_of_existing(existing)), FOLLOWED[name](existing))
 
 
 def _assert_stays_deferred(logits: Tensor, expected: Tensor) -> None:
@@ -460,13 +455,9 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_operations_see_ordinary_logits(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Values and gradients, once, and a warning that says who asked; none of logits that exist."""
+    """Values and gradients, once, and a warning that says who asked."""
     tensors, layers = inputs(), []
     expected = run(OTHERS[name], dense_of(tensors), tensors)
-    existing = run(OTHERS[name], deferred.rows_of_existing(dense_of(tensors)), tensors)
-    for a, b in zip(expected, existing, strict=True):
-        assert torch.allclose(a, b, rtol=2e-6, atol=1e-5)
-    assert not caplog.records, "nothing was materialized"
 
     def layer() -> Tensor:
         layers.append(1)
@@ -537,10 +528,7 @@ class Recomputed(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("use", [lambda x: x[1:], lambda x: x.div_(0.7)], ids=["rows", "div_"])
-@pytest.mark.parametrize("existing", [False, True])
-def test_deferred_inside_of_a_function_that_autograd_wraps(
-    existing: bool, use: Callable[[Tensor], Tensor]
-) -> None:
+def test_deferred_inside_of_a_function_that_autograd_wraps(use: Callable[[Tensor], Tensor]) -> None:
     """Reentrant checkpoints, which call functions without grad mode, are in tests/faults/programs.py."""
 
     def loss(make: Callable[..., Tensor]) -> list[Tensor]:
@@ -554,10 +542,7 @@ def test_deferred_inside_of_a_function_that_autograd_wraps(
         value.backward()
         return [value.detach(), tensors["hidden"].grad, tensors["weight"].grad]
 
-    def rows(hidden: Tensor, weight: Tensor) -> Tensor:
-        return deferred.rows_of_existing(linear(hidden, weight).clone())
-
-    for a, b in zip(loss(linear), loss(rows if existing else deferred_logits), strict=True):
+    for a, b in zip(loss(linear), loss(deferred_logits), strict=True):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
@@ -804,17 +789,14 @@ SECOND: tuple[Callable[[Tensor], Any], ...] = (
 
 @pytest.mark.parametrize("second", SECOND)
 @pytest.mark.parametrize("first", FIRST)
-@pytest.mark.parametrize("exist", [False, True])
 def test_a_write_after_the_loss_does_not_change_its_gradient(
-    exist: bool, first: Callable[[Tensor], Any], second: Callable[[Tensor], Any]
+    first: Callable[[Tensor], Any], second: Callable[[Tensor], Any]
 ) -> None:
     """After a first write, a hook or a look a loss reads values, and backward reads the same ones."""
     tensors = inputs(torch.float64)
     gradients = []
     for ours in (False, True):
-        logits = dense_of(tensors) * 1
-        if ours:
-            logits = deferred.rows_of_existing(logits) if exist else logits_of(tensors)
+        logits = logits_of(tensors) if ours else dense_of(tensors) * 1
         first(logits)
         loss = vocab_parallel_log_probs(logits.flatten(0, -2), TOKENS).sum()
         if ours:
