@@ -23,15 +23,12 @@ def log_probs_and_entropy(
     entropy_grad: bool = True,
     keep_mask: Tensor | None = None,
     inplace_backward: bool = False,
-    temperature: float = 1.0,
-    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities of the tokens, and entropies or ``None``, in float32 and the tokens' shape.
 
     Args:
         logits: ``[..., V / tp]``.
-        tokens: ``[...]``, of the selected rows. Frameworks look up prompts and padding too, so an id outside
-            of the vocabulary is no error: it has log-probability and entropy 0.
+        tokens: ``[...]``, see :func:`in_vocabulary`.
         tp_group: tensor-parallel group; ``None`` means the default group if there is one, as in
             ``torch.distributed``.
         inplace_backward: let the gradient overwrite the logits where nobody else may need them, see
@@ -40,20 +37,27 @@ def log_probs_and_entropy(
     if tp_group is None and dist.is_available() and dist.is_initialized():
         tp_group = dist.group.WORLD
     vocab_size = logits.shape[-1] * (1 if tp_group is None else dist.get_world_size(tp_group))
-    targets = tokens.reshape(-1).long()
-    targets = torch.where((targets >= 0) & (targets < vocab_size), targets, NO_TOKEN)
+    targets = in_vocabulary(tokens.reshape(-1), vocab_size)
     logits_tv = logits.reshape(-1, logits.shape[-1])
     options = VocabParallelOptions(
         tp_group=tp_group,
-        temperature=temperature,
         inplace_backward=inplace_backward and _may_be_overwritten(logits_tv),
         others_overwrite=inplace_backward,
         ignore_index=NO_TOKEN,
         with_entropy=with_entropy,
         entropy_grad=with_entropy and entropy_grad,
     )
-    values, entropies = log_probs.log_probs_and_entropy(logits_tv, targets, rows, keep_mask, options)
+    values, entropies = log_probs.log_probs_and_entropy(logits_tv, targets, None, keep_mask, options)
     return values.view(tokens.shape), None if entropies is None else entropies.view(tokens.shape)
+
+
+def in_vocabulary(tokens: Tensor, vocab_size: int) -> Tensor:
+    """Replace ids outside of the vocabulary by ``NO_TOKEN``, with log-probability and entropy 0.
+
+    They are no error, since frameworks look up prompts and padding too.
+    """
+    tokens = tokens.long()
+    return torch.where((tokens >= 0) & (tokens < vocab_size), tokens, NO_TOKEN)
 
 
 def entropy(logits: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:

@@ -21,9 +21,10 @@ from torch import Tensor
 from ..engine.call import Call
 from ..errors import InvalidInputError
 from ..losses import DeferredLogits
-from ..losses.logits.options import in_float32
+from ..losses.logits.log_probs import log_probs_and_entropy
+from ..losses.logits.options import VocabParallelOptions, in_float32
 from ..losses.sequences.layout import SequenceLayout
-from .log_probs import NO_TOKEN, log_probs_and_entropy
+from .log_probs import NO_TOKEN, in_vocabulary
 
 _NEEDED = {"logits", "args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy"}
 #: Parameters that may have any value; a call that sets others runs the framework's own code.
@@ -120,18 +121,21 @@ def _scores(
     arguments: Mapping[str, Any], layout: SequenceLayout, groups: _Groups, entropy_grad: bool
 ) -> dict[str, list[Tensor]]:
     logits, rows = layout.rows_of(arguments["logits"]), layout.response_rows
+    with_entropy = bool(arguments["with_entropy"])
+    options = VocabParallelOptions(
+        groups.tp_group,
+        _temperature(arguments["args"]),
+        ignore_index=NO_TOKEN,
+        with_entropy=with_entropy,
+        entropy_grad=with_entropy and entropy_grad,
+    )
     targets = layout.response_targets(arguments["unconcat_tokens"])
+    targets = in_vocabulary(targets, logits.shape[-1] * options.tp_size)
     # To read all rows of logits that exist takes less time than to pick more than a quarter of them.
     reads_all = not isinstance(logits, DeferredLogits) and 4 * len(rows) > len(logits)
-    log_probs, entropies = log_probs_and_entropy(
-        logits,
-        targets.new_full((len(logits),), NO_TOKEN).index_copy_(0, rows, targets) if reads_all else targets,
-        groups.tp_group,
-        rows=None if reads_all else rows,
-        with_entropy=bool(arguments["with_entropy"]),
-        entropy_grad=entropy_grad,
-        temperature=_temperature(arguments["args"]),
-    )
+    if reads_all:
+        targets = targets.new_full((len(logits),), NO_TOKEN).index_copy_(0, rows, targets)
+    log_probs, entropies = log_probs_and_entropy(logits, targets, None if reads_all else rows, None, options)
     scores = {"log_probs": log_probs} if entropies is None else {"log_probs": log_probs, "entropy": entropies}
     of_rows = {name: values[rows] if reads_all else values for name, values in scores.items()}
     return {name: layout.split_responses(values) for name, values in of_rows.items()}

@@ -59,6 +59,10 @@ class Limits:
     positions: int | None = None
 
 
+#: What the model gets from this package, unless a `forward` of the caller's runs it.
+_FOR_THE_MODEL = ("position_ids", "attention_mask")
+
+
 def parse_microbatches(mappings: Sequence[Mapping[str, Any]], limits: Limits) -> list[Microbatch]:
     """Parse and check the microbatches of :func:`~megatron_rl_patches.inference.forward_log_probs`."""
     if isinstance(mappings, Mapping) or not isinstance(mappings, Sequence):
@@ -85,6 +89,10 @@ def _microbatch(fields: Mapping[str, Any], first: int, limits: Limits) -> Microb
         raise InvalidInputError(f"it is a {type(fields).__name__}. Expected: a mapping with tokens.")
     if missing := [name for name in ("tokens", "lengths") if fields.get(name) is None]:
         raise InvalidInputError(f"there is no {' and no '.join(repr(name) for name in missing)} in it.")
+    if not limits.packing and (unread := [name for name in _FOR_THE_MODEL if fields.get(name) is not None]):
+        raise InvalidInputError(
+            f"{listed(unread)} would not be read: pass a `forward` that gives them to the model."
+        )
     tokens_bs = fields["tokens"]
     if not isinstance(tokens_bs, torch.Tensor) or tokens_bs.dtype != torch.int64 or tokens_bs.dim() != 2:
         raise InvalidInputError(f"tokens are {described(tokens_bs)}. Expected: an int64 tensor [b, s].")

@@ -34,6 +34,11 @@ def test_rows_that_predict(batch: dict[str, Any], packing: bool, rows: list[int]
     [
         ([], {}, "no microbatches"),
         ([PADDED, PADDED | {"lengths": [7, 4]}], {}, "microbatch 1: lengths"),
+        (
+            [PADDED | {"position_ids": torch.zeros(2, 4)}],
+            {},
+            "position_ids would not be read: pass a `forward`",
+        ),
         ([PADDED], {"sequence_parallel_size": 4}, "a multiple of 4: .* tensor-parallel size, for"),
         ([PADDED], {"sequence_parallel_size": 2, "cp_size": 2}, "a multiple of 8: 2 × context-parallel size"),
     ],
