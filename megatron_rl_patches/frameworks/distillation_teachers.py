@@ -55,7 +55,7 @@ def _collected(score: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
         self: TeacherScorer, logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any
     ) -> Any:
         layout, tp_group = layout_of(args, self.batch, logits)
-        options = {"tp_group": tp_group, "rows": layout.response_rows, "temperature": temperature_of(args)}
+        options = {"tp_group": tp_group, "rows": layout.response_slices, "temperature": temperature_of(args)}
         collected = {"distributions": list(score(self, logits, layout, options))}
         return collected if non_loss_data else (torch.zeros((), device=logits.device), collected)
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ..engine.call import Call
 from ..errors import InvalidInputError
-from ..losses import DeferredLogits
 from ..losses.logits.log_probs import log_probs_and_entropy
 from ..losses.logits.options import VocabParallelOptions, in_float32
 from ..losses.sequences.layout import SequenceLayout
@@ -120,7 +119,7 @@ def _layout(arguments: Mapping[str, Any], groups: _Groups, num_rows: int | None)
 def _scores(
     arguments: Mapping[str, Any], layout: SequenceLayout, groups: _Groups, entropy_grad: bool
 ) -> dict[str, list[Tensor]]:
-    logits, rows = layout.rows_of(arguments["logits"]), layout.response_rows
+    logits = layout.rows_of(arguments["logits"])
     with_entropy = bool(arguments["with_entropy"])
     options = VocabParallelOptions(
         groups.tp_group,
@@ -131,14 +130,9 @@ def _scores(
     )
     targets = layout.response_targets(arguments["unconcat_tokens"])
     targets = in_vocabulary(targets, logits.shape[-1] * options.tp_size)
-    # To read all rows of logits that exist takes less time than to pick more than a quarter of them.
-    reads_all = not isinstance(logits, DeferredLogits) and 4 * len(rows) > len(logits)
-    if reads_all:
-        targets = targets.new_full((len(logits),), NO_TOKEN).index_copy_(0, rows, targets)
-    log_probs, entropies = log_probs_and_entropy(logits, targets, None if reads_all else rows, None, options)
+    log_probs, entropies = log_probs_and_entropy(logits, targets, layout.response_slices, None, options)
     scores = {"log_probs": log_probs} if entropies is None else {"log_probs": log_probs, "entropy": entropies}
-    of_rows = {name: values[rows] if reads_all else values for name, values in scores.items()}
-    return {name: layout.split_responses(values) for name, values in of_rows.items()}
+    return {name: layout.split_responses(values) for name, values in scores.items()}
 
 
 def _temperature(framework_args: Any) -> float:

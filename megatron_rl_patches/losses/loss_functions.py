@@ -55,7 +55,7 @@ def packed_log_probs_and_entropy(
     """
     check_instance("layout", layout, SequenceLayout)
     logits_and_targets = layout.rows_of(logits), layout.response_targets(tokens)
-    rows, split = layout.response_rows, layout.split_responses
+    rows, split = layout.response_slices, layout.split_responses
     if layout.cp_size > 1:
         # A rank that refused its own ids alone would leave the others waiting for its values.
         of_group = VocabParallelOptions(options.get("tp_group"))

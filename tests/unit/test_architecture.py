@@ -72,7 +72,7 @@ LINES = {
     ("frameworks",): 2_370,  # a framework's function is tried before it is replaced
     ("reentry",): 1_645,  # warnings of settings, finite steps, the norm of experts, calls within calls
     ("inference",): 3_750,  # what scoring, loading and the estimate refuse before any collective
-    ("losses",): 7_430,
+    ("losses",): 7_520,
     ("testing",): 2_175,  # tiny models, ranks, the CPU backend, mocks, check_normalization
     ("cli", "doctor"): 1_000,
     ("demo",): 425,

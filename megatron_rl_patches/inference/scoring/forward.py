@@ -294,4 +294,4 @@ def _problem_with_ids(at: Any, vocabulary: int | None, batches: Sequence[Microba
 
 
 def _arguments(batch: Microbatch, group: Group, temperature: float) -> dict[str, Any]:
-    return {"tp_group": group, "rows": batch.layout.response_rows, "temperature": temperature}
+    return {"tp_group": group, "rows": batch.layout.response_slices, "temperature": temperature}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
 from .deferred import DeferredLogits, dense
-from .options import VocabParallelOptions, check_tensor
+from .options import VocabParallelOptions, check_tensor, is_integer
 from .overwriting import check_not_overwritten
-from .rows import LogitSource, RowIndex, SelectedRows, as_slice, check_no_transform
+from .rows import LogitSource, SelectedRows, check_no_transform
+from .slices import RowIndex, Rows, as_slices
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
@@ -19,7 +22,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 def checked_source(
     logits: Tensor,
-    rows: Tensor | slice | None,
+    rows: Rows,
     options: VocabParallelOptions,
     keep_mask: Tensor | None = None,
     name: str = "logits",
@@ -115,7 +118,7 @@ def check_distinct(name: str, ids: Tensor) -> None:
     _require(~is_repeated, f"{expected}; -100 stands for no entry", ordered[:, 1:])
 
 
-def _valid_rows(rows: Tensor | slice | None, logits: Tensor) -> RowIndex:
+def _valid_rows(rows: Rows, logits: Tensor) -> RowIndex:
     """Return the rows; reject numbers that are not of rows, or of one row twice."""
     size = logits.shape[0]
     if rows is None:
@@ -125,8 +128,10 @@ def _valid_rows(rows: Tensor | slice | None, logits: Tensor) -> RowIndex:
         if row_range.step == 1:
             return slice(row_range.start, max(row_range.start, row_range.stop))
         return torch.tensor(row_range, dtype=torch.int64, device=logits.device)
+    if isinstance(rows, Sequence):
+        return _valid_slices(rows, size)
     if not isinstance(rows, Tensor):
-        raise InvalidInputError(f"rows are a {type(rows).__name__}, expected a slice or a tensor of numbers")
+        raise InvalidInputError(f"rows are a {type(rows).__name__}, expected slices or a tensor of numbers")
     if rows.dim() != 1 or rows.dtype != torch.int64:
         raise InvalidInputError(
             f"rows are {rows.dtype} {list(rows.shape)}, expected a slice or row numbers, torch.int64 [n]"
@@ -138,7 +143,26 @@ def _valid_rows(rows: Tensor | slice | None, logits: Tensor) -> RowIndex:
     uses = torch.zeros(size, dtype=torch.int64, device=rows.device).index_add_(0, rows, once)
     expected = "rows: each at most once, since gradients of a row are written, not added up"
     _require(uses <= 1, expected, torch.arange(size, device=rows.device))
-    return as_slice(rows)
+    return as_slices(rows)
+
+
+def _valid_slices(rows: Sequence[Any], size: int) -> RowIndex:
+    end = 0
+    for part in rows:
+        bounds = (part.start, part.stop, part.step or 1) if isinstance(part, slice) else ()
+        fits = (
+            bounds
+            and all(map(is_integer, bounds))
+            and end <= bounds[0] < bounds[1] <= size
+            and bounds[2] == 1
+        )
+        if not fits:
+            raise InvalidInputError(
+                f"rows are {list(rows)}, expected slices of the {size} rows with start and stop, none of "
+                "them empty, each behind the one before it"
+            )
+        end = part.stop
+    return tuple(rows) if len(rows) > 1 else rows[0] if rows else slice(0, 0)
 
 
 def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:

@@ -20,7 +20,8 @@ from ...errors import InvalidInputError
 from .autograd import Tensors, gather_sequence, gradients_of_inputs, save_source, sum_gradient
 from .deferred_contents import Contents, LazyValues, Origin
 from .options import DEFAULT, VocabParallelOptions, check_floats, check_group
-from .rows import Inputs, RowIndex, as_slice
+from .rows import Inputs
+from .slices import RowIndex, as_slices, numbers_of
 from .tiles import KeepBytes, OutputLayerRows, SumOfLogits, TileOptions, largest_logits
 
 aten = torch.ops.aten
@@ -253,9 +254,13 @@ class DeferredLogits(Tensor):
         """Return rows of these logits for the functions that read tiles; they count as ``[T, V / tp]``."""
         origin, rows = self.origin, self.row_numbers.flatten()
         origin.check_unchanged()
+        if isinstance(index, tuple):
+            index = numbers_of(index)
         if isinstance(index, Tensor):
             rows = on_device(rows, index.device)
-        selected = as_slice(rows[index])
+        selected = as_slices(rows[index])
+        if isinstance(selected, tuple):
+            selected = rows[index]
         if isinstance(selected, Tensor):
             selected = on_device(selected, self.device)
         source = origin.all_rows.select(selected, options)

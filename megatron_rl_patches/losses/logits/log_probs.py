@@ -22,6 +22,7 @@ from torch import Tensor
 from .arguments import checked_source, valid_targets
 from .log_probs_autograd import LogProbsAndEntropy, Targets
 from .options import VocabParallelOptions
+from .slices import Rows
 
 
 def vocab_parallel_log_probs(
@@ -29,7 +30,7 @@ def vocab_parallel_log_probs(
     targets: Tensor,
     *,
     tp_group: dist.ProcessGroup | None = None,
-    rows: Tensor | slice | None = None,
+    rows: Rows = None,
     temperature: float = 1.0,
     keep_mask: Tensor | None = None,
     inplace_backward: bool = False,
@@ -45,8 +46,9 @@ def vocab_parallel_log_probs(
         targets: token ids ``[n]`` in the whole vocabulary, of the selected rows.
         tp_group: ranks that hold the other columns; ``None``: there are none. All ranks call with the same
             arguments but for their columns, also when there are no rows.
-        rows: which ``n`` of the ``T`` rows: a slice, or row numbers (int64), each at most once; ``None``: all
-            of them. The others are not read, and their gradient is zero.
+        rows: which ``n`` of the ``T`` rows: a slice, several of them in order, or row numbers (int64), each
+            at most once; ``None``: all of them. The others are not read, and their gradient is zero. Rows of
+            slices are read without a copy, and so are those of long runs of numbers on the CPU.
         temperature: logits are divided by it, as they were when the tokens were sampled.
         keep_mask: bool ``[n, V / tp]``, the columns that sampling chose from (top-p, top-k). The others have
             probability zero, except the target, which was sampled. The entropy does not see the mask.
@@ -87,7 +89,7 @@ def vocab_parallel_log_probs_and_entropy(
     targets: Tensor,
     *,
     tp_group: dist.ProcessGroup | None = None,
-    rows: Tensor | slice | None = None,
+    rows: Rows = None,
     temperature: float = 1.0,
     keep_mask: Tensor | None = None,
     inplace_backward: bool = False,
@@ -119,7 +121,7 @@ def vocab_parallel_log_probs_and_entropy(
 def log_probs_and_entropy(
     logits: Tensor,
     targets: Tensor,
-    rows: Tensor | slice | None,
+    rows: Rows,
     keep_mask: Tensor | None,
     options: VocabParallelOptions,
 ) -> tuple[Tensor, Tensor | None]:

@@ -27,6 +27,7 @@ from .autograd import LogitFunction, Tensors, divisor_note, divisors_of
 from .distributions import NO_ENTRY
 from .options import VocabParallelOptions
 from .rows import Inputs, LogitSource, SelectedRows, Tile, reduced
+from .slices import Rows
 from .softmax import NO_SOFTMAX, SoftmaxGradient, block_gradient, buffered_statistics, stretches
 from .topk import blocks_of_rows, log_masses, merged_tail, total_and_tail
 
@@ -39,7 +40,7 @@ def vocab_parallel_log_probs_at(
     indices: Tensor,
     *,
     tp_group: dist.ProcessGroup | None = None,
-    rows: Tensor | slice | None = None,
+    rows: Rows = None,
     temperature: float = 1.0,
     with_tail: Literal[False] = False,
     inplace_backward: bool = False,
@@ -53,7 +54,7 @@ def vocab_parallel_log_probs_at(
     indices: Tensor,
     *,
     tp_group: dist.ProcessGroup | None = None,
-    rows: Tensor | slice | None = None,
+    rows: Rows = None,
     temperature: float = 1.0,
     with_tail: Literal[True],
     inplace_backward: bool = False,
@@ -66,7 +67,7 @@ def vocab_parallel_log_probs_at(
     indices: Tensor,
     *,
     tp_group: dist.ProcessGroup | None = None,
-    rows: Tensor | slice | None = None,
+    rows: Rows = None,
     temperature: float = 1.0,
     with_tail: bool = False,
     inplace_backward: bool = False,

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -18,12 +19,11 @@ from torch import Tensor
 from ...errors import InvalidInputError
 from .options import DEFAULT, VocabParallelOptions
 from .overwriting import StorageClaim, check_not_overwritten, claim_storage, mark_overwritten
+from .slices import RowIndex, Runs, length_of, numbers_of, ranges, shifted
 
 _MIB = 1 << 20
 
 Inputs = tuple[Tensor | None, ...]
-#: Distinct rows: a slice with step 1, which is read without a copy, or row numbers (int64).
-RowIndex = slice | Tensor
 S = TypeVar("S", bound="LogitSource")
 
 
@@ -60,7 +60,13 @@ class LogitSource(ABC):
     @cached_property
     def n(self) -> int:
         """Number of selected rows."""
-        return self.index.stop - self.index.start if isinstance(self.index, slice) else len(self.index)
+        return len(self.index) if isinstance(self.index, Tensor) else sum(map(length_of, self.runs))
+
+    @property
+    def runs(self) -> Runs:
+        """The rows as slices, if they are no row numbers."""
+        assert not isinstance(self.index, Tensor)
+        return (self.index,) if isinstance(self.index, slice) else self.index
 
     @property
     def is_frozen(self) -> bool:
@@ -196,14 +202,12 @@ class SelectedRows(LogitSource):
 
     @property
     def row_indices(self) -> Tensor:
-        if isinstance(self.index, slice):
-            return torch.arange(self.index.start, self.index.stop, device=self.logits.device)
-        return self.index
+        return self.index if isinstance(self.index, Tensor) else numbers_of(self.runs, self.logits.device)
 
     @property
     def can_be_viewed(self) -> bool:
         """Whether a block of the rows is a view of the logits in the dtype of the computation."""
-        return isinstance(self.index, slice) and self.logits.dtype == self.dtype
+        return not isinstance(self.index, Tensor) and self.logits.dtype == self.dtype
 
     def blocks(self, buffers: int, width: int | None = None, scale: int = 1) -> list[slice]:
         """Cut the ``n`` rows into ranges, such that so many buffers of one range fit into ``block_bytes``.
@@ -214,11 +218,17 @@ class SelectedRows(LogitSource):
         size = self.options.block_bytes or scale * _default_block_bytes(self.logits)
         row_bytes = max(width or self.width, 1) * self.dtype.itemsize * max(buffers, 1)
         step = max(1, size // row_bytes)
-        return ranges(self.n, step)
+        if not isinstance(self.index, tuple):
+            return ranges(self.n, step)
+        starts = accumulate(map(length_of, self.index), initial=0)
+        of_runs = (
+            (start, ranges(length_of(run), step)) for run, start in zip(self.index, starts, strict=False)
+        )
+        return [shifted(part, start) for start, parts in of_runs for part in parts]
 
     def scratch(self, blocks: list[slice], buffers: int) -> Tensor:
         """Return ``[buffers, rows of the largest block, V / tp]``, uninitialized."""
-        rows = blocks[0].stop - blocks[0].start if blocks else 0
+        rows = max(map(length_of, blocks), default=0)
         return self.logits.new_empty((buffers, rows, self.width), dtype=self.dtype)
 
     def window(self, rows: slice, columns: slice) -> SelectedRows:
@@ -242,10 +252,11 @@ class SelectedRows(LogitSource):
     def new_gradient(self, in_place: bool) -> Tensor:
         """Return a tensor like the logits, or the logits themselves, with zeros in all other rows."""
         logits = self.logits
-        if isinstance(self.index, slice):
+        if not isinstance(self.index, Tensor):
             gradient = logits if in_place else torch.empty_like(logits)
-            gradient[: self.index.start].zero_()
-            gradient[self.index.stop :].zero_()
+            starts, stops = ([getattr(run, end) for run in self.runs] for end in ("start", "stop"))
+            for stop, start in zip([0, *stops], [*starts, len(logits)], strict=True):
+                gradient[stop:start].zero_()
             return gradient
         if not in_place:
             return torch.zeros_like(logits)
@@ -278,9 +289,17 @@ class SelectedRows(LogitSource):
         elif (of_block := gradient[place]).data_ptr() != values.data_ptr():
             of_block.copy_(values)
 
-    def _place(self, block: slice) -> RowIndex:
+    def _place(self, block: slice) -> slice | Tensor:
         """Return which of the ``T`` rows a block of the ``n`` is."""
-        return self.index[block] if isinstance(self.index, Tensor) else shifted(block, self.index.start)
+        if isinstance(self.index, Tensor):
+            return self.index[block]
+        first = block.start
+        for run in self.runs:
+            if first < length_of(run) or run is self.runs[-1]:
+                break
+            first -= length_of(run)
+        place = shifted(block, run.start + first - block.start)
+        return place if place.stop <= run.stop else self.row_indices[block]
 
     def temperature(self) -> Tensor | None:
         """Return what the logits are divided by as a :meth:`scalar`, or ``None`` where it is 1."""
@@ -292,30 +311,6 @@ class SelectedRows(LogitSource):
         A compiled function must not see it as a number: each value would be compiled in.
         """
         return torch.full((), number, dtype=self.dtype, device=self.device)
-
-
-def shifted(part: slice, start: int) -> slice:
-    """Return a range that begins so much later."""
-    return slice(part.start + start, part.stop + start)
-
-
-def ranges(size: int, step: int) -> list[slice]:
-    """Cut a range into parts of so many numbers; the last one may be shorter."""
-    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
-
-
-def as_slice(rows: Tensor) -> RowIndex:
-    """Return a slice for consecutive rows, which are then read without a copy.
-
-    Rows on a GPU stay as they are: reading their values would make the CPU wait for the GPU.
-    """
-    if rows.device.type != "cpu":
-        return rows
-    if len(rows) == 0:
-        return slice(0, 0)
-    first = int(rows[0])
-    consecutive = torch.equal(rows, torch.arange(first, first + len(rows)))
-    return slice(first, first + len(rows)) if consecutive else rows
 
 
 def check_no_transform(*tensors: Tensor | None) -> None:

@@ -123,7 +123,7 @@ def _blocks(call: BlockFunction, rows: SelectedRows, buffers: int) -> Iterator[t
     A compiled function needs none. Consecutive rows are read without a copy, so no buffer has to fit into the
     cache, and larger blocks mean fewer calls.
     """
-    compiled = rows.blocks(1, scale=_COMPILED_BLOCKS if isinstance(rows.index, slice) else 1)
+    compiled = rows.blocks(1, scale=1 if isinstance(rows.index, Tensor) else _COMPILED_BLOCKS)
     plain = rows.blocks(buffers)
     scratch: Tensor | None = None
     for block in call.blocks(compiled, plain):

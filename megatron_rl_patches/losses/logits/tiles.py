@@ -19,7 +19,8 @@ from torch import Tensor
 
 from .autograd import LogitFunction, Tensors, without_autocast
 from .options import DEFAULT, VocabParallelOptions, check_integer
-from .rows import Inputs, LogitSource, RowIndex, SelectedRows, Tile, TileGradient, ranges
+from .rows import Inputs, LogitSource, SelectedRows, Tile, TileGradient
+from .slices import ranges
 
 _MIB = 1 << 20
 _FEWEST_COLUMNS = 1024
@@ -99,7 +100,7 @@ class OutputLayerRows(LogitSource):
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    index: RowIndex
+    index: slice | Tensor
     tiling: TileOptions
     options: VocabParallelOptions = DEFAULT
     keeps_tiles: bool = False

@@ -23,6 +23,7 @@ from .autograd import all_gather_statistics, without_autocast
 from .distributions import TopKDistribution
 from .options import VocabParallelOptions, check_integer
 from .rows import LogitSource, SelectedRows, reduced
+from .slices import Rows
 from .softmax import finite, merge, scaled_, sum_exp
 
 _MINUS_INF = float("-inf")
@@ -35,7 +36,7 @@ def vocab_parallel_topk(
     k: int,
     *,
     tp_group: dist.ProcessGroup | None = None,
-    rows: Tensor | slice | None = None,
+    rows: Rows = None,
     temperature: float = 1.0,
     block_bytes: int | None = None,
 ) -> TopKDistribution:

@@ -30,6 +30,7 @@ from ..logits.options import (
     check_tensor,
 )
 from ..logits.rows import LogitSource, SelectedRows
+from ..logits.slices import Rows
 from .teachers import check_weights, weighted
 
 
@@ -185,7 +186,7 @@ def full_vocabulary_divergence(
     beta: float = 0.5,
     teacher_weights: Sequence[float] | None = None,
     old: Tensor | None = None,
-    rows: Tensor | slice | None = None,
+    rows: Rows = None,
     temperature: float = 1.0,
     num_ids: int | None = None,
     tp_group: dist.ProcessGroup | None = None,

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from ...common.devices import on_device
 from ...errors import InvalidInputError
 from ..logits.options import check_instance, check_list, check_tensor
+from ..logits.slices import RowIndex, as_slices
 from .lengths import check_context_parallel, check_lengths, integers, pad
 
 
@@ -40,6 +41,8 @@ class SequenceLayout:
     Attributes:
         logits_shape: shape of this rank's logits without the vocabulary: ``(1, rows)`` or ``(batch, seq)``.
         response_rows: row of this rank's logits, ``[num_rows, vocab]``, that predicts each token.
+        response_slices: the same rows as slices, which losses read without a copy; as numbers if runs of
+            consecutive rows are short.
         samples: sample to which each token belongs.
         positions: position of each token in the response of its sample.
         response_index: position of each token in the concatenation of all full responses.
@@ -53,6 +56,7 @@ class SequenceLayout:
     allgather_cp: bool
     logits_shape: tuple[int, int]
     response_rows: torch.Tensor
+    response_slices: RowIndex
     samples: torch.Tensor
     positions: torch.Tensor
     response_index: torch.Tensor
@@ -117,9 +121,11 @@ class SequenceLayout:
         num_rows = logits_shape[0] * logits_shape[1]
         rank, row = _locate(sample, predictor, torch.tensor(padded, device="cpu"), chunks, num_rows)
         index = (rank == cp_rank).nonzero().squeeze(1)
+        slices = as_slices(row[index])
         return cls(
             *(totals, responses, cp_rank, cp_size, allgather_cp, logits_shape),
             response_rows=on_device(row[index], device),
+            response_slices=on_device(slices, device) if isinstance(slices, torch.Tensor) else slices,
             samples=on_device(sample[index], device),
             positions=on_device(position[index], device),
             response_index=on_device(index, device),

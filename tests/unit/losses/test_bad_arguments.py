@@ -256,6 +256,10 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (LOG_PROBS_OF, {"rows": TARGETS.bool()}, r"torch.bool \[4\].*mask.nonzero\(\).squeeze\(1\)"),
     (LOG_PROBS_OF, {"rows": TARGETS.int()}, r"torch.int32 \[4\], expected a slice or row numbers"),
     (LOG_PROBS_OF, {"rows": TARGETS[None]}, r"\[1, 4\]"),
+    *(
+        (LOG_PROBS_OF, {"rows": [slice(0, 1), part]}, r"expected slices of the 4 rows with start and stop")
+        for part in (slice(2, 2), slice(0, 2), slice(2, 5), slice(2, None), slice(1, 4, 2), 3)
+    ),
     (LOG_PROBS_OF, {"rows": torch.tensor([0, 1, 2, 4])}, r"numbers from 0 to 3; found \[4\]"),
     (LOG_PROBS_OF, {"rows": torch.tensor([0, 1, 2, -1])}, r"found \[-1\]"),
     (LOG_PROBS_OF, {"rows": torch.tensor([0, 3, 2, 3])}, r"each at most once.*found \[3\]"),

@@ -6,6 +6,7 @@ tests/faults and tests/real have those at ids and the top-k with all dtypes and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import (
     TopKDistribution,
+    deferred_logits,
     vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
@@ -22,6 +24,7 @@ from megatron_rl_patches.losses import (
 )
 from megatron_rl_patches.losses.logits import softmax
 from megatron_rl_patches.losses.logits.distributions import log1mexp
+from megatron_rl_patches.losses.logits.slices import as_slices
 from tests.references.dense import IGNORE, dense_log_probs_and_entropy, errors, relative_error
 from tests.references.dense_topk import dense_log_probs_at, random_indices
 from tests.references.live_bytes import live_bytes
@@ -92,6 +95,42 @@ def test_compiled_equals_the_dense_formulas() -> None:
     options |= {"block_bytes": [None], "rows": [None, torch.tensor([7, 3, 12, 0])]}
     for case in pairwise(options):
         check_case(case, fused=True)
+
+
+SLICES = [slice(0, 2), slice(3, 8), slice(9, 10), slice(11, 13)]
+NUMBERS = torch.tensor([0, 1, 3, 4, 5, 6, 7, 9, 11, 12])
+DEFERRED = partial(deferred_logits, weight=torch.eye(V))
+OF_ROWS: tuple[Callable[..., tuple[Tensor, ...]], ...] = (
+    lambda x, **options: vocab_parallel_log_probs_and_entropy(x, random_targets(10), **options),
+    lambda x, **options: vocab_parallel_log_probs_at(x, random_indices(10, 4, V), with_tail=True, **options),
+    lambda x, **options: (vocab_parallel_topk(x, 5, **options).log_probs,),
+)
+
+
+@pytest.mark.parametrize("of_rows", OF_ROWS)
+@pytest.mark.parametrize("make", [lambda x: x * 1, DEFERRED], ids=["", "deferred"])
+def test_rows_of_slices_are_those_with_their_numbers(
+    make: Callable[[Tensor], Tensor], of_rows: Callable[..., tuple[Tensor, ...]]
+) -> None:
+    def outcome(rows: Any, **options: Any) -> list[Tensor]:
+        leaf = random_logits().requires_grad_()
+        values = of_rows(make(leaf), rows=rows, **options)
+        trained = [x.sum() for x in values if x.requires_grad]
+        return [*values, *(torch.autograd.grad(sum(trained), leaf) if trained else ())]
+
+    expected = outcome(NUMBERS)
+    in_place = [] if make is DEFERRED or of_rows is OF_ROWS[2] else [{"inplace_backward": True}]
+    for options in ({}, {"block_bytes": 2 * V * 4}, *in_place):
+        # Sums of columns depend on where a row lies in memory.
+        torch.testing.assert_close(outcome(SLICES, **options), expected, rtol=2e-6, atol=1e-6)
+
+
+def test_long_runs_of_numbers_are_slices() -> None:
+    first, second = torch.arange(3, 40), torch.arange(50, 60)
+    assert as_slices(torch.cat([first, second])) == (slice(3, 40), slice(50, 60))
+    assert as_slices(first) == slice(3, 40)
+    for rows in (torch.cat([second, first]), first[::2], NUMBERS):
+        assert as_slices(rows) is rows
 
 
 def test_equal_parts_are_counted_whatever_the_default_dtype_is() -> None:
