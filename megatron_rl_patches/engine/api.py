@@ -12,7 +12,7 @@ from ..common.text import listed
 from ..errors import PatchError
 from . import installer, registry
 from .judge import judge_all, refuse_faults
-from .records import Claim
+from .records import ApplyCall
 from .settings import VARIABLE, Settings, parse_selection
 from .sources import Environment
 from .statuses import Statuses
@@ -54,11 +54,11 @@ def applied(
     """:func:`apply` for the length of a ``with`` block. Sites that another call asks for stay after it, and
     the options of the last :func:`apply` are back. Blocks that overlap must agree about the options.
     """
-    claim = _apply(names, exclude, settings, strict, lasts=False)
+    apply_call = _apply(names, exclude, settings, strict, lasts=False)
     try:
         yield status()
     finally:
-        installer.installer.release(claim)
+        installer.installer.release(apply_call)
 
 
 def _apply(
@@ -67,16 +67,16 @@ def _apply(
     settings: Settings | None,
     strict: bool | None,
     lasts: bool,
-) -> Claim:
+) -> ApplyCall:
     chosen = settings or Settings.from_environment()
     required = bool(names) or (chosen.strict if strict is None else strict)
     patches = registry.select(names, exclude)
     if required:
         # Judged by source before anything is changed, frameworks that are not imported yet included.
         refuse_faults(judge_all(Environment(), patches, chosen))
-    claim = Claim(required, lasts)
-    installer.installer.add(patches, chosen, claim, replace_options=settings is not None)
-    return claim
+    apply_call = ApplyCall(required, lasts)
+    installer.installer.add(patches, chosen, apply_call, replace_options=settings is not None)
+    return apply_call
 
 
 def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
@@ -96,7 +96,7 @@ def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
     if messages:
         _log.warning("megatron_rl_patches: %s; going on without", "; ".join(messages))
     # Options of an apply() that the program has called itself stay in force.
-    installer.installer.add(patches, settings, Claim(settings.strict, lasts=True), replace_options=False)
+    installer.installer.add(patches, settings, ApplyCall(settings.strict, lasts=True), replace_options=False)
 
 
 def revert(*names: str) -> None:

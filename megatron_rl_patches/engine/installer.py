@@ -18,13 +18,13 @@ from .announce import Announcer
 from .call import Call
 from .judge import all_or_nothing, refuse_faults
 from .patch import Patch, Site, imported, third_party
-from .records import Claim, Moves, Record, rebind
+from .records import ApplyCall, Moves, Record, rebind
 from .settings import Settings
 from .statuses import SiteStatus, Statuses, status_of
 
 _log = logging.getLogger("megatron_rl_patches")
-#: Claims that stay until a revert, by whether they are required.
-_LASTING = {required: Claim(required, lasts=True) for required in (True, False)}
+#: Calls that stay until a revert, by whether they are required.
+_LASTING = {required: ApplyCall(required, lasts=True) for required in (True, False)}
 
 
 class Installer(Listener):
@@ -43,12 +43,16 @@ class Installer(Listener):
         self.announcer = Announcer()
 
     def add(
-        self, patches: Collection[Patch], settings: Settings, claim: Claim, replace_options: bool = True
+        self,
+        patches: Collection[Patch],
+        settings: Settings,
+        apply_call: ApplyCall,
+        replace_options: bool = True,
     ) -> None:
         """Put the patches in place, now or when their frameworks are imported.
 
         Args:
-            claim: on behalf of what; one that does not last is for :meth:`release`.
+            apply_call: on behalf of what; one that does not last is for :meth:`release`.
             replace_options: patches that are selected already take the options of these settings, too.
 
         Raises:
@@ -60,7 +64,7 @@ class Installer(Listener):
             try:
                 sites += patch.sites_for(settings.options_of(patch))
             except PatchError as error:
-                if claim.required:
+                if apply_call.required:
                     raise
                 _log.warning("megatron_rl_patches: %s", error)
         # The lock is held from selection to judgement, so that no other thread sees what may yet be undone.
@@ -83,19 +87,19 @@ class Installer(Listener):
                     finder.watch(module, self)
                 records = [self._select(site) for site in sites]
                 for record in records:
-                    record.claims.add(claim)
+                    record.apply_calls.add(apply_call)
                 self._options |= chosen
                 skipped = self._apply_ready(r for r in records if r.is_open and r.is_imported)
-                refuse_faults(record.current() for record in records if claim.required)
+                refuse_faults(record.current() for record in records if apply_call.required)
             except BaseException:
-                self.release(claim)
+                self.release(apply_call)
                 self._records = before
                 raise
-            if claim.lasts:
+            if apply_call.lasts:
                 in_force = {patch.name: self._options[patch.name] for patch in patches}
                 self._lasting_options = {**in_force, **self._lasting_options, **chosen}
-                for record in records:  # one claim of its kind, however often apply() is called
-                    record.claims = {*record.claims - {claim}, _LASTING[claim.required]}
+                for record in records:  # one of its kind, however often apply() is called
+                    record.apply_calls = {*record.apply_calls - {apply_call}, _LASTING[apply_call.required]}
         self.announcer.warn(skipped)
 
     def _select(self, site: Site) -> Record:
@@ -107,19 +111,19 @@ class Installer(Listener):
 
     def _in_blocks(self) -> set[str]:
         """Return the patches that running ``applied()`` blocks have selected."""
-        return {r.site.patch for r in self._records.values() if not all(claim.lasts for claim in r.claims)}
+        return {r.site.patch for r in self._records.values() if not all(each.lasts for each in r.apply_calls)}
 
-    def release(self, claim: Claim) -> None:
+    def release(self, apply_call: ApplyCall) -> None:
         """Undo what the call did: sites that another call has selected, too, stay in place.
 
         After the last block of a patch, the options of the last ``apply()`` are back.
         """
         with self._lock:
-            claimed = [record for record in self._records.values() if claim in record.claims]
-            for record in claimed:
-                record.claims.remove(claim)
-            self._revert(record for record in claimed if not record.claims)
-            ended = {record.site.patch for record in claimed} - self._in_blocks()
+            released = [record for record in self._records.values() if apply_call in record.apply_calls]
+            for record in released:
+                record.apply_calls.remove(apply_call)
+            self._revert(record for record in released if not record.apply_calls)
+            ended = {record.site.patch for record in released} - self._in_blocks()
             for name in ended & self._lasting_options.keys():
                 self._options[name] = self._lasting_options[name]
             # A site that is gone now may have kept the others of its group from taking effect.
@@ -130,7 +134,7 @@ class Installer(Listener):
         with self._lock:
             records = [record for record in self._records.values() if record.site.patch in names]
             for record in records:
-                record.claims.clear()
+                record.apply_calls.clear()
                 self._lasting_options.pop(record.site.patch, None)
             self._revert(record for record in records if not record.is_reverted)
 

@@ -29,7 +29,7 @@ Moves = list[tuple[Any, Any]]
 
 
 @dataclass(eq=False)
-class Claim:
+class ApplyCall:
     """What a call of ``apply()``, or an ``applied()`` block, asked for.
 
     Attributes:
@@ -45,11 +45,11 @@ class Record:
     """One selected site.
 
     ``status`` is the one place that says what became of the site. It is ``waiting`` until the module is
-    imported, then ``applied``, ``not needed`` or a fault, and ``reverted`` when no call claims it any more.
+    imported, then ``applied``, ``not needed`` or a fault, and ``reverted`` when no call needs it any more.
     Other code can overwrite an applied site without notice, so ``is_in_place`` looks at the live object.
 
     Attributes:
-        claims: the calls that have selected the site and not been undone.
+        apply_calls: the calls that have selected the site and not been undone.
         group: patch and framework; all sites of a group take effect, or none.
         wrapper: what is, or was, in place of the target; ``None`` before it is wrapped, and after a revert.
     """
@@ -57,7 +57,7 @@ class Record:
     def __init__(self, site: Site) -> None:
         self.site = site
         self.status = _waiting(site)
-        self.claims: set[Claim] = set()
+        self.apply_calls: set[ApplyCall] = set()
         self.group = (site.patch, site.framework)
         self.wrapper: SwitchableWrapper | None = None
         #: Wrappers of functions from before a reload, while anybody holds them.
@@ -65,7 +65,7 @@ class Record:
 
     @property
     def is_required(self) -> bool:
-        return any(claim.required for claim in self.claims)
+        return any(each.required for each in self.apply_calls)
 
     @property
     def is_reverted(self) -> bool:

@@ -20,7 +20,7 @@ from ...losses import (
 )
 from ...losses.logits.options import is_integer
 from ...losses.output_layer import is_column_parallel
-from .microbatches import Microbatch, described, range_of_wrong_ids
+from .microbatches import ScoringBatch, described, range_of_wrong_ids
 from .plan import Forward, Group, ScoreOptions, vocabulary_of
 from .schedule import forward_only
 
@@ -86,7 +86,7 @@ def forward_log_probs(
             microbatch.
     """
 
-    def score(batch: Microbatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
+    def score(batch: ScoringBatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
         arguments = _arguments(batch, group, temperature)
         if with_entropy:
             return vocab_parallel_log_probs_and_entropy(logits_tv, batch.targets_n, **arguments)
@@ -140,7 +140,7 @@ def forward_topk(
     if isinstance(at, Sequence):
         at_ids = [ids.indices if isinstance(ids, TopKDistribution) else ids for ids in at]
 
-    def problem(batches: Sequence[Microbatch]) -> str | None:
+    def problem(batches: Sequence[ScoringBatch]) -> str | None:
         most = vocab_size or vocabulary_of(model)
         if k is None:
             return _problem_with_ids(at_ids, most, batches)
@@ -148,7 +148,7 @@ def forward_topk(
             return f"k is {k!r}. Expected: 1 to {most}, the vocabulary, and no `at` beside it."
         return None
 
-    def score(batch: Microbatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
+    def score(batch: ScoringBatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
         arguments = _arguments(batch, group, temperature)
         if k is not None:
             topk = vocab_parallel_topk(logits_tv, k, **arguments)
@@ -192,7 +192,7 @@ def forward_hidden_states(
             model's output layer is not Megatron's own, or its logits are not its product alone.
     """
 
-    def score(batch: Microbatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
+    def score(batch: ScoringBatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
         return (hidden_states_of(logits_tv, batch.layout.response_rows),)
 
     samples = forward_only(model, microbatches, score, ScoreOptions(forward, output_device, progress))
@@ -226,7 +226,7 @@ def forward_values(
             model's head has not one column.
     """
 
-    def score(batch: Microbatch, values_t1: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
+    def score(batch: ScoringBatch, values_t1: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
         if values_t1.shape[1] != 1:
             raise InvalidInputError(
                 f"the model returned {values_t1.shape[1]} numbers per token. Expected: one, from a value or "
@@ -272,7 +272,7 @@ def output_head(model: Model) -> OutputHead | None:
     return OutputHead(weight.detach(), bias)
 
 
-def _problem_with_ids(at: Any, vocabulary: int | None, batches: Sequence[Microbatch]) -> str | None:
+def _problem_with_ids(at: Any, vocabulary: int | None, batches: Sequence[ScoringBatch]) -> str | None:
     """Say what is wrong with ids ``[response_length, K]`` of all samples; ``None``: nothing."""
     if at is None:
         return "pass k or `at`: they say which tokens of the vocabulary to score."
@@ -293,5 +293,5 @@ def _problem_with_ids(at: Any, vocabulary: int | None, batches: Sequence[Microba
     return None
 
 
-def _arguments(batch: Microbatch, group: Group, temperature: float) -> dict[str, Any]:
+def _arguments(batch: ScoringBatch, group: Group, temperature: float) -> dict[str, Any]:
     return {"tp_group": group, "rows": batch.layout.response_slices, "temperature": temperature}

@@ -16,7 +16,7 @@ from ...losses import SequenceLayout
 
 
 @dataclass(frozen=True, eq=False)
-class Microbatch:
+class ScoringBatch:
     """One microbatch after checking; ``fields`` is the mapping that the caller passed."""
 
     fields: Mapping[str, Any]
@@ -63,7 +63,7 @@ class Limits:
 _FOR_THE_MODEL = ("position_ids", "attention_mask")
 
 
-def parse_microbatches(mappings: Sequence[Mapping[str, Any]], limits: Limits) -> list[Microbatch]:
+def parse_microbatches(mappings: Sequence[Mapping[str, Any]], limits: Limits) -> list[ScoringBatch]:
     """Parse and check the microbatches of :func:`~megatron_rl_patches.inference.forward_log_probs`."""
     if isinstance(mappings, Mapping) or not isinstance(mappings, Sequence):
         raise InvalidInputError(
@@ -71,7 +71,7 @@ def parse_microbatches(mappings: Sequence[Mapping[str, Any]], limits: Limits) ->
         )
     if not mappings:
         raise InvalidInputError("there are no microbatches to score: pass at least one on every rank.")
-    microbatches: list[Microbatch] = []
+    microbatches: list[ScoringBatch] = []
     first = 0
     for number, mapping in enumerate(mappings):
         try:
@@ -84,7 +84,7 @@ def parse_microbatches(mappings: Sequence[Mapping[str, Any]], limits: Limits) ->
     return microbatches
 
 
-def _microbatch(fields: Mapping[str, Any], first: int, limits: Limits) -> Microbatch:
+def _microbatch(fields: Mapping[str, Any], first: int, limits: Limits) -> ScoringBatch:
     if not isinstance(fields, Mapping):
         raise InvalidInputError(f"it is a {type(fields).__name__}. Expected: a mapping with tokens.")
     if missing := [name for name in ("tokens", "lengths") if fields.get(name) is None]:
@@ -116,7 +116,7 @@ def _microbatch(fields: Mapping[str, Any], first: int, limits: Limits) -> Microb
         device=limits.device,
         **padding,
     )
-    return Microbatch(fields, tokens_bs, samples, first, layout)
+    return ScoringBatch(fields, tokens_bs, samples, first, layout)
 
 
 def _samples(tokens_bs: torch.Tensor, lengths: list[int], packing: bool) -> list[torch.Tensor]:

@@ -19,13 +19,13 @@ from ...common.devices import on_device
 from ...errors import InvalidInputError
 from ...losses.logits.options import VocabParallelOptions, is_integer
 from ...reentry.forward_pre_hooks import why_not_gathered
-from .microbatches import Limits, Microbatch, parse_microbatches
+from .microbatches import Limits, ScoringBatch, parse_microbatches
 
 Forward = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]
 #: The tensor-parallel group over which the vocabulary is split, or ``None`` if it is not.
 Group = torch.distributed.ProcessGroup | None
 #: Returns what is wrong with data that only the last stage has.
-Check = Callable[[Sequence[Microbatch]], str | None]
+Check = Callable[[Sequence[ScoringBatch]], str | None]
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Plan:
     config: Any
     options: ScoreOptions
     #: This rank's microbatches, and those that it runs: more at the end, whose scores are dropped.
-    batches: Sequence[Microbatch]
-    schedule: Sequence[Microbatch]
+    batches: Sequence[ScoringBatch]
+    schedule: Sequence[ScoringBatch]
     #: This rank's place, if the model's input is cut here.
     context_parallel: ContextParallel
 
@@ -61,7 +61,7 @@ class Plan:
     def device(self) -> torch.device:
         return next(self.chunks[-1].parameters()).device
 
-    def forward(self, chunk: torch.nn.Module, batch: Microbatch) -> torch.Tensor:
+    def forward(self, chunk: torch.nn.Module, batch: ScoringBatch) -> torch.Tensor:
         """Run a chunk on a microbatch."""
         return (self.options.forward or self.context_parallel.forward)(chunk, batch.fields)
 
@@ -177,7 +177,7 @@ def vocabulary_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> int | N
     return size
 
 
-def _agreed_rounds(batches: Sequence[Microbatch], chunks: Sequence[torch.nn.Module], config: Any) -> int:
+def _agreed_rounds(batches: Sequence[ScoringBatch], chunks: Sequence[torch.nn.Module], config: Any) -> int:
     """Return how many microbatches this rank runs: whole groups if interleaved, and as many as its replicas.
 
     Experts are divided over data-parallel replicas. A replica with fewer microbatches would leave the others

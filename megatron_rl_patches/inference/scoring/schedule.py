@@ -25,12 +25,12 @@ from ...losses.logits.deferred import hide_columns
 from ...losses.output_layer import deferring
 from ...reentry.forward_pre_hooks import gathered_parameters
 from ..models.isolation import rng_tracker_is_seeded, rng_tracker_that_does_not_fork
-from .microbatches import Microbatch
+from .microbatches import ScoringBatch
 from .plan import Check, Group, Plan, ScoreOptions, is_last_stage, plan_of
 
 #: Computes tensors ``[n, ...]`` for the ``n`` response tokens of a microbatch from that microbatch and its
 #: logits ``[T, vocabulary / tp]``.
-Score = Callable[[Microbatch, torch.Tensor, Group], tuple[torch.Tensor, ...]]
+Score = Callable[[ScoringBatch, torch.Tensor, Group], tuple[torch.Tensor, ...]]
 # Classes whose attribute scales an auxiliary loss in backward.
 _LOSS_SCALERS = (
     ("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler"),
@@ -120,7 +120,7 @@ def _run(plan: Plan, score: Score) -> tuple[list[Any], str | None]:
         bar = tqdm(total=len(plan.schedule), desc="scoring", unit="microbatch", leave=False)
 
     def forward_step(
-        batches: Iterator[Microbatch], chunk: torch.nn.Module
+        batches: Iterator[ScoringBatch], chunk: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[..., Any] | None]:
         batch = next(batches)
         with deferring(unwrap(chunk)):
@@ -156,7 +156,7 @@ def _run(plan: Plan, score: Score) -> tuple[list[Any], str | None]:
 
 
 def _scored(
-    logits_bsv: torch.Tensor, batch: Microbatch, chunk: Any, score: Score, vocab_size: int | None
+    logits_bsv: torch.Tensor, batch: ScoringBatch, chunk: Any, score: Score, vocab_size: int | None
 ) -> tuple[torch.Tensor, ...]:
     """Call ``score`` with the logits of the last stage, those of padding ids set to -inf."""
     if logits_bsv.shape[:2] != batch.layout.logits_shape:

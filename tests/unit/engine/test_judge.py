@@ -17,7 +17,7 @@ from megatron_rl_patches.engine import installer
 from megatron_rl_patches.engine.api import activate_from_environment
 from megatron_rl_patches.engine.judge import judge_all, judge_site
 from megatron_rl_patches.engine.patch import Patch, Site
-from megatron_rl_patches.engine.records import Claim
+from megatron_rl_patches.engine.records import ApplyCall
 from megatron_rl_patches.engine.sources import open_source
 from megatron_rl_patches.engine.target_source import TargetSource, from_source, resolve
 from tests.worlds.files import write
@@ -209,7 +209,7 @@ def test_a_fault_of_this_package_costs_one_line_or_an_error_where_it_is_a_must(
 ) -> None:
     package = tagged("train")
     with pytest.raises(PatchError):  # which is no fault of this package
-        installer.installer.add([patch_of("pathlib", "gone")], Settings(), Claim(True, lasts=True))
+        installer.installer.add([patch_of("pathlib", "gone")], Settings(), ApplyCall(True, lasts=True))
     apply(*["tagging"] * is_must)
     damaged = Mock(side_effect=RuntimeError("a file\nis damaged"))
     monkeypatch.setattr(installer.installer, "_apply_ready", damaged)
@@ -323,7 +323,7 @@ def test_a_missing_module_shows_before_anything_is_imported(framework: Framework
     patch = engine["tagging"] = Patch("tagging", "")
     patch.wrap(f"{framework()}.gone", "train")(tag)
     add = installer.installer.add
-    for must in (lambda: apply("tagging"), lambda: add([patch], Settings(), Claim(True, lasts=True))):
+    for must in (lambda: apply("tagging"), lambda: add([patch], Settings(), ApplyCall(True, lasts=True))):
         with pytest.raises(PatchError, match=r"no source of module \w+\.gone is found"):
             must()
         assert status() == []

@@ -18,7 +18,7 @@ import pytest
 from megatron_rl_patches import PatchError, Settings, applied, apply, revert, status, verify_ranks
 from megatron_rl_patches.engine import installer
 from megatron_rl_patches.engine.api import activate_from_environment
-from megatron_rl_patches.engine.records import Claim
+from megatron_rl_patches.engine.records import ApplyCall
 from megatron_rl_patches.engine.settings import VARIABLE, variable_of
 from megatron_rl_patches.testing import spawn_ranks
 from tests.worlds.program import run_program
@@ -80,7 +80,7 @@ def test_a_failing_call_leaves_others_alone(engine: Engine, broken: Pause, good:
     names = ("broken",) if first_out == "alone" else ("good", "broken")
     patches = [engine[name] for name in names]
     with ThreadPoolExecutor(1) as other:
-        failing = other.submit(installer.installer.add, patches, Settings(), Claim(True, lasts=True))
+        failing = other.submit(installer.installer.add, patches, Settings(), ApplyCall(True, lasts=True))
         assert broken.reached.wait(10)
         if first_out == "other":
             broken.go_on.set()
@@ -109,15 +109,15 @@ def test_a_revert_meanwhile_is_not_undone(broken: Pause, good: Any) -> None:
 @pytest.mark.parametrize("by_failing", [True, False])
 def test_a_site_that_is_gone_again_holds_nobody_back(engine: Engine, good: Any, by_failing: bool) -> None:
     bad = patch_of(good.__name__.partition(".")[0], "train", "no_such", name="good")
-    installer.installer.add([engine["good"]], Settings(), Claim(True, lasts=True))
+    installer.installer.add([engine["good"]], Settings(), ApplyCall(True, lasts=True))
     if by_failing:
         with pytest.raises(PatchError, match="no_such: missing"):
-            installer.installer.add([bad], Settings(), Claim(True, lasts=True))
+            installer.installer.add([bad], Settings(), ApplyCall(True, lasts=True))
     else:
-        claim = Claim(False, lasts=False)
-        installer.installer.add([bad], Settings(), claim)
+        apply_call = ApplyCall(False, lasts=False)
+        installer.installer.add([bad], Settings(), apply_call)
         assert good.train("m") == PLAIN
-        installer.installer.release(claim)
+        installer.installer.release(apply_call)
     assert good.train("m") == PATCHED
 
 
