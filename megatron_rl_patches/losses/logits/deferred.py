@@ -21,7 +21,7 @@ from .autograd import Tensors, gather_sequence, gradients_of_inputs, save_source
 from .deferred_contents import Contents, LazyValues, Origin
 from .options import DEFAULT, VocabParallelOptions, check_floats, check_group
 from .rows import Inputs
-from .slices import RowIndex, as_slices, numbers_of
+from .slices import RowIndex, as_slices
 from .tiles import KeepBytes, OutputLayerRows, SumOfLogits, TileOptions, largest_logits
 
 aten = torch.ops.aten
@@ -255,7 +255,7 @@ class DeferredLogits(Tensor):
         origin, rows = self.origin, self.row_numbers.flatten()
         origin.check_unchanged()
         if isinstance(index, tuple):
-            index = numbers_of(index)
+            index = torch.cat([torch.arange(run.start, run.stop) for run in index])
         if isinstance(index, Tensor):
             rows = on_device(rows, index.device)
         selected = as_slices(rows[index])

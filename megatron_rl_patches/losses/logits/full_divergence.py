@@ -32,8 +32,7 @@ from .autograd import LogitFunction, Tensors, all_gather
 from .compiling import BlockFunction
 from .divergences import Compared, Divergence
 from .overwriting import StorageClaim
-from .rows import Inputs, LogitSource, SelectedRows, Tile, reduced
-from .slices import shifted
+from .rows import Inputs, LogitSource, SelectedRows, Tile, reduced, shifted
 from .softmax import exp, stretches, sum_of_columns
 from .tiles import OutputLayerRows
 

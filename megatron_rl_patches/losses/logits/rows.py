@@ -19,7 +19,7 @@ from torch import Tensor
 from ...errors import InvalidInputError
 from .options import DEFAULT, VocabParallelOptions
 from .overwriting import StorageClaim, check_not_overwritten, claim_storage, mark_overwritten
-from .slices import RowIndex, Runs, length_of, numbers_of, ranges, shifted
+from .slices import RowIndex, Runs
 
 _MIB = 1 << 20
 
@@ -60,7 +60,7 @@ class LogitSource(ABC):
     @cached_property
     def n(self) -> int:
         """Number of selected rows."""
-        return len(self.index) if isinstance(self.index, Tensor) else sum(map(length_of, self.runs))
+        return len(self.index) if isinstance(self.index, Tensor) else sum(map(_length, self.runs))
 
     @property
     def runs(self) -> Runs:
@@ -202,7 +202,10 @@ class SelectedRows(LogitSource):
 
     @property
     def row_indices(self) -> Tensor:
-        return self.index if isinstance(self.index, Tensor) else numbers_of(self.runs, self.logits.device)
+        if isinstance(self.index, Tensor):
+            return self.index
+        device = self.logits.device
+        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self.runs])
 
     @property
     def can_be_viewed(self) -> bool:
@@ -220,15 +223,15 @@ class SelectedRows(LogitSource):
         step = max(1, size // row_bytes)
         if not isinstance(self.index, tuple):
             return ranges(self.n, step)
-        starts = accumulate(map(length_of, self.index), initial=0)
+        starts = accumulate(map(_length, self.index), initial=0)
         of_runs = (
-            (start, ranges(length_of(run), step)) for run, start in zip(self.index, starts, strict=False)
+            (start, ranges(_length(run), step)) for run, start in zip(self.index, starts, strict=False)
         )
         return [shifted(part, start) for start, parts in of_runs for part in parts]
 
     def scratch(self, blocks: list[slice], buffers: int) -> Tensor:
         """Return ``[buffers, rows of the largest block, V / tp]``, uninitialized."""
-        rows = max(map(length_of, blocks), default=0)
+        rows = max(map(_length, blocks), default=0)
         return self.logits.new_empty((buffers, rows, self.width), dtype=self.dtype)
 
     def window(self, rows: slice, columns: slice) -> SelectedRows:
@@ -295,9 +298,9 @@ class SelectedRows(LogitSource):
             return self.index[block]
         first = block.start
         for run in self.runs:
-            if first < length_of(run) or run is self.runs[-1]:
+            if first < _length(run) or run is self.runs[-1]:
                 break
-            first -= length_of(run)
+            first -= _length(run)
         place = shifted(block, run.start + first - block.start)
         return place if place.stop <= run.stop else self.row_indices[block]
 
@@ -311,6 +314,21 @@ class SelectedRows(LogitSource):
         A compiled function must not see it as a number: each value would be compiled in.
         """
         return torch.full((), number, dtype=self.dtype, device=self.device)
+
+
+def _length(part: slice) -> int:
+    """Return how many rows a slice with bounds has."""
+    return part.stop - part.start
+
+
+def shifted(part: slice, start: int) -> slice:
+    """Return a range that begins so much later."""
+    return slice(part.start + start, part.stop + start)
+
+
+def ranges(size: int, step: int) -> list[slice]:
+    """Cut a range into parts of so many numbers; the last one may be shorter."""
+    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
 def check_no_transform(*tensors: Tensor | None) -> None:

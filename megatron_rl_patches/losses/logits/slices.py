@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 #: Slices with step 1, none empty, each behind the end of the one before it.
@@ -14,26 +13,6 @@ RowIndex = slice | Runs | Tensor
 #: The same as callers pass them.
 Rows = Tensor | slice | Sequence[slice] | None
 _SHORTEST_RUN = 16  # rows, on average: it takes longer to read shorter ones apart than to copy all
-
-
-def length_of(part: slice) -> int:
-    """Return how many rows a slice with bounds has."""
-    return part.stop - part.start
-
-
-def numbers_of(runs: Runs, device: torch.device | str = "cpu") -> Tensor:
-    """Return the numbers of the rows, int64."""
-    return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
-
-
-def shifted(part: slice, start: int) -> slice:
-    """Return a range that begins so much later."""
-    return slice(part.start + start, part.stop + start)
-
-
-def ranges(size: int, step: int) -> list[slice]:
-    """Cut a range into parts of so many numbers; the last one may be shorter."""
-    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
 def as_slices(rows: Tensor) -> RowIndex:

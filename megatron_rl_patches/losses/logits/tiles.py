@@ -19,8 +19,7 @@ from torch import Tensor
 
 from .autograd import LogitFunction, Tensors, without_autocast
 from .options import DEFAULT, VocabParallelOptions, check_integer
-from .rows import Inputs, LogitSource, SelectedRows, Tile, TileGradient
-from .slices import ranges
+from .rows import Inputs, LogitSource, SelectedRows, Tile, TileGradient, ranges
 
 _MIB = 1 << 20
 _FEWEST_COLUMNS = 1024
