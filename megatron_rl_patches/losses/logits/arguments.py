@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...errors import InvalidInputError
 from .deferred import DeferredLogits, dense
-from .options import VocabParallelOptions, check_tensor, is_integer
+from .options import VocabParallelOptions, check_no_transform, check_tensor, is_integer
 from .overwriting import check_not_overwritten
-from .rows import LogitSource, SelectedRows, check_no_transform
+from .rows import LogitSource, SelectedRows
 from .slices import RowIndex, Rows, as_slices
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from .rows import check_no_transform
+from .options import check_no_transform
 from .tiles import OutputLayerRows
 
 

@@ -159,4 +159,13 @@ def check_group(tp_group: dist.ProcessGroup | None) -> None:
         )
 
 
+def check_no_transform(*tensors: torch.Tensor | None) -> None:
+    """Refuse tensors of a transform of torch.func, in which tensors have no storage."""
+    if any(t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
+        raise InvalidInputError(
+            "logits are those of a transform of torch.func, such as grad or vmap, which sees no storage: use "
+            "torch.autograd.grad"
+        )
+
+
 DEFAULT = VocabParallelOptions()

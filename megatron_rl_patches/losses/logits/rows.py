@@ -16,7 +16,6 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ...errors import InvalidInputError
 from .options import DEFAULT, VocabParallelOptions
 from .overwriting import StorageClaim, check_not_overwritten, claim_storage, mark_overwritten
 from .slices import RowIndex, Runs
@@ -204,8 +203,7 @@ class SelectedRows(LogitSource):
     def row_indices(self) -> Tensor:
         if isinstance(self.index, Tensor):
             return self.index
-        device = self.logits.device
-        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self.runs])
+        return torch.cat([torch.arange(run.start, run.stop, device=self.device) for run in self.runs])
 
     @property
     def can_be_viewed(self) -> bool:
@@ -257,9 +255,10 @@ class SelectedRows(LogitSource):
         logits = self.logits
         if not isinstance(self.index, Tensor):
             gradient = logits if in_place else torch.empty_like(logits)
-            starts, stops = ([getattr(run, end) for run in self.runs] for end in ("start", "stop"))
-            for stop, start in zip([0, *stops], [*starts, len(logits)], strict=True):
-                gradient[stop:start].zero_()
+            stop = 0
+            for run in (*self.runs, slice(len(logits), None)):
+                gradient[stop : run.start].zero_()
+                stop = run.stop
             return gradient
         if not in_place:
             return torch.zeros_like(logits)
@@ -329,15 +328,6 @@ def shifted(part: slice, start: int) -> slice:
 def ranges(size: int, step: int) -> list[slice]:
     """Cut a range into parts of so many numbers; the last one may be shorter."""
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
-
-
-def check_no_transform(*tensors: Tensor | None) -> None:
-    """Refuse tensors of a transform of torch.func, in which tensors have no storage."""
-    if any(t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
-        raise InvalidInputError(
-            "logits are those of a transform of torch.func, such as grad or vmap, which sees no storage: use "
-            "torch.autograd.grad"
-        )
 
 
 def _default_block_bytes(logits: Tensor) -> int:
