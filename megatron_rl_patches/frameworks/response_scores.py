@@ -10,7 +10,6 @@ each function and its options. Where its values or gradients differ from those o
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from ..losses.sequences.layout import SequenceLayout
 from .log_probs import NO_TOKEN, in_vocabulary
 
 _NEEDED = {"logits", "args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy"}
-#: Parameters that may have any value; a call that sets others runs the framework's own code.
+#: A call that passes anything else runs the framework's own code.
 _KNOWN = _NEEDED | {"non_loss_data", "max_seq_lens", "entropy_requires_grad"}
 #: Options of the framework that decide what its function computes.
 _OPTIONS = (
@@ -34,11 +33,10 @@ _OPTIONS = (
     "qkv_format",
     "entropy_coef",
     "loss_type",
-    "true_on_policy_mode",
 )
 
-#: Their logits have this standard deviation, at which a cap of 50 shows.
-_LOGITS = 8.0
+#: Standard deviation of random logits in most rows, and in every fourth one, where a clamp at 50 shows.
+_SPREAD, _WIDE_SPREAD = 8.0, 60.0
 
 
 class _Form(NamedTuple):
@@ -51,6 +49,7 @@ class _Form(NamedTuple):
 class _Groups(NamedTuple):
     cp_rank: int
     cp_size: int
+    cp_group: dist.ProcessGroup | None
     tp_group: dist.ProcessGroup | None
 
 
@@ -61,14 +60,17 @@ forms: dict[Any, _Form | None] = {}
 def response_scores(call: Call) -> Any:
     """Return what the framework's function returns; ``None`` if its own code has to run.
 
-    All ranks of the tensor parallel group have the same answer. Ranks that share a sequence may differ in it:
-    without all-gather context parallelism, which is left to the framework, they exchange nothing here.
+    All ranks of the tensor and context parallel groups have the same answer.
     """
     arguments = call.arguments
-    if not arguments.keys() >= _NEEDED or call.changed() - _KNOWN:
+    is_known = arguments.keys() >= _NEEDED and not call.changed() - _KNOWN and call.get("non_loss_data", True)
+    # What wraps the function, such as another patch, would be left out.
+    if not is_known or hasattr(call.function, "__wrapped__"):
         return None
-    groups = _groups_of(call.function)
-    if getattr(arguments["args"], "allgather_cp", False) and groups.cp_size > 1:
+    groups, args = _groups_of(call.function), arguments["args"]
+    if getattr(args, "true_on_policy_mode", False):  # miles reproduces the bits of its inference engine
+        return None
+    if getattr(args, "allgather_cp", False) and groups.cp_size > 1:  # ranks exchange scores
         return None
     try:
         layout = _layout(arguments, groups, arguments["logits"].shape[1])
@@ -76,8 +78,9 @@ def response_scores(call: Call) -> Any:
         layout.targets(arguments["unconcat_tokens"])
     except InvalidInputError:
         return None  # lengths that the framework knows what to do with, or says what is wrong with
-    options = [getattr(arguments["args"], name, None) for name in _OPTIONS]
-    key = (call.function, *options, arguments["with_entropy"], arguments["logits"].dtype, groups.cp_size)
+    options = [getattr(args, name, None) for name in _OPTIONS]
+    options += [arguments["with_entropy"], call.get("entropy_requires_grad")]
+    key = (call.function, *options, arguments["logits"].dtype, groups.cp_size)
     if key not in forms:
         forms[key] = _tried(call, groups)
     form = forms[key]
@@ -89,15 +92,16 @@ def response_scores(call: Call) -> Any:
 
 def _groups_of(function: Callable[..., Any]) -> _Groups:
     """Return the groups of the framework's function; those of miles are its own under FSDP."""
-    own = getattr(inspect.unwrap(function), "__globals__", {}).get("get_parallel_state")
+    own = getattr(function, "__globals__", {}).get("get_parallel_state")
     if own is not None:
         cp, tp = own().cp, own().tp
-        return _Groups(cp.rank, cp.size, tp.group)
+        return _Groups(cp.rank, cp.size, cp.group, tp.group)
     from megatron.core import parallel_state as state
 
     return _Groups(
         state.get_context_parallel_rank(),
         state.get_context_parallel_world_size(),
+        state.get_context_parallel_group(),
         state.get_tensor_model_parallel_group(),
     )
 
@@ -128,11 +132,12 @@ def _scores(
         with_entropy=with_entropy,
         entropy_grad=with_entropy and entropy_grad,
     )
-    targets = layout.response_targets(arguments["unconcat_tokens"])
+    targets = layout.response_targets([tokens.to(logits.device) for tokens in arguments["unconcat_tokens"]])
     targets = in_vocabulary(targets, logits.shape[-1] * options.tp_size)
     log_probs, entropies = log_probs_and_entropy(logits, targets, layout.response_slices, None, options)
     scores = {"log_probs": log_probs} if entropies is None else {"log_probs": log_probs, "entropy": entropies}
-    return {name: layout.split_responses(values) for name, values in scores.items()}
+    # A caller may write to one of them, which autograd forbids for views of one tensor.
+    return {name: [part.clone() for part in layout.split_responses(x)] for name, x in scores.items()}
 
 
 def _temperature(framework_args: Any) -> float:
@@ -155,16 +160,20 @@ def _tried(call: Call, groups: _Groups) -> _Form | None:
         raise
     except Exception:
         pass  # on all ranks, which do the same: their code takes no such microbatch
-    return form if _all_agree(form is not None, groups.tp_group, call["logits"].device) else None
+    for group in (groups.tp_group, groups.cp_group):
+        form = form if _all_agree(form is not None, group, call["logits"].device) else None
+    return form
 
 
 def _compared(call: Call, groups: _Groups) -> _Form | None:
-    arguments = {**call.arguments, **_small_microbatch(call.arguments, groups.cp_size)}
+    arguments = {**call.arguments, **_small_microbatch(call.arguments, groups)}
     layout = _layout(arguments, groups, None)
     # Two tensors, since a fork may write to its logits.
-    leaf, own_leaf = (_logits_like(call["logits"], layout) for _ in range(2))
+    leaf, own_leaf = (_logits_like(call["logits"], layout, groups) for _ in range(2))
     returned = call(**{**arguments, "logits": leaf * 1})
     is_pair = isinstance(returned, tuple)
+    if is_pair and (len(returned) != 2 or returned[0].numel()):
+        return None
     theirs = returned[1] if is_pair else returned
     entropy_grad = any(values.requires_grad for values in theirs.get("entropy", ()))
     ours = _scores({**arguments, "logits": own_leaf * 1}, layout, groups, entropy_grad)
@@ -188,24 +197,30 @@ def _gradient(scores: Mapping[str, Sequence[Tensor]], leaf: Tensor) -> Tensor:
     return torch.autograd.grad((weights * values).sum(), leaf)[0]
 
 
-def _small_microbatch(arguments: Mapping[str, Any], cp_size: int) -> dict[str, Any]:
-    """Return lengths and tokens of two samples, of which every rank has a part of the response."""
-    first, second = 16 * cp_size, 14 * cp_size
-    tokens = torch.arange(first, device=arguments["logits"].device) % arguments["logits"].shape[-1]
+def _small_microbatch(arguments: Mapping[str, Any], groups: _Groups) -> dict[str, Any]:
+    """Return lengths and tokens of three samples, of which every rank has a part of the response."""
+    cp_size, logits = groups.cp_size, arguments["logits"]
+    # Padded for zigzag, these are 16, 14 and 12 times the size.
+    totals = [16 * cp_size - 1, 12 * cp_size + 1, 10 * cp_size + 1]
+    tp_size = 1 if groups.tp_group is None else dist.get_world_size(groups.tp_group)
+    ids = torch.linspace(0, logits.shape[-1] * tp_size - 1, sum(totals), dtype=torch.float64, device="cpu")
+    tokens = ids.long().flip(0).to(logits.device)
     is_padded = arguments.get("max_seq_lens") is not None
     return {
-        "unconcat_tokens": [tokens, tokens[:second]],
-        "total_lengths": [first, second],
-        "response_lengths": [first - 1, second - 3],
-        **({"max_seq_lens": [first, first]} if is_padded else {}),
+        "unconcat_tokens": [part.clone() for part in tokens.split_with_sizes(totals)],
+        "total_lengths": totals,
+        "response_lengths": [total - prompt for total, prompt in zip(totals, (1, 3, 4), strict=True)],
+        **({"max_seq_lens": [16 * cp_size] * len(totals)} if is_padded else {}),
     }
 
 
-def _logits_like(logits: Tensor, layout: SequenceLayout) -> Tensor:
-    """Return a leaf of random logits for the layout, the same at each call."""
+def _logits_like(logits: Tensor, layout: SequenceLayout, groups: _Groups) -> Tensor:
+    """Return a leaf of random logits for the layout, the same at each call, and others on each TP rank."""
     shape = *layout.logits_shape, logits.shape[-1]
-    values = _LOGITS * torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-    return values.to(logits.device, logits.dtype).requires_grad_()
+    rank = 0 if groups.tp_group is None else dist.get_rank(groups.tp_group)
+    values = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(rank), device="cpu")
+    values.flatten(0, 1)[::4] *= _WIDE_SPREAD / _SPREAD
+    return (_SPREAD * values).to(logits.device, logits.dtype).requires_grad_()
 
 
 def _all_agree(agrees: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:

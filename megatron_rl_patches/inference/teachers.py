@@ -33,7 +33,7 @@ class TeacherPool:
     the outer one had. **Outside**, the last teacher stays until another one is used: taking turns costs one
     copy a turn. **If the model holds weights that are no teacher's**, the outermost ``use`` saves them in
     host memory and puts them back, every time. Weights that are all NaN, as ``build_inference_model`` leaves
-    them, are not saved: fill them with NaN after torch_memory_saver, for one, has dropped their memory.
+    them, are not saved: fill them with NaN after other code, such as torch_memory_saver, drops their memory.
 
     **A swap costs** one copy from host memory, queued on the current CUDA stream. Where a teacher was left in
     the model, the CPU first waits for a checksum, which tells whether other code has loaded weights since.

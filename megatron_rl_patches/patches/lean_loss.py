@@ -17,7 +17,7 @@ verl          ``_lm_head_logits_processor``             one pass, no clone      
 
 vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. The replacements are
 in :mod:`..frameworks.slime_losses` and :mod:`..frameworks.verl_losses`, under the same names. Whether a
-fork's ``get_log_probs_and_entropy`` can be replaced is tried when it is called first.
+fork's ``get_log_probs_and_entropy`` can be replaced is tried the first time it is called.
 
 Not patched: NeMo-RL, AReaL, SkyRL, ROLL and ms-swift, which compute in chunks already, verl's fused kernels,
 and miles' ``true_on_policy_mode``, which reproduces the bits of its inference engine. No site is a function

@@ -138,9 +138,10 @@ def reentrant_train(target: Any, **options: Any) -> Any:
         MegatronRLPatchesError: the function has no parameter named ``model``, its body runs after the call (a
             generator or a coroutine function), or the target is a class, or neither chunks nor a function.
     """
-    if inspect.isclass(target):
+    called = target.func if isinstance(target, functools.partial) else target
+    if inspect.isclass(called):
         raise MegatronRLPatchesError(
-            f"{target.__qualname__} is a class; decorate the method that takes the model chunks as 'model'"
+            f"{called.__qualname__} is a class; decorate the method that takes the model chunks as 'model'"
         )
     if not callable(target) or hasattr(target, "modules"):
         chunks = as_chunks(target)

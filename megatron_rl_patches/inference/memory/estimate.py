@@ -155,6 +155,8 @@ def estimate_memory(
     Raises:
         InvalidInputError: values that do not fit together, or a model that Megatron does not build.
     """
+    if teachers < 0:
+        raise InvalidInputError(f"teachers is {teachers}; it must be at least 0")
     if dtype not in ITEM_SIZES:
         raise InvalidInputError(f"dtype is {dtype!r}; it can be {', '.join(ITEM_SIZES)}")
     sizes, counted = _parameters(model, described, dtype)

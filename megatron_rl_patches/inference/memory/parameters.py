@@ -200,7 +200,7 @@ def _check(fields: Mapping[str, Any], config_class: Any) -> None:
                 f"{name}: {config_class.__name__} of this megatron-core has no such field"
             )
         default = defaults[name]
-        if default is not None and isinstance(default, bool) != isinstance(value, bool):
+        if None not in (default, value) and isinstance(default, bool) != isinstance(value, bool):
             raise InvalidInputError(f"{name} is {value!r}; expected a value such as {default!r}")
         if type(value) is int and value < (name in REQUIRED):
             raise InvalidInputError(f"{name} is {value}; it must be at least {int(name in REQUIRED)}")

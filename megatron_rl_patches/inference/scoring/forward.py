@@ -124,13 +124,13 @@ def forward_topk(
     Args:
         k: how many of the most probable tokens.
         at: in place of ``k``: token ids, int64 ``[response_length, K]``, of each sample, or distributions
-            with such ids, in their order. Only the last stage reads it; other stages may pass
-            ``None``, which is what this function returned to them.
+            with such ids, in the order of the microbatches. Only the last stage reads it; others may
+            pass ``None``, which is what this function returned to them.
 
     Returns:
         One :class:`~megatron_rl_patches.losses.TopKDistribution` per sample, of ``response_length`` tokens,
-        in their order, on the last pipeline stage, the same bits on all its tensor-parallel and
-        context-parallel ranks; ``None`` on the other stages.
+        in the order of the microbatches, on the last pipeline stage, the same bits on all its tensor-parallel
+        and context-parallel ranks; ``None`` on the other stages.
 
     Raises:
         InvalidInputError: as :func:`forward_log_probs`; or ``at`` does not fit the samples. All stages raise
@@ -183,9 +183,9 @@ def forward_hidden_states(
     not materialized, and nothing of a microbatch stays on the device after it.
 
     Returns:
-        Per sample ``[response_length, h]`` in the model's dtype, in their order, on the last pipeline
-        stage: the same on all its tensor-parallel and context-parallel ranks. In host memory they are pinned
-        if the model is on a GPU. ``None`` on the other stages.
+        Per sample ``[response_length, h]`` in the model's dtype, in the order of the microbatches, on the
+        last pipeline stage: the same on all its tensor-parallel and context-parallel ranks. In host memory
+        they are pinned if the model is on a GPU. ``None`` on the other stages.
 
     Raises:
         InvalidInputError: as :func:`forward_log_probs`; or, after the last microbatch and on all stages, the
@@ -218,8 +218,9 @@ def forward_values(
     ``response_lengths`` of a microbatch do not count.
 
     Returns:
-        Per sample ``[length]``, float32, prompt and response, in their order, on the last pipeline
-        stage: the same on all its tensor-parallel and context-parallel ranks. ``None`` on the other stages.
+        Per sample ``[length]``, float32, prompt and response, in the order of the microbatches, on the last
+        pipeline stage: the same on all its tensor-parallel and context-parallel ranks. ``None`` on the other
+        stages.
 
     Raises:
         InvalidInputError: as :func:`forward_log_probs`; or, after the last microbatch and on all stages, the

@@ -89,6 +89,8 @@ def _microbatch(fields: Mapping[str, Any], first: int, limits: Limits) -> Scorin
         raise InvalidInputError(f"it is a {type(fields).__name__}. Expected: a mapping with tokens.")
     if missing := [name for name in ("tokens", "lengths") if fields.get(name) is None]:
         raise InvalidInputError(f"there is no {' and no '.join(repr(name) for name in missing)} in it.")
+    if fields.get("indices") is not None:
+        raise InvalidInputError("indices would not be read: results are in the order of the microbatches.")
     if not limits.packing and (unread := [name for name in _FOR_THE_MODEL if fields.get(name) is not None]):
         raise InvalidInputError(
             f"{listed(unread)} would not be read: pass a `forward` that gives them to the model."

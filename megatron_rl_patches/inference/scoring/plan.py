@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed
 from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model
 
 from ...common.agreement import gathered, raise_on_all
-from ...common.chunks import as_chunks, config_of, unwrap
+from ...common.chunks import as_chunks, config_of
 from ...common.devices import on_device
 from ...errors import InvalidInputError
 from ...losses.logits.options import VocabParallelOptions, is_integer
@@ -156,8 +157,7 @@ def _limits(
 ) -> Limits:
     """Return what microbatches must fit."""
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
-    model = unwrap(chunks[0])
-    embedding = getattr(model, "position_embedding_type", None)
+    embedding = attribute_of(chunks[0], "position_embedding_type", None)
     looks_up_positions = embedding == "learned_absolute" and options.forward is None
     return Limits(
         packing=options.forward is not None,
@@ -167,13 +167,13 @@ def _limits(
         cp_size=context_parallel.size,
         device=next(chunks[-1].parameters()).device,
         every_token=options.every_token,
-        positions=model.max_sequence_length if looks_up_positions else None,
+        positions=attribute_of(chunks[0], "max_sequence_length", None) if looks_up_positions else None,
     )
 
 
 def vocabulary_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> int | None:
     """Return the number of ids of the model, padding included; ``None`` if the model does not say."""
-    size: int | None = getattr(unwrap(as_chunks(model)[0]), "vocab_size", None)
+    size: int | None = attribute_of(as_chunks(model)[0], "vocab_size", None)
     return size
 
 
@@ -242,3 +242,11 @@ def _without_float32_copy(chunk: Any) -> dict[str, bool]:
             return {"fp32_output": False}
         chunk = getattr(chunk, "module", None)
     return {}
+
+
+def attribute_of(chunk: torch.nn.Module, name: str, default: Any) -> Any:
+    """Return an attribute of the model inside any wrappers."""
+    try:
+        return get_attr_wrapped_model(chunk, name)
+    except RuntimeError:
+        return default

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
 from tqdm import tqdm
 
 from ...common.agreement import raise_on_all
@@ -26,7 +27,7 @@ from ...losses.output_layer import deferring
 from ...reentry.forward_pre_hooks import gathered_parameters
 from ..models.isolation import rng_tracker_is_seeded, rng_tracker_that_does_not_fork
 from .microbatches import ScoringBatch
-from .plan import Check, Group, Plan, ScoreOptions, is_last_stage, plan_of
+from .plan import Check, Group, Plan, ScoreOptions, attribute_of, is_last_stage, plan_of
 
 #: Computes tensors ``[n, ...]`` for the ``n`` response tokens of a microbatch from that microbatch and its
 #: logits ``[T, vocabulary / tp]``.
@@ -49,9 +50,9 @@ def forward_only(
     """Run the model and score each microbatch on the last stage; see :func:`~.forward.forward_log_probs`.
 
     What ``check`` returns, and any other problem with the arguments, is raised on all ranks that would wait;
-    an ``InvalidInputError`` of ``score`` on all stages. The result has for each sample, in their order, the
-    part of each tensor of ``score`` that belongs to it, with memory of its own; it is ``None`` on stages
-    other than the last.
+    an ``InvalidInputError`` of ``score`` on all stages. The result has for each sample, in the order of
+    the microbatches, the part of each tensor of ``score`` that belongs to it, with memory of its own; it is
+    ``None`` on stages other than the last.
     """
     plan = plan_of(model, microbatches, options, check)
     with _scoring(plan):
@@ -109,7 +110,7 @@ def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
             module.training = training
         for chunk in chunks:
             # The stage keeps the last activation that it received. This frees it.
-            unwrap(chunk).set_input_tensor([None])
+            get_attr_wrapped_model(chunk, "set_input_tensor")([None])
 
 
 def _run(plan: Plan, score: Score) -> tuple[list[Any], str | None]:
@@ -127,7 +128,7 @@ def _run(plan: Plan, score: Score) -> tuple[list[Any], str | None]:
             output = plan.forward(chunk, batch)
         if bar is not None and chunk is plan.chunks[-1]:
             bar.update()
-        if not getattr(unwrap(chunk), "post_process", True):
+        if not attribute_of(chunk, "post_process", True):
             return output, None
         scores: list[list[torch.Tensor]] = []
         try:
@@ -165,7 +166,7 @@ def _scored(
             f"[{', '.join(map(str, batch.layout.logits_shape))}, vocabulary / tp], as the tokens are."
         )
     group = parallel_state.get_tensor_model_parallel_group()
-    if group.size() == 1 or not getattr(unwrap(chunk), "parallel_output", True):
+    if group.size() == 1 or not attribute_of(chunk, "parallel_output", True):
         group = None
     if vocab_size is not None:
         first_id = logits_bsv.shape[2] * (0 if group is None else group.rank())

@@ -149,17 +149,11 @@ def _valid_rows(rows: Rows, logits: Tensor) -> RowIndex:
 def _valid_slices(rows: Sequence[Any], size: int) -> RowIndex:
     end = 0
     for part in rows:
-        bounds = (part.start, part.stop, part.step or 1) if isinstance(part, slice) else ()
-        fits = (
-            bounds
-            and all(map(is_integer, bounds))
-            and end <= bounds[0] < bounds[1] <= size
-            and bounds[2] == 1
-        )
-        if not fits:
+        bounds = [part.start, part.stop] if isinstance(part, slice) and part.step in (None, 1) else []
+        if not bounds or not all(map(is_integer, bounds)) or not end <= bounds[0] < bounds[1] <= size:
             raise InvalidInputError(
-                f"rows are {list(rows)}, expected slices of the {size} rows with start and stop, none of "
-                "them empty, each behind the one before it"
+                f"rows have {part!r}, expected slices of the {size} rows with start and stop, none of them "
+                "empty, each behind the one before it"
             )
         end = part.stop
     return tuple(rows) if len(rows) > 1 else rows[0] if rows else slice(0, 0)

@@ -324,6 +324,7 @@ CHANGES = [
     "logits[0:8].div_(7)",
     "logits[:, 3:] = -50.0",
     "logits *= 2",
+    "logits = logits.clamp(min=-50)",
     "logits = logits if len(logits) == 31 else logits[99]",  # an error with other rows
 ]
 
@@ -343,6 +344,25 @@ def test_a_framework_that_changes_scores_gets_what_it_computes(finish: Callable[
     logits, framework = model_logits(1, 30, V), Framework(finish=finish)
     expected, scores = framework.unpatched(logits), framework.patched(logits)
     compare(scores, expected, logits)
+
+
+def test_a_function_that_is_wrapped_runs() -> None:
+    """What wraps it may be another patch, which would be left out."""
+    logits, framework = model_logits(1, 30, V), Framework()
+
+    @functools.wraps(framework.function)
+    def halved(*args: Any, **kwargs: Any) -> Scores:
+        return {name: [x / 2 for x in values] for name, values in stock(*args, **kwargs).items()}
+
+    stock, framework.function = framework.function, halved
+    expected, scores = framework.unpatched(logits), framework.patched(logits)
+    torch.testing.assert_close(torch.cat(scores["entropy"]), torch.cat(expected["entropy"]) / 2)
+
+
+def test_a_sample_may_be_written_to() -> None:
+    scores = Framework().patched(model_logits(1, 30, V))
+    scores["log_probs"][0].mul_(2)
+    torch.cat(scores["log_probs"]).sum().backward()
 
 
 def test_lengths_that_no_layout_has_are_left_to_the_framework() -> None:

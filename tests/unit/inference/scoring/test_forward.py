@@ -39,6 +39,7 @@ def test_rows_that_predict(batch: dict[str, Any], packing: bool, rows: list[int]
             {},
             "position_ids would not be read: pass a `forward`",
         ),
+        ([PADDED | {"indices": [1, 0]}], {}, "results are in the order of the microbatches"),
         ([PADDED], {"sequence_parallel_size": 4}, "a multiple of 4: .* tensor-parallel size, for"),
         ([PADDED], {"sequence_parallel_size": 2, "cp_size": 2}, "a multiple of 8: 2 × context-parallel size"),
     ],
