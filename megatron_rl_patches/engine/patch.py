@@ -91,6 +91,7 @@ class Patch:
         configured: returns further sites that follow from the options.
         notes: says what the ``SiteStatus`` of all selected sites mean for users; ``doctor`` shows it.
         explicit: it changes what is computed, on purpose, and so is never among "all"; its name selects it.
+        last: a call of ``apply()`` puts it in place after others, so that its wrappers are around theirs.
     """
 
     name: str
@@ -101,6 +102,7 @@ class Patch:
     notes: Callable[[Sequence[Any]], list[str]] | None = None
     sites: list[Site] = field(default_factory=list)
     explicit: bool = False
+    last: bool = False
 
     def wrap(self, modules: str | Sequence[str], qualname: str, to: str = "", **options: Any) -> Decorator:
         """Attach an adapter to ``qualname`` in one module, or in several that have the same function.

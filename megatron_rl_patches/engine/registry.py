@@ -50,7 +50,8 @@ def select(names: Collection[str], exclude: Collection[str] = ()) -> list[Patch]
     if unknown:
         raise PatchError(unknown_names(unknown))
     chosen = names or [name for name, patch in known.items() if not patch.explicit]
-    return [known[name] for name in dict.fromkeys(chosen) if name not in exclude]
+    selected = [known[name] for name in dict.fromkeys(chosen) if name not in exclude]
+    return sorted(selected, key=lambda patch: patch.last)
 
 
 def unknown_names(names: Collection[str]) -> str:

@@ -62,6 +62,7 @@ patch = Patch(
     name="finite-loss",
     summary="masked tokens, overflowing ratios and terms with the coefficient 0 leave gradients finite",
     upstream=("THUDM/slime#2258", "THUDM/slime#2198", "radixark/miles#1363"),
+    last=True,  # lean-loss replaces get_log_probs_and_entropy, unless something wraps it already
 )
 
 for _name, _parameters in (

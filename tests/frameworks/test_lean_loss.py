@@ -161,6 +161,18 @@ def test_options_by_the_names_of_each_release() -> None:
         assert (log_probs.requires_grad, entropy.requires_grad) == (True, False)
 
 
+@on_ranks(1)
+def test_finite_loss_is_around_it() -> None:
+    """Inside, it would keep the framework's function from being replaced."""
+    from megatron_rl_patches.frameworks.response_scores import forms
+    from tests.frameworks.loss_jobs import LossJob, initialize
+
+    initialize()
+    apply("finite-loss", PATCH)
+    LossJob("slime").result()
+    assert len(forms) == 1 and all(forms.values())
+
+
 def _redistributed(backward: bool) -> dict[tuple[int, float], list[bool]]:
     """Return by number of samples and entropy coefficient which values require grad on this rank."""
     from tests.frameworks.loss_jobs import LossJob, distance

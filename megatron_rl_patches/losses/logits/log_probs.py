@@ -47,8 +47,8 @@ def vocab_parallel_log_probs(
         tp_group: ranks that hold the other columns; ``None``: there are none. All ranks call with the same
             arguments but for their columns, also when there are no rows.
         rows: which ``n`` of the ``T`` rows: a slice, several of them in order, or row numbers (int64), each
-            at most once; ``None``: all of them. The others are not read, and their gradient is zero. Slices take
-            less time than numbers, but for long runs of numbers on the CPU.
+            at most once; ``None``: all of them. The others are not read, and their gradient is zero. Slices
+            take less time than numbers, but for long runs of numbers on the CPU.
         temperature: logits are divided by it, as they were when the tokens were sampled.
         keep_mask: bool ``[n, V / tp]``, the columns that sampling chose from (top-p, top-k). The others have
             probability zero, except the target, which was sampled. The entropy does not see the mask.
