@@ -10,6 +10,7 @@ each function and its options. Where its values or gradients differ from those o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..common.ranks import is_rank_0
 from ..engine.call import Call
 from ..errors import InvalidInputError
 from ..losses.logits.log_probs import log_probs_and_entropy
@@ -24,17 +26,12 @@ from ..losses.logits.options import VocabParallelOptions, in_float32
 from ..losses.sequences.layout import SequenceLayout
 from .log_probs import NO_TOKEN, in_vocabulary
 
+_log = logging.getLogger("megatron_rl_patches")
 _NEEDED = {"logits", "args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy"}
 #: A call that passes anything else runs the framework's own code.
 _KNOWN = _NEEDED | {"non_loss_data", "max_seq_lens", "entropy_requires_grad"}
 #: Options of the framework that decide what its function computes.
-_OPTIONS = (
-    "rollout_temperature",
-    "qkv_format",
-    "entropy_coef",
-    "loss_type",
-)
-
+_OPTIONS = ("rollout_temperature", "qkv_format", "entropy_coef", "loss_type")
 #: Standard deviation of random logits in most rows, and in every fourth one, where a clamp at 50 shows.
 _SPREAD, _WIDE_SPREAD = 8.0, 60.0
 
@@ -162,6 +159,9 @@ def _tried(call: Call, groups: _Groups) -> _Form | None:
         pass  # on all ranks, which do the same: their code takes no such microbatch
     for group in (groups.tp_group, groups.cp_group):
         form = form if _all_agree(form is not None, group, call["logits"].device) else None
+    if form is None and is_rank_0():
+        function = f"{call.function.__module__}.{call.function.__qualname__}"
+        _log.warning("lean-loss: %s runs, since on a small microbatch it computes something else", function)
     return form
 
 
