@@ -32,6 +32,7 @@ from ..errors import InvalidInputError
 from ..losses.logits.distributions import TopKDistribution, log1mexp
 from ..losses.objectives.distillation import DistillationBatch, DistillationOptions, comparison
 from ..losses.sequences.layout import SequenceLayout
+from . import microbatch_layout
 
 #: Keys that the patch adds to a batch.
 KEYS = TEACHERS, OLD = "opd_teachers", "opd_old"
@@ -85,31 +86,9 @@ def layout_of(
     args: Any, batch: Mapping[str, Any], logits: Tensor
 ) -> tuple[SequenceLayout, torch.distributed.ProcessGroup | None]:
     """Return the layout of the batch in the logits of this rank, and the tensor-parallel group."""
-    cp_rank, cp_size, tp_group = _parallel_state()
-    qkv_format = getattr(args, "qkv_format", "thd")
-    shape: dict[str, Any] = {"num_rows": logits.shape[1]}
-    if qkv_format == "bshd":
-        shape = {"max_seq_lens": batch["max_seq_lens"]}
-    layout = SequenceLayout.build(
-        batch["total_lengths"],
-        batch["response_lengths"],
-        qkv_format=qkv_format,
-        cp_rank=cp_rank,
-        cp_size=cp_size,
-        device=logits.device,
-        **shape,
-    )
-    return layout, tp_group
-
-
-def _parallel_state() -> tuple[int, int, torch.distributed.ProcessGroup | None]:
-    from megatron.core import parallel_state
-
-    return (
-        parallel_state.get_context_parallel_rank(),
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_group(),
-    )
+    groups = microbatch_layout.groups_of()
+    layout = microbatch_layout.layout_of(args, batch, groups, logits.shape[1], logits.device)
+    return layout, groups.tp_group
 
 
 def temperature_of(args: Any) -> float:

@@ -11,13 +11,14 @@ each function and its options. Where its values or gradients differ from those o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..common.agreement import gathered
 from ..common.ranks import is_rank_0
 from ..engine.call import Call
 from ..errors import InvalidInputError
@@ -25,6 +26,7 @@ from ..losses.logits.log_probs import log_probs_and_entropy
 from ..losses.logits.options import VocabParallelOptions, in_float32
 from ..losses.sequences.layout import SequenceLayout
 from .log_probs import NO_TOKEN, in_vocabulary
+from .microbatch_layout import Groups, groups_of, layout_of
 
 _log = logging.getLogger("megatron_rl_patches")
 _NEEDED = {"logits", "args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy"}
@@ -43,13 +45,6 @@ class _Form(NamedTuple):
     entropy_grad: bool
 
 
-class _Groups(NamedTuple):
-    cp_rank: int
-    cp_size: int
-    cp_group: dist.ProcessGroup | None
-    tp_group: dist.ProcessGroup | None
-
-
 #: By functions and options that were tried; ``None`` where the framework's own code runs.
 forms: dict[Any, _Form | None] = {}
 
@@ -64,64 +59,44 @@ def response_scores(call: Call) -> Any:
     # What wraps the function, such as another patch, would be left out.
     if not is_known or hasattr(call.function, "__wrapped__"):
         return None
-    groups, args = _groups_of(call.function), arguments["args"]
+    groups, args, logits = groups_of(call.function), arguments["args"], arguments["logits"]
     if getattr(args, "true_on_policy_mode", False):  # miles reproduces the bits of its inference engine
         return None
     if getattr(args, "allgather_cp", False) and groups.cp_size > 1:  # ranks exchange scores
         return None
     try:
-        layout = _layout(arguments, groups, arguments["logits"].shape[1])
-        layout.rows_of(arguments["logits"])
-        layout.targets(arguments["unconcat_tokens"])
+        layout = layout_of(args, arguments, groups, logits.shape[1], logits.device)
+        targets = _targets(arguments, layout)
+        layout.rows_of(logits)
     except InvalidInputError:
         return None  # lengths that the framework knows what to do with, or says what is wrong with
     options = [getattr(args, name, None) for name in _OPTIONS]
     options += [arguments["with_entropy"], call.get("entropy_requires_grad")]
-    key = (call.function, *options, arguments["logits"].dtype, groups.cp_size)
+    key = (call.function, *options, logits.dtype, groups.cp_size)
     if key not in forms:
         forms[key] = _tried(call, groups)
     form = forms[key]
     if form is None:
         return None
-    scores = _scores(arguments, layout, groups, form.entropy_grad)
-    return (arguments["logits"].new_empty((0,)), scores) if form.is_pair else scores
+    scores = _scores(arguments, layout, logits, targets, groups, form.entropy_grad)
+    return (logits.new_empty((0,)), scores) if form.is_pair else scores
 
 
-def _groups_of(function: Callable[..., Any]) -> _Groups:
-    """Return the groups of the framework's function; those of miles are its own under FSDP."""
-    own = getattr(function, "__globals__", {}).get("get_parallel_state")
-    if own is not None:
-        cp, tp = own().cp, own().tp
-        return _Groups(cp.rank, cp.size, cp.group, tp.group)
-    from megatron.core import parallel_state as state
-
-    return _Groups(
-        state.get_context_parallel_rank(),
-        state.get_context_parallel_world_size(),
-        state.get_context_parallel_group(),
-        state.get_tensor_model_parallel_group(),
-    )
-
-
-def _layout(arguments: Mapping[str, Any], groups: _Groups, num_rows: int | None) -> SequenceLayout:
-    is_padded = getattr(arguments["args"], "qkv_format", None) == "bshd"
-    return SequenceLayout.build(
-        arguments["total_lengths"],
-        arguments["response_lengths"],
-        qkv_format="bshd" if is_padded else "thd",
-        max_seq_lens=arguments.get("max_seq_lens") if is_padded else None,
-        num_rows=None if is_padded else num_rows,
-        cp_rank=groups.cp_rank,
-        cp_size=groups.cp_size,
-        device=arguments["logits"].device,
-    )
+def _targets(arguments: Mapping[str, Any], layout: SequenceLayout) -> Tensor:
+    """Return the tokens of the responses, on the device of the logits."""
+    device = arguments["logits"].device
+    return layout.response_targets([tokens.to(device) for tokens in arguments["unconcat_tokens"]])
 
 
 def _scores(
-    arguments: Mapping[str, Any], layout: SequenceLayout, groups: _Groups, entropy_grad: bool
+    arguments: Mapping[str, Any],
+    layout: SequenceLayout,
+    logits: Tensor,
+    targets: Tensor,
+    groups: Groups,
+    entropy_grad: bool,
 ) -> dict[str, list[Tensor]]:
-    logits = layout.rows_of(arguments["logits"])
-    with_entropy = bool(arguments["with_entropy"])
+    logits, with_entropy = layout.rows_of(logits), bool(arguments["with_entropy"])
     options = VocabParallelOptions(
         groups.tp_group,
         _temperature(arguments["args"]),
@@ -129,7 +104,6 @@ def _scores(
         with_entropy=with_entropy,
         entropy_grad=with_entropy and entropy_grad,
     )
-    targets = layout.response_targets([tokens.to(logits.device) for tokens in arguments["unconcat_tokens"]])
     targets = in_vocabulary(targets, logits.shape[-1] * options.tp_size)
     log_probs, entropies = log_probs_and_entropy(logits, targets, layout.response_slices, None, options)
     scores = {"log_probs": log_probs} if entropies is None else {"log_probs": log_probs, "entropy": entropies}
@@ -145,7 +119,7 @@ def _temperature(framework_args: Any) -> float:
 # --- the framework's function on a small microbatch
 
 
-def _tried(call: Call, groups: _Groups) -> _Form | None:
+def _tried(call: Call, groups: Groups) -> _Form | None:
     """Return the form of the framework's scores, or ``None`` if they are not those of this module."""
     form = None
     try:
@@ -158,16 +132,16 @@ def _tried(call: Call, groups: _Groups) -> _Form | None:
     except Exception:
         pass  # on all ranks, which do the same: their code takes no such microbatch
     for group in (groups.tp_group, groups.cp_group):
-        form = form if _all_agree(form is not None, group, call["logits"].device) else None
+        form = form if all(gathered(form is not None, group)) else None
     if form is None and is_rank_0():
         function = f"{call.function.__module__}.{call.function.__qualname__}"
         _log.warning("lean-loss: %s runs, since on a small microbatch it computes something else", function)
     return form
 
 
-def _compared(call: Call, groups: _Groups) -> _Form | None:
+def _compared(call: Call, groups: Groups) -> _Form | None:
     arguments = {**call.arguments, **_small_microbatch(call.arguments, groups)}
-    layout = _layout(arguments, groups, None)
+    layout = layout_of(arguments["args"], arguments, groups, None, call["logits"].device)
     # Two tensors, since a fork may write to its logits.
     leaf, own_leaf = (_logits_like(call["logits"], layout, groups) for _ in range(2))
     returned = call(**{**arguments, "logits": leaf * 1})
@@ -176,7 +150,7 @@ def _compared(call: Call, groups: _Groups) -> _Form | None:
         return None
     theirs = returned[1] if is_pair else returned
     entropy_grad = any(values.requires_grad for values in theirs.get("entropy", ()))
-    ours = _scores({**arguments, "logits": own_leaf * 1}, layout, groups, entropy_grad)
+    ours = _scores(arguments, layout, own_leaf * 1, _targets(arguments, layout), groups, entropy_grad)
     pairs = [(_gradient(theirs, leaf), _gradient(ours, own_leaf))]
     if theirs.keys() != ours.keys():
         return None
@@ -197,7 +171,7 @@ def _gradient(scores: Mapping[str, Sequence[Tensor]], leaf: Tensor) -> Tensor:
     return torch.autograd.grad((weights * values).sum(), leaf)[0]
 
 
-def _small_microbatch(arguments: Mapping[str, Any], groups: _Groups) -> dict[str, Any]:
+def _small_microbatch(arguments: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
     """Return lengths and tokens of three samples, of which every rank has a part of the response."""
     cp_size, logits = groups.cp_size, arguments["logits"]
     # Padded for zigzag, these are 16, 14 and 12 times the size.
@@ -214,18 +188,10 @@ def _small_microbatch(arguments: Mapping[str, Any], groups: _Groups) -> dict[str
     }
 
 
-def _logits_like(logits: Tensor, layout: SequenceLayout, groups: _Groups) -> Tensor:
+def _logits_like(logits: Tensor, layout: SequenceLayout, groups: Groups) -> Tensor:
     """Return a leaf of random logits for the layout, the same at each call, and others on each TP rank."""
     shape = *layout.logits_shape, logits.shape[-1]
     rank = 0 if groups.tp_group is None else dist.get_rank(groups.tp_group)
     values = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(rank), device="cpu")
     values.flatten(0, 1)[::4] *= _WIDE_SPREAD / _SPREAD
     return (_SPREAD * values).to(logits.device, logits.dtype).requires_grad_()
-
-
-def _all_agree(agrees: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    if group is None or dist.get_world_size(group) == 1:
-        return agrees
-    vote = torch.full((), int(agrees), dtype=torch.int32, device=device)
-    dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
-    return bool(vote.item())

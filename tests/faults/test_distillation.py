@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl_patches import losses
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.frameworks import distillation_loss
+from megatron_rl_patches.frameworks import microbatch_layout
 from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer
 from tests.ranks import everywhere, on_ranks
 from tests.references.sent_bytes import sent_bytes
@@ -66,7 +66,9 @@ def check_logits_that_are_made_on_the_last_stage() -> None:
         return dict(function(torch.zeros(1, 4, 8), args=args)[1])
 
     rollout: dict[str, Any] = {}
-    with mock.patch.object(distillation_loss, "_parallel_state", lambda: (0, 1, None)):
+    with mock.patch.object(
+        microbatch_layout, "groups_of", lambda: microbatch_layout.Groups(0, 1, None, None)
+    ):
         refused_alike("not the product of hidden states", scorer.scores_in(rollout, forward).__enter__)
     assert switched == ["actor", "opd_math", "actor"] and not rollout
 

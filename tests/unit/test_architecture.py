@@ -69,7 +69,7 @@ LINES = {
     ("hooks",): 100,
     ("engine",): 2_130,  # sites that help others, blocks that overlap, code put on top of a wrapper
     ("patches",): 1_300,
-    ("frameworks",): 2_380,  # a framework's function is tried before it is replaced
+    ("frameworks",): 2_385,  # a framework's function is tried before it is replaced
     ("reentry",): 1_645,  # warnings of settings, finite steps, the norm of experts, calls within calls
     ("inference",): 3_760,  # what scoring, loading and the estimate refuse before any collective
     ("losses",): 7_520,

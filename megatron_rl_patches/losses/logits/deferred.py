@@ -258,11 +258,9 @@ class DeferredLogits(Tensor):
             index = torch.cat([torch.arange(run.start, run.stop) for run in index])
         if isinstance(index, Tensor):
             rows = on_device(rows, index.device)
-        selected = as_slices(rows[index])
-        if isinstance(selected, tuple):
-            selected = rows[index]
-        if isinstance(selected, Tensor):
-            selected = on_device(selected, self.device)
+        numbers = rows[index]
+        selected = as_slices(numbers)
+        selected = selected if isinstance(selected, slice) else on_device(numbers, self.device)
         source = origin.all_rows.select(selected, options)
         if not self.requires_grad:
             return source.detached()

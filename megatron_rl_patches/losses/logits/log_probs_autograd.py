@@ -45,11 +45,11 @@ class LogProbsAndEntropy(LogitFunction):
         targets = Targets(**tensors)
         derivative = _FrozenDerivative.if_frozen(source, targets)
         source = source if derivative is None else source.keeping_tiles(False)
-        log_prob, entropy, saved = self.scores(source, targets, derivative)
+        log_prob, entropy, saved = self._scores(source, targets, derivative)
         return (log_prob, entropy), {"keep_mask": targets.keep_mask, **saved}
 
-    def scores(
-        self, source: LogitSource, targets: Targets, derivative: _FrozenDerivative | None = None
+    def _scores(
+        self, source: LogitSource, targets: Targets, derivative: _FrozenDerivative | None
     ) -> tuple[Tensor, Tensor | None, Tensors]:
         """Read all tiles once; one collective.
 

@@ -7,6 +7,7 @@ tile. A tensor is one tile. Of an output layer each tile is a matrix product of 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -199,6 +200,12 @@ class SelectedRows(LogitSource):
     def claim(self) -> StorageClaim:
         return claim_storage(self.logits, super().claim(), self.options.inplace_backward)
 
+    @cached_property
+    def _starts(self) -> list[int]:
+        """How many of the rows come before each of the runs."""
+        *starts, _ = accumulate(map(_length, self.runs), initial=0)
+        return starts
+
     @property
     def row_indices(self) -> Tensor:
         if isinstance(self.index, Tensor):
@@ -219,13 +226,10 @@ class SelectedRows(LogitSource):
         size = self.options.block_bytes or scale * _default_block_bytes(self.logits)
         row_bytes = max(width or self.width, 1) * self.dtype.itemsize * max(buffers, 1)
         step = max(1, size // row_bytes)
-        if not isinstance(self.index, tuple):
+        if isinstance(self.index, Tensor):
             return ranges(self.n, step)
-        starts = accumulate(map(_length, self.index), initial=0)
-        of_runs = (
-            (start, ranges(_length(run), step)) for run, start in zip(self.index, starts, strict=False)
-        )
-        return [shifted(part, start) for start, parts in of_runs for part in parts]
+        of_runs = zip(self._starts, self.runs, strict=True)
+        return [shifted(part, start) for start, run in of_runs for part in ranges(_length(run), step)]
 
     def scratch(self, blocks: list[slice], buffers: int) -> Tensor:
         """Return ``[buffers, rows of the largest block, V / tp]``, uninitialized."""
@@ -295,12 +299,9 @@ class SelectedRows(LogitSource):
         """Return which of the ``T`` rows a block of the ``n`` is."""
         if isinstance(self.index, Tensor):
             return self.index[block]
-        first = block.start
-        for run in self.runs:
-            if first < _length(run) or run is self.runs[-1]:
-                break
-            first -= _length(run)
-        place = shifted(block, run.start + first - block.start)
+        number = bisect(self._starts, block.start) - 1
+        run = self.runs[number]
+        place = shifted(block, run.start - self._starts[number])
         return place if place.stop <= run.stop else self.row_indices[block]
 
     def temperature(self) -> Tensor | None:

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.errors import CheckpointError, InvalidInputError
-from megatron_rl_patches.frameworks import distillation_loss as framework_distillation
-from megatron_rl_patches.frameworks import distillation_teachers, verl_distillation
+from megatron_rl_patches.frameworks import distillation_teachers, microbatch_layout, verl_distillation
 from megatron_rl_patches.frameworks.distillation_arguments import check_vocabularies
 from megatron_rl_patches.frameworks.distillation_loss import opd_loss
 from megatron_rl_patches.frameworks.distillation_teachers import SOURCES, TeacherScorer
@@ -40,7 +39,7 @@ PADDING = 5
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(framework_distillation, "_parallel_state", lambda: (0, 1, None))
+    monkeypatch.setattr(microbatch_layout, "groups_of", lambda: microbatch_layout.Groups(0, 1, None, None))
 
 
 def random(*shape: int, seed: int) -> Tensor:
