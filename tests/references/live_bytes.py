@@ -50,6 +50,9 @@ def _reachable_bytes() -> int:
     for thing in gc.get_objects():
         # isinstance() would ask proxies for their class, which some answer with a warning or an import.
         if issubclass(type(thing), torch.Tensor) and not thing.is_meta:
-            storage = thing.untyped_storage()
+            try:
+                storage = thing.untyped_storage()
+            except NotImplementedError:  # another thread freed the tensor after it was listed (torch 2.6)
+                continue
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
