@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..losses.deferred.tensor import DeferredLogits
 from ..losses.logits import log_probs
-from ..losses.logits.deferred import DeferredLogits
-from ..losses.logits.options import VocabParallelOptions
+from ..losses.logits.arguments import VocabParallelOptions
 
 NO_TOKEN = -100
 _HAS_ENTROPY = "_loss_has_entropy"

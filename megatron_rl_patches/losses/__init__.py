@@ -4,7 +4,8 @@ Everything works with torch alone and without any patch.
 """
 
 from .checkpointing import checkpointed
-from .logits.deferred import DeferredLogits, deferred_logits
+from .deferred.logits import deferred_logits
+from .deferred.tensor import DeferredLogits
 from .logits.distributions import TopKDistribution
 from .logits.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 from .logits.log_probs_at import vocab_parallel_log_probs_at

@@ -18,7 +18,6 @@ import torch.distributed
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..errors import InvalidInputError
-from .logits.deferred import DeferredLogits
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -97,7 +96,7 @@ def _bound(
     Keyword arguments are bound, since ``checkpoint()`` takes some of these names for its own options. So are
     deferred logits: hooks of saved tensors, such as ``save_on_cpu``, would give back others, without a graph.
     """
-    deferred = {place: x for place, x in enumerate(args) if isinstance(x, DeferredLogits)}
+    deferred = {place: x for place, x in enumerate(args) if hasattr(x, "loss_source")}
     versions = [_version(logits) for logits in deferred.values()]
 
     def function(*others: Any) -> R:
@@ -113,7 +112,7 @@ def _bound(
     return function, [x for place, x in enumerate(args) if place not in deferred]
 
 
-def _version(logits: DeferredLogits) -> int:
+def _version(logits: torch.Tensor) -> int:
     return 0 if logits.is_inference() else logits._version
 
 

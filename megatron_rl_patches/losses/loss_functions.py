@@ -10,9 +10,8 @@ import torch.distributed
 
 from ..errors import InvalidInputError
 from .checkpointing import checkpointed
-from .logits.arguments import check_ids
+from .logits.arguments import VocabParallelOptions, check_ids, check_instance, check_positive
 from .logits.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
-from .logits.options import VocabParallelOptions, check_instance, check_positive
 from .objectives.distillation import DistillationBatch, DistillationOptions, comparison, summed
 from .objectives.policy import PolicyBatch, PolicyOptions, policy_loss
 from .objectives.reduction import LossAndCount

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from ..common.chunks import has_base
 from ..common.scopes import Scope, replaced
+from .deferred.logits import defer
+from .deferred.options import KeepBytes, TileOptions
+from .deferred.tensor import DeferredLogits
+from .deferred.tiles import product
 from .logits.autograd import gather_sequence, sum_gradient
-from .logits.deferred import DeferredLogits, defer
 from .logits.log_probs import vocab_parallel_log_probs
-from .logits.tiles import KeepBytes, TileOptions
 
 _log = logging.getLogger(__name__)
 #: Attributes of Megatron's linear layer, or of its config, with which its forward does more than to multiply.
@@ -31,7 +33,6 @@ _MORE_THAN_A_PRODUCT = (
     "defer_embedding_wgrad_compute",
     "disable_grad_reduce",
     "explicit_expert_comm",
-    "output_dtype",
     "use_mup",
 )
 _NO_TOKEN = -1
@@ -162,12 +163,17 @@ def _deferred_output(
     whole = gather_sequence(input_, group) if layer.sequence_parallel else sum_gradient(input_, group)
     bias = None if layer.skip_bias_add else layer.bias
 
+    dtype = getattr(layer, "output_dtype", None)
+    dtype = None if dtype == whole.dtype else dtype
+
     def own_product() -> Tensor:
+        if dtype is not None:  # Megatron's own needs TransformerEngine
+            return product(whole, weight, bias, dtype)
         logits = torch.matmul(whole, weight.t())
         return logits if bias is None else logits + bias
 
     main = _MainGradient(weight) if getattr(layer, "gradient_accumulation_fusion", False) else None
-    options = TileOptions(deferral.tile_bytes, deferral.keep_bytes, main)
+    options = TileOptions(deferral.tile_bytes, deferral.keep_bytes, main, dtype)
     return defer(whole, weight, bias, options, own_product), layer.bias if layer.skip_bias_add else None
 
 
@@ -178,8 +184,10 @@ def _reason_against(layer: Any, hidden: Tensor, weight: Tensor | None) -> str:
     """Return why a layer's logits cannot be computed in tiles; an empty string if they can."""
     for owner in (layer, layer.config):
         for name in _MORE_THAN_A_PRODUCT:
-            if getattr(owner, name, None) not in (None, False, hidden.dtype):
+            if getattr(owner, name, None) not in (None, False):
                 return f"{name} is set"
+    if getattr(layer, "output_dtype", None) not in (None, hidden.dtype, torch.float32):
+        return f"output_dtype is {layer.output_dtype}"
     if getattr(layer, "gtp_remat_size", 1) not in (None, 1):
         return "gtp_remat_size is set"
     function = getattr(layer, "_forward_impl", None)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_rl_patches.losses import deferred_logits
 from megatron_rl_patches.losses.logits.autograd import sum_gradient
-from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
+from megatron_rl_patches.losses.objectives.divergences import DIVERGENCES
 from tests.device_thread import device_thread
 from tests.faults.program_losses import Data, dense, ours
 from tests.faults.programs import (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_patches import losses
-from megatron_rl_patches.losses.logits.tiles import add_product
+from megatron_rl_patches.losses.deferred.tiles import add_product
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import on_ranks
 from tests.real.test_reentry import check_rollouts

@@ -19,9 +19,11 @@ import torch
 
 import megatron_rl_patches
 from megatron_rl_patches import losses
+from tests.unit.frameworks.test_slime_losses import Framework
 
 PACKAGE = Path(megatron_rl_patches.__file__).parent
 N, HIDDEN, VOCABULARY = 8, 4, 32
+FRAMEWORK = Framework()
 
 
 def stays_of(call: Callable[[], Any]) -> list[str]:
@@ -44,9 +46,9 @@ def stays_of(call: Callable[[], Any]) -> list[str]:
     return stays
 
 
-def _deferred(frozen: bool = False) -> losses.DeferredLogits:
+def _deferred(n: int = N, frozen: bool = False) -> losses.DeferredLogits:
     weight = torch.randn(VOCABULARY, HIDDEN, requires_grad=not frozen)
-    return losses.deferred_logits(torch.randn(N, HIDDEN, requires_grad=not frozen), weight)
+    return losses.deferred_logits(torch.randn(n, HIDDEN, requires_grad=not frozen), weight)
 
 
 def _scored(logits: torch.Tensor) -> None:
@@ -54,6 +56,13 @@ def _scored(logits: torch.Tensor) -> None:
     targets = torch.zeros(len(logits), dtype=torch.int64)
     log_probs, entropy = losses.vocab_parallel_log_probs_and_entropy(logits, targets)
     (log_probs.sum() + entropy.sum()).backward()
+
+
+def _slime(framework: Any, logits: torch.Tensor) -> None:
+    """The responses of a microbatch of two samples with a temperature, forward and backward."""
+    batch = {"unconcat_tokens": [torch.arange(6), torch.arange(5)], "total_lengths": [6, 5]}
+    scores = framework.patched(logits, batch={**batch, "response_lengths": [4, 2]}, loss_type="policy_loss")
+    torch.cat([*scores["log_probs"], *scores["entropy"]]).sum().backward()
 
 
 WALKS: dict[str, Callable[[], Any]] = {
@@ -65,6 +74,9 @@ WALKS: dict[str, Callable[[], Any]] = {
     "divergence": lambda: (
         losses.full_vocabulary_divergence(_deferred(), _deferred(frozen=True)).sum().backward()
     ),
+    # What takes the place of ``get_log_probs_and_entropy``, on logits that exist and on deferred ones.
+    "slime": lambda: _slime(FRAMEWORK, torch.randn(1, 11, VOCABULARY, requires_grad=True)),
+    "slime, deferred": lambda: _slime(FRAMEWORK, _deferred(11)[None]),
 }
 
 

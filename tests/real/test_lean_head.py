@@ -11,11 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_rl_patches import Settings, applied
-from megatron_rl_patches.losses import PolicyOptions, output_layer
-from megatron_rl_patches.losses.logits import deferred
+from megatron_rl_patches.losses import PolicyOptions, output_layer, vocab_parallel_log_probs
+from megatron_rl_patches.losses.deferred import tensor
 from megatron_rl_patches.testing import tiny_models
 from tests.ranks import by_speed, everywhere, on_ranks
 from tests.real import matrix
@@ -80,7 +81,7 @@ def _train(layout: Layout, case: Case, lean: bool, tile_bytes: int = 256) -> Out
     with (
         applied("lean-head", settings=settings) if lean else nullcontext(),
         mock.patch.object(output_layer, "defer", wraps=output_layer.defer) as deferrals,
-        mock.patch.object(deferred, "_warn", wraps=deferred._warn) as made,
+        mock.patch.object(tensor, "_warn", wraps=tensor._warn) as made,
         tiny_gpt.counting_overlap() as overlap,
     ):
         flags = {**layout.flags}
@@ -147,6 +148,30 @@ def check_gradients(name: str, layout: Layout, cases: dict[str, Case]) -> None:
         for parameter, expected in without.gradients.items():
             error = (lean.gradients[parameter] - expected).norm()
             assert error <= bound * expected.norm() + 1e-9, (key, parameter)
+
+
+@on_ranks(2, timeout=120)
+def test_an_output_layer_with_float32_logits_of_bfloat16_weights() -> None:
+    """As megatron-core 0.19 builds it for ``GPTModel(logit_dtype=torch.float32)``."""
+    with applied("lean-head", settings=Settings(lean_head_tile_bytes=4096)):
+        model, _ = matrix.tiny(**SEQUENCE_PARALLEL, bf16=True).build()
+        layer = get_attr_wrapped_model(model[0], "output_layer")
+        layer.output_dtype = torch.float32
+        inputs: list[torch.Tensor] = []
+        layer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].detach()))
+        group = parallel_state.get_tensor_model_parallel_group()
+        tokens = torch.randint(tiny_gpt.VOCABULARY, (1, tiny_gpt.SEQUENCE), generator=torch.Generator())
+        logits = model[0](tokens, torch.arange(tiny_gpt.SEQUENCE)[None], None)[0]
+        assert logits.dtype == torch.float32 and logits.is_deferred
+        log_probs = vocab_parallel_log_probs(logits, tokens[0], tp_group=group)
+        log_probs.sum().backward()
+    hidden, weight = (
+        torch.cat([part.double() for part in everywhere(tensor)])
+        for tensor in (inputs[0][:, 0], layer.weight.detach())
+    )
+    exact = (hidden @ weight.T).log_softmax(1)[torch.arange(tiny_gpt.SEQUENCE), tokens[0]]
+    torch.testing.assert_close(log_probs.detach().double(), exact, rtol=1e-6, atol=1e-6)
+    assert layer.weight.main_grad.isfinite().all() and layer.weight.main_grad.any()
 
 
 # With these sizes the logits of a microbatch have more than twice the elements of the next largest tensor,

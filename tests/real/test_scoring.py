@@ -35,7 +35,7 @@ from megatron_rl_patches.losses import (
     full_vocabulary_divergence,
     vocab_parallel_log_probs_at,
 )
-from megatron_rl_patches.losses.logits.deferred_contents import LazyValues
+from megatron_rl_patches.losses.deferred.contents import OutputLayer
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import by_speed, on_ranks
 from tests.references import tiny_gpt
@@ -75,7 +75,7 @@ def test_layouts(layout: str) -> None:
     values = _dense_values(alone)
     ddp, student = filled(TinyModel(**sizes))
     teacher = _other_weights(TinyModel(**sizes), student)
-    with mock.patch.object(LazyValues, "get", side_effect=AssertionError("the logits were made")):
+    with mock.patch.object(OutputLayer, "logits", side_effect=AssertionError("the logits were made")):
         with contextlib.redirect_stderr(io.StringIO()) as stderr:
             scores = forward_log_probs(student, microbatches(), **SCORE)
         of_ddp = forward_log_probs(ddp, microbatches(), progress=False, **SCORE)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,11 +73,13 @@ LINES = {
     ("frameworks",): 2_385,  # a framework's function is tried before it is replaced
     ("reentry",): 1_645,  # warnings of settings, finite steps, the norm of experts, calls within calls
     ("inference",): 3_760,  # what scoring, loading and the estimate refuse before any collective
-    ("losses",): 7_520,
+    ("losses",): 7_555,  # logits in float32 of 16-bit weights; writes that no schema names
     ("testing",): 2_175,  # tiny models, ranks, the CPU backend, mocks, check_normalization
     ("cli", "doctor"): 1_000,
     ("demo",): 425,
 }
+#: The rooms of the losses. ``deferred`` imports ``logits``, which knows no tensor subclass.
+ROOMS = {"losses/logits": 2_770, "losses/deferred": 1_380}
 SLACK = 25
 
 
@@ -148,17 +151,21 @@ def test_lines_stay_within_their_budgets() -> None:
     for path in MODULES:
         counted[_part(_dotted(path))] += len(path.read_text().splitlines())
     assert sorted(counted) == sorted(part for parts in LINES for part in parts)
-    now = {parts: sum(counted[part] for part in parts) for parts in LINES}
-    wrong = {parts: (now[parts], most) for parts, most in LINES.items() if not 0 <= most - now[parts] < SLACK}
+    now: dict[Any, int] = {parts: sum(counted[part] for part in parts) for parts in LINES}
+    budgets: dict[Any, int] = {**LINES, **ROOMS}
+    for room in ROOMS:
+        now[room] = sum(len(path.read_text().splitlines()) for path in (PACKAGE / room).glob("*.py"))
+    wrong = {
+        parts: (now[parts], most) for parts, most in budgets.items() if not 0 <= most - now[parts] < SLACK
+    }
     assert wrong == {}, "lines now and in LINES: raise the number with a reason, or lower it"
 
 
 # Functions may have so many lines without their docstring, and so many parameters; modules so many lines.
 MOST_LINES, MOST_PARAMETERS, MOST_IN_MODULE = 60, 8, 350
-# Losses whose modules are still to be divided.
 LONG = {
-    *("losses/logits/deferred.py", "losses/logits/full_divergence.py", "losses/logits/divergences.py"),
-    *("losses/logits/softmax.py", "losses/objectives/policy.py"),
+    *("losses/objectives/full_divergence.py", "losses/objectives/divergences.py"),
+    *("losses/objectives/distillation.py", "losses/objectives/policy.py"),
 }
 # Public functions whose parameters are the options of one dataclass, or of the command line.
 OF_ONE_DATACLASS = {

@@ -22,7 +22,7 @@ from ...common.devices import copied_to
 from ...common.ranks import is_rank_0
 from ...common.scopes import replaced
 from ...errors import InvalidInputError
-from ...losses.logits.deferred import hide_columns
+from ...losses.deferred.logits import hide_columns
 from ...losses.output_layer import deferring
 from ...reentry.forward_pre_hooks import gathered_parameters
 from ..models.isolation import rng_tracker_is_seeded, rng_tracker_that_does_not_fork

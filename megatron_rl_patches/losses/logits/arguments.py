@@ -1,70 +1,212 @@
-"""Checks of arguments of the losses over logits: on every rank alike, before anything is computed or sent."""
+"""Arguments of the losses over logits: options that are handed on as one object, and checks.
+
+Checks run on every rank alike, before anything is computed or sent.
+"""
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from .deferred import DeferredLogits, dense
-from .options import VocabParallelOptions, check_no_transform, check_tensor, is_integer
-from .overwriting import check_not_overwritten
-from .rows import LogitSource, SelectedRows
 from .slices import RowIndex, Rows, as_slices
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
 
 
-def checked_source(
-    logits: Tensor,
-    rows: Rows,
-    options: VocabParallelOptions,
-    keep_mask: Tensor | None = None,
-    name: str = "logits",
-) -> LogitSource:
-    """Return the rows of the logits that a loss reads; reject logits, rows and a mask that do not fit.
+@dataclass(frozen=True)
+class VocabParallelOptions:
+    """How to read logits ``[T, V / tp]`` and where to put their gradient.
 
-    Deferred logits are read undivided; what they are divided by becomes part of the options.
+    Attributes:
+        tp_group: see :func:`.vocab_parallel_log_probs`, as for all that is not explained here.
+        ignore_index: target, or entry of ``indices``, that stands for no token.
+        with_entropy: compute entropies beside log-probabilities.
+        entropy_grad: entropies require grad.
+        others_overwrite: other ranks may have ``inplace_backward`` though this one has not.
+        divisor: the caller's logits are the stored ones divided by this number, a division that deferred
+            logits have not carried out. It may differ between ranks, so they exchange it.
+        scale: what the logits that are read are divided by, ``temperature * divisor``.
     """
-    _check_logits(name, logits)
-    index = _valid_rows(rows, logits)
-    source: LogitSource
-    if isinstance(logits, DeferredLogits) and logits.is_deferred:
-        if options.tp_size == 1:
-            options = replace(options, temperature=options.temperature * logits.divisor)
-        else:
-            options = replace(options, divisor=logits.divisor)
-        source = logits.source(index, options)
-    else:
-        if isinstance(logits, DeferredLogits):
-            # Other code has written to them, and may do so again before backward reads them.
-            logits = logits.clone()
-        logits = dense(logits, to_write=options.inplace_backward)
-        check_not_overwritten(logits)
-        source = SelectedRows(logits, index, options)
-    if keep_mask is not None:
-        _check_mask(keep_mask, source)
-    return source
+
+    tp_group: dist.ProcessGroup | None = None
+    temperature: float = 1.0
+    inplace_backward: bool = False
+    block_bytes: int | None = None
+    fused: bool | str = "auto"
+    ignore_index: int = -100
+    with_entropy: bool = False
+    entropy_grad: bool = False
+    others_overwrite: bool = False
+    divisor: float = 1.0
+    scale: float = field(init=False)
+    tp_rank: int = field(init=False)
+    tp_size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.temperature) and in_float32(float(self.temperature) * self.divisor)):
+            raise InvalidInputError(
+                f"temperature is {self.temperature!r}, expected a positive number in the range of float32"
+            )
+        if self.block_bytes is not None:
+            check_integer("block_bytes", self.block_bytes, 1, "a positive number or None")
+        if self.fused not in (True, False, "auto"):
+            raise InvalidInputError(f'fused is {self.fused!r}, expected True, False or "auto"')
+        check_integer("ignore_index", self.ignore_index, -(2**63), "an integer")
+        check_group(self.tp_group)
+        has_group, temperature = self.tp_group is not None, float(self.temperature)
+        for name, value in {
+            "temperature": temperature,
+            "scale": temperature * self.divisor,
+            "tp_rank": dist.get_rank(self.tp_group) if has_group else 0,
+            "tp_size": dist.get_world_size(self.tp_group) if has_group else 1,
+        }.items():
+            object.__setattr__(self, name, value)
+
+    def divided(self, divisor: float) -> VocabParallelOptions:
+        """Return the options for logits that have to be divided by a number, too."""
+        if divisor == 1:
+            return self
+        if self.tp_size > 1:
+            return replace(self, divisor=divisor)
+        return replace(self, temperature=self.temperature * divisor)
 
 
-def _check_logits(name: str, logits: Tensor) -> None:
+def in_float32(number: float) -> bool:
+    """Return whether a positive number is in the range of float32."""
+    return torch.finfo(torch.float32).tiny <= number <= torch.finfo(torch.float32).max
+
+
+def check_integer(name: str, value: Any, lowest: int, expected: str, *, highest: int | None = None) -> int:
+    """Return an integer, which may be one of numpy's, or refuse what is none or out of bounds."""
+    if not is_integer(value) or int(value) < lowest or (highest is not None and int(value) > highest):
+        raise InvalidInputError(f"{name} is {value!r}, expected {expected}")
+    return int(value)
+
+
+def is_integer(value: Any) -> bool:
+    """Return whether a value is an integer, which may be one of numpy's; a bool is none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether ``float`` takes a value, such as a number of numpy or a tensor without dimensions.
+
+    A bool or a string is no number. A tensor on a GPU is none either: the CPU would wait for its value.
+    """
+    dtype = str(getattr(value, "dtype", "float")).removeprefix("torch.")
+    is_real = dtype.startswith(("float", "bfloat", "int", "uint")) and getattr(value, "ndim", 0) == 0
+    if not is_real or isinstance(value, bool | str | bytes):
+        return False
+    if isinstance(value, Tensor):
+        return value.device.type == "cpu"
+    try:
+        float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def check_positive(name: str, value: Any) -> float:
+    """Return a positive, finite number, or refuse what is none."""
+    if not (is_number(value) and 0 < value < math.inf):
+        raise InvalidInputError(f"{name} is {value!r}, expected a positive, finite number")
+    return float(value)
+
+
+def check_tensor(name: str, tensor: Any) -> None:
+    """Refuse what is no tensor."""
+    check_instance(name, tensor, Tensor)
+
+
+def check_floats(**tensors: Any) -> None:
+    """Refuse what is no tensor of a floating dtype."""
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor)
+        if not tensor.dtype.is_floating_point:
+            raise InvalidInputError(f"{name} is {tensor.dtype}, expected a floating dtype")
+
+
+def check_list(name: str, values: Any) -> list[Tensor]:
+    """Return tensors as a list, those of a padded tensor ``[B, L]`` too; refuse what is none."""
+    is_list = isinstance(values, Sequence) or (isinstance(values, Tensor) and values.dim() > 0)
+    if not is_list:
+        raise InvalidInputError(f"{name}: expected a list of tensors, not {_shown(values)}")
+    tensors = list(values)
+    for number, tensor in enumerate(tensors):
+        check_tensor(f"{name}[{number}]", tensor)
+    check_one_device(**{f"{name}[{number}]": tensor for number, tensor in enumerate(tensors)})
+    return tensors
+
+
+def check_one_device(**tensors: Tensor) -> None:
+    """Refuse tensors on several devices."""
+    devices = {str(tensor.device): name for name, tensor in tensors.items()}
+    if len(devices) > 1:
+        places = " and ".join(f"{name} on {device}" for device, name in devices.items())
+        raise InvalidInputError(f"{places}: expected one device")
+
+
+def check_instance(name: str, value: Any, kind: type) -> None:
+    """Refuse what is no object of a class."""
+    if not isinstance(value, kind):
+        raise InvalidInputError(f"{name}: expected a {kind.__name__}, not {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def check_group(tp_group: dist.ProcessGroup | None) -> None:
+    """Refuse a tensor-parallel group that this rank is not in."""
+    if tp_group is not None and dist.get_rank(tp_group) < 0:
+        raise InvalidInputError(
+            "this rank is not in tp_group: pass the group that holds its part of the vocabulary"
+        )
+
+
+def check_no_transform(*tensors: Tensor | None) -> None:
+    """Refuse tensors of a transform of torch.func, in which tensors have no storage."""
+    if any(t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
+        raise InvalidInputError(
+            "logits are those of a transform of torch.func, such as grad or vmap, which sees no storage: use "
+            "torch.autograd.grad"
+        )
+
+
+# --- logits and what belongs to their rows
+
+
+class ReadRows(Protocol):
+    """The ``n`` rows ``[n, V / tp]`` that a loss reads, see :class:`.LogitSource`."""
+
+    n: int
+    width: int
+    device: torch.device
+    options: VocabParallelOptions
+
+
+def check_logits(name: str, logits: Tensor) -> None:
     """Reject logits that are not ``[T, V / tp]`` in one of the dtypes."""
     check_tensor(name, logits)
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise InvalidInputError(
             f"{name} are [T, vocab / tp], not {list(logits.shape)}: flatten the dimensions before the last"
         )
-    if logits.dtype not in _FLOATS:
-        raise InvalidInputError(f"{name} are {logits.dtype}, expected one of {', '.join(map(str, _FLOATS))}")
+    if logits.dtype not in FLOATS:
+        raise InvalidInputError(f"{name} are {logits.dtype}, expected one of {', '.join(map(str, FLOATS))}")
     check_no_transform(logits)
 
 
-def _check_mask(keep_mask: Tensor, source: LogitSource) -> None:
+def check_mask(keep_mask: Tensor, source: ReadRows) -> None:
     """Reject a mask that is not bool ``[n, V / tp]``."""
     check_tensor("keep_mask", keep_mask)
     _check_device("keep_mask", keep_mask, source.device)
@@ -75,7 +217,7 @@ def _check_mask(keep_mask: Tensor, source: LogitSource) -> None:
         )
 
 
-def valid_targets(targets: Tensor, source: LogitSource) -> Tensor:
+def valid_targets(targets: Tensor, source: ReadRows) -> Tensor:
     """Return the targets as int64; reject those that do not fit the rows or lie outside the vocabulary."""
     check_tensor("targets", targets)
     if targets.shape != (source.n,) or targets.dtype not in _INTEGERS:
@@ -86,7 +228,7 @@ def valid_targets(targets: Tensor, source: LogitSource) -> Tensor:
     return _valid_ids("targets", targets, source, "to ignore a row")
 
 
-def valid_indices(indices: Tensor, source: LogitSource) -> Tensor:
+def valid_indices(indices: Tensor, source: ReadRows) -> Tensor:
     """Return the indices as int64; reject those that do not fit the rows or lie outside the vocabulary."""
     check_tensor("indices", indices)
     fits = indices.dim() == 2 and len(indices) == source.n and indices.shape[1] > 0
@@ -98,9 +240,9 @@ def valid_indices(indices: Tensor, source: LogitSource) -> Tensor:
     return _valid_ids("indices", indices, source, "for no entry")
 
 
-def _valid_ids(name: str, ids: Tensor, source: LogitSource, meaning: str) -> Tensor:
+def _valid_ids(name: str, ids: Tensor, source: ReadRows, meaning: str) -> Tensor:
     _check_device(name, ids, source.device)
-    check_ids(name, ids, source.vocab_size, source.options.ignore_index, meaning)
+    check_ids(name, ids, source.width * source.options.tp_size, source.options.ignore_index, meaning)
     return ids.long()
 
 
@@ -118,7 +260,7 @@ def check_distinct(name: str, ids: Tensor) -> None:
     _require(~is_repeated, f"{expected}; -100 stands for no entry", ordered[:, 1:])
 
 
-def _valid_rows(rows: Rows, logits: Tensor) -> RowIndex:
+def valid_rows(rows: Rows, logits: Tensor) -> RowIndex:
     """Return the rows; reject numbers that are not of rows, or of one row twice."""
     size = logits.shape[0]
     if rows is None:
@@ -170,3 +312,6 @@ def _require(ok: Tensor, expected: str, values: Tensor) -> None:
         torch._assert_async(ok.all(), f"expected {expected}")
     elif not ok.all():
         raise InvalidInputError(f"expected {expected}; found {values[~ok][:5].tolist()}")
+
+
+DEFAULT = VocabParallelOptions()

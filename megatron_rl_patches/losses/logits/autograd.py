@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from .options import VocabParallelOptions
+from .arguments import VocabParallelOptions
 from .overwriting import StorageClaim
 from .rows import Inputs, LogitSource
 
@@ -157,8 +157,7 @@ class _DifferentiableOnce(torch.autograd.Function):
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     """Return the function, run with autocast switched off.
 
-    Logits that are not materialized have the dtype of the hidden states, whatever autocast says when a loss
-    reads them: forward and backward, which may differ in that, must read the same numbers.
+    Forward and backward, which may differ in what autocast says, must read the same numbers.
     """
 
     @functools.wraps(function)

@@ -8,15 +8,12 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch.utils import _python_dispatch
-
-from .rows import SelectedRows
 
 # Compiling the first function of a process takes some ten seconds, others one or two.
 WORTHWHILE_ELEMENTS = 1 << 24
@@ -38,11 +35,7 @@ class BlockFunction:
     names the cause, and this block and later ones run as plain operators, on the smaller blocks that are made
     for them; some minutes later compiling is tried again. What fails does so before any logits of a block are
     overwritten with their gradient: the first kernel that writes there is the last one. So a block can always
-    be computed again. ::
-
-        for block in call.blocks(blocks_for_compiled, blocks_for_plain):
-            with call.attempt():  # where compiling fails, the rows of this block come again
-                result[block] = call(logits[block])
+    be computed again.
 
     Nothing is compiled while an environment variable or an option of torch forbids it, or while a dispatch
     mode is on, such as torch's ``FlopCounterMode``.
@@ -51,41 +44,30 @@ class BlockFunction:
         compiled: whether the function is compiled; false from the moment on when compiling fails.
     """
 
-    def __init__(self, function: Callable[..., Any], rows: SelectedRows) -> None:
-        fused = rows.options.fused
-        self._function, self._required = function, fused is True
-        wanted = self._required or (fused == "auto" and _is_worthwhile(rows))
+    def __init__(
+        self, function: Callable[..., Any], fused: bool | str, num_logits: int, device: str, is_whole: bool
+    ) -> None:
+        """Take how many logits all blocks have, and whether these are whole rows, all of the same width."""
+        self._function, self._required, self._is_whole = function, fused is True, is_whole
+        wanted = self._required or (fused == "auto" and _is_worthwhile(num_logits, device))
         self.compiled = wanted and not _is_disabled()
 
     def __call__(self, *args: Any) -> Any:
-        return _call_compiled(self._function, *args) if self.compiled else self._function(*args)
+        if self.compiled:
+            return _call_compiled(self._function, self._is_whole, *args)
+        return self._function(*args)
 
-    def blocks(self, compiled: Sequence[slice], plain: Sequence[slice]) -> Iterator[slice]:
-        """Yield ranges that cover the same rows: those for a compiled function, or those for plain operators.
-
-        Where compiling fails, the rest of the rows, that block included, comes as ranges for plain operators.
-        """
-        done = -1  # rows; there may be a block without rows
-        for block in compiled if self.compiled else ():
-            yield block
-            if not self.compiled:
-                break
-            done = block.stop
-        for block in plain:
-            if block.stop > done:
-                yield slice(max(block.start, done), block.stop)
-
-    @contextmanager
-    def attempt(self) -> Iterator[None]:
-        """Leave the body early if compiling fails, see :meth:`blocks`."""
+    def attempt(self, compute: Callable[[], None]) -> bool:
+        """Compute a block with the compiled function, and return whether that went well."""
         try:
-            yield
+            compute()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             if self._required or not self.compiled:
                 raise
             self._give_up(error)
+        return self.compiled
 
     def _give_up(self, error: Exception) -> None:
         global _no_retry_before
@@ -98,9 +80,9 @@ class BlockFunction:
         )
 
 
-def _is_worthwhile(rows: SelectedRows) -> bool:
-    large = (rows.num_logits or rows.n * rows.logits.shape[1]) >= WORTHWHILE_ELEMENTS
-    return large and time.monotonic() >= _no_retry_before and _has_compiler(rows.logits.device.type)
+def _is_worthwhile(num_logits: int, device: str) -> bool:
+    is_large = num_logits >= WORTHWHILE_ELEMENTS
+    return is_large and time.monotonic() >= _no_retry_before and _has_compiler(device)
 
 
 def _is_disabled() -> bool:
@@ -128,7 +110,7 @@ def _has_compiler(device: str) -> bool:
     return device == "cpu" and shutil.which(os.environ.get("CXX", default)) is not None
 
 
-def _call_compiled(function: Callable[..., Any], *args: Any) -> Any:
+def _call_compiled(function: Callable[..., Any], is_whole: bool, *args: Any) -> Any:
     # This import takes a second, so only compiled calls do it.
     import torch._dynamo.config as config
 
@@ -141,6 +123,9 @@ def _call_compiled(function: Callable[..., Any], *args: Any) -> Any:
             # Stretches of a width that is compiled in fit into registers of a GPU, which then reads each
             # stretch once: for its largest logit and for all sums.
             torch._dynamo.mark_static(logits, 2)
+        elif is_whole:
+            # Loops over a known number of columns take 10% less time. Tiles have many widths.
+            torch._dynamo.mark_static(logits, 1)
     with config.patch(dict.fromkeys(names, _VARIANTS)):
         return _compiled(function)(*args)
 

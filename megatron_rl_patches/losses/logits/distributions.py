@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...common.devices import on_device
 from ...errors import InvalidInputError
-from .options import check_positive, check_tensor
+from .arguments import check_positive, check_tensor
 
 #: Stands in place of a token id where a row has fewer than k entries.
 NO_ENTRY = -100

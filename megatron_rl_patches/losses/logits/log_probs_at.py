@@ -14,7 +14,7 @@ no tail; OpenClaw-RL computes a cross entropy for each of k ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal, NamedTuple, overload
 
@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import checked_source, valid_indices
+from .arguments import VocabParallelOptions, valid_indices
 from .autograd import LogitFunction, Tensors, divisor_note, divisors_of
+from .blocks import Block, each_block
 from .distributions import NO_ENTRY
-from .options import VocabParallelOptions
-from .rows import Inputs, LogitSource, SelectedRows, Tile, reduced
+from .rows import Inputs, LogitSource, SelectedRows, Tile, rows_of
 from .slices import Rows
 from .softmax import NO_SOFTMAX, SoftmaxGradient, block_gradient, buffered_statistics, stretches
 from .topk import blocks_of_rows, log_masses, merged_tail, total_and_tail
@@ -103,7 +103,7 @@ def vocab_parallel_log_probs_at(
     options = VocabParallelOptions(
         tp_group, temperature, inplace_backward, block_bytes, ignore_index=NO_ENTRY
     )
-    source = checked_source(logits, rows, options)
+    source = rows_of(logits, rows, options)
     indices = valid_indices(indices, source)
     log_probs, log_tail = _LogProbsAt(source.claim()).apply(source, indices=indices)
     return (log_probs, log_tail) if with_tail else log_probs
@@ -114,7 +114,8 @@ class _LogProbsAt(LogitFunction):
 
     def forward(self, source: LogitSource, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
         indices, options = tensors["indices"], source.options
-        local = reduced(_statistics_of_tiles(source, indices), partial(_merged, options.scale))
+        ids = _Ids(indices, options.tp_rank * source.width)
+        local = source.reduce(partial(_statistics, ids), partial(_merged, options.scale))
         # Until the loop, log_probs holds the logits at the ids.
         log_probs = local[:-2].T.clone(memory_format=torch.contiguous_format)
         local_tail = local[-2:].clone()
@@ -158,9 +159,9 @@ class _LogProbsAt(LogitFunction):
         ids = _Ids(indices, options.tp_rank * source.width)
         of_rows = _Gradients(**saved, g=g, h=h, has_grad=has_grad)
 
-        def of_tile(tile: Tile, in_place: bool) -> Tensor:
+        def of_tile(tile: Tile, gradient: Tensor) -> None:
             part = _Gradients(*(value[tile.rows] for value in of_rows))
-            return _gradient(tile.logits, ids.in_tile(tile), part, in_place)
+            _write_gradient(tile.logits, gradient, ids.in_tile(tile), part)
 
         return source.gradients(of_tile, needed)
 
@@ -189,14 +190,6 @@ class _LogProbsAt(LogitFunction):
         if claim.asked_for:
             claim.check(notes[:, -1])
         return tails, divisors_of(notes)
-
-
-def _statistics_of_tiles(source: LogitSource, indices: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the rows and :func:`_statistics` of each tile, ``[K + 2, rows]``."""
-    ids = _Ids(indices, source.options.tp_rank * source.width)
-    for tile in source.tiles():
-        logits, tail = _statistics(tile.logits, ids.in_tile(tile))
-        yield tile.rows, torch.cat([logits.T, tail])
 
 
 def _merged(temperature: float, parts: Sequence[Tensor]) -> Tensor:
@@ -266,25 +259,29 @@ class _Columns(NamedTuple):
         return block.gather(1, self.column)
 
 
-def _statistics(rows: SelectedRows, ids: _Ids) -> tuple[Tensor, Tensor]:
-    """Return the logits at the ids, ``[n, K]``, 0 for those of other ranks; the tail as in :mod:`.topk`."""
+def _statistics(ids: _Ids, tile: Tile) -> Tensor:
+    """Return the logits at the ids, 0 for those of other tiles, and the tail as in :mod:`.topk`.
+
+    They are one tensor, ``[K + 2, rows]``.
+    """
+    rows, ids = tile.logits, ids.in_tile(tile)
     logits = rows.logits.new_empty(ids.indices.shape, dtype=rows.dtype)
     tail = logits.new_empty((2, rows.n))
     divisor = rows.temperature()
-    blocks = rows.blocks(buffers=2)
-    scratch = rows.scratch(blocks, 2)
-    for block in blocks:
-        work, spare = scratch[:, : block.stop - block.start]
-        x = rows.read(block, work)
-        if x is not work:
-            work.copy_(x)
-        columns = ids.columns(block, work.shape[1])
-        logits[block] = torch.where(columns.is_local, work.gather(1, columns.column), 0.0)
+
+    def of_block(block: Block) -> None:
+        (work, spare), of_rows = block.work, block.rows
+        if block.x is not work:
+            work.copy_(block.x)
+        columns = ids.columns(of_rows, work.shape[1])
+        logits[of_rows] = torch.where(columns.is_local, work.gather(1, columns.column), 0.0)
         columns.put(work, _MINUS_INF)
-        tail[0, block], tail[1, block] = buffered_statistics(
+        tail[0, of_rows], tail[1, of_rows] = block.function(
             stretches(work), (None, False), divisor, stretches(spare)[None]
         )
-    return logits, tail
+
+    each_block(rows, buffered_statistics, of_block, buffers=2)
+    return torch.cat([logits.T, tail])
 
 
 class _Gradients(NamedTuple):
@@ -323,25 +320,23 @@ class _Gradients(NamedTuple):
         return torch.where(self.has_grad[block, None], gradient, 0.0)
 
 
-def _gradient(rows: SelectedRows, ids: _Ids, gradients: _Gradients, in_place: bool) -> Tensor:
-    """Return the gradient of all logits ``[T, V / tp]``, zero in the rows that were not selected."""
-    gradient, scale = rows.new_gradient(in_place), rows.options.scale
-    divisor = rows.temperature()
-    blocks = rows.blocks(buffers=1)
-    scratch = rows.scratch(blocks, int(not rows.can_be_viewed))
-    for block in blocks:
-        x, work = rows.read_and_write_views(gradient, block, scratch[:, : block.stop - block.start])
-        if work is not x:
-            work.copy_(x)
-        columns = ids.columns(block, work.shape[1])
+def _write_gradient(rows: SelectedRows, gradient: Tensor, ids: _Ids, gradients: _Gradients) -> None:
+    """Write the gradient of these rows into that of all logits, ``[T, V / tp]``."""
+    scale, divisor = rows.options.scale, rows.temperature()
+
+    def of_block(block: Block) -> None:
+        work, of_rows = block.out, block.rows
+        if work is not block.x:
+            work.copy_(block.x)
+        columns = ids.columns(of_rows, work.shape[1])
         logits = work.gather(1, columns.column)
-        g = torch.where(ids.indices[block] < 0, 0.0, gradients.g[block])
+        g = torch.where(ids.indices[of_rows] < 0, 0.0, gradients.g[of_rows])
         g_total = g.sum(1, dtype=torch.float64)
         g_at_ids = columns.summed(work, g).double()
         work.scatter_(1, columns.column, torch.where(columns.any_local, _MINUS_INF, logits))
-        of_tail, has_grad = gradients.of_tail(block, g_total, scale)
-        block_gradient(work, work, of_tail, NO_SOFTMAX, None, has_grad, divisor, work[None])
-        values = gradients.at_ids(block, logits, g_at_ids, g_total, scale)
+        of_tail, has_grad = gradients.of_tail(of_rows, g_total, scale)
+        block.function(work, work, of_tail, NO_SOFTMAX, None, has_grad, divisor, work[None])
+        values = gradients.at_ids(of_rows, logits, g_at_ids, g_total, scale)
         columns.put(work, values.to(work.dtype))
-        rows.write(gradient, block, work)
-    return gradient
+
+    each_block(rows, block_gradient, of_block, buffers=int(not rows.can_be_viewed), gradient=gradient)

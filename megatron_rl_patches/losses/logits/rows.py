@@ -1,29 +1,42 @@
-"""The rows of logits that a loss reads: of a tensor, or of an output layer whose logits are not materialized.
+"""The rows of logits that a loss reads: of a tensor, or of whatever names its own source of tiles.
 
-The losses read logits as *tiles*, some rows and some columns at a time, and compute the gradient of each
-tile. A tensor is one tile. Of an output layer each tile is a matrix product of its own, see :mod:`.tiles`.
+The nested cuts of logits ``[T, V / tp]``, from the largest to the smallest::
+
+    rows       the n of the T rows that a loss reads; an index names them
+    tile       some of these rows, some columns   the part of the logits that exists at one time: a tensor is
+                                                  one tile; an output layer computes one after the other
+    block      some rows of a tile                what one call of a function computes, see blocks.py
+    stretch    some hundred columns of a block    what is summed in float32, see softmax.stretches()
+
+    columns ─►
+    ┌───────────────┬───────────────┬───────────┐
+    │ tile          │ tile          │ tile      │   rows of the first grid line; ranks have further columns
+    │┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄│               │           │
+    │ ▓▓▓ ░░░ ▓▓▓ ░ │ block of the first tile: four stretches
+    │┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄│               │           │
+    ├───────────────┼───────────────┼───────────┤
+    │ tile          │ tile          │ tile      │
+    └───────────────┴───────────────┴───────────┘
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from .options import DEFAULT, VocabParallelOptions
+from .arguments import DEFAULT, VocabParallelOptions, check_logits, valid_rows
 from .overwriting import StorageClaim, check_not_overwritten, claim_storage, mark_overwritten
-from .slices import RowIndex, Runs
-
-_MIB = 1 << 20
+from .slices import RowIndex, Rows, Runs
 
 Inputs = tuple[Tensor | None, ...]
+#: Rows and columns of tiles: consecutive ranges of the ``n`` rows, and of the columns.
+Grid = tuple[list[slice], list[slice]]
 S = TypeVar("S", bound="LogitSource")
 
 
@@ -35,164 +48,153 @@ class Tile(NamedTuple):
     columns: slice  # of this rank's V / tp
 
 
-#: Computes the gradient ``[rows, columns]`` of a tile. If the bool is true, it overwrites the tile's logits.
-TileGradient = Callable[[Tile, bool], Tensor]
+#: Writes the gradient of a tile into a tensor of its shape, which may be the tile's logits themselves.
+TileGradient = Callable[[Tile, Tensor], None]
 
 
 class LogitSource(ABC):
-    """``n`` selected rows of logits ``[T, V / tp]``; subclasses are dataclasses.
+    """``n`` selected rows of logits ``[T, V / tp]``, which are read in tiles.
 
     Attributes:
-        index: which of the ``T`` rows.
         options: how they are read; their scale is that of these logits.
-        names: the tensors that have gradients: fields of the dataclass, and what errors call them.
+        n: how many rows.
+        width: how many columns this rank has, ``V / tp``.
+        dtype: that of statistics and gradients: float64 for float64 logits, else float32.
+        device: where the logits are, or would be.
+        inputs: the tensors that have gradients.
+        computes_tiles: whether a tile takes memory of its own.
     """
 
-    index: RowIndex
     options: VocabParallelOptions
-    names: ClassVar[dict[str, str]]
-
-    @property
-    def inputs(self) -> Inputs:
-        """The tensors that have gradients."""
-        return tuple(getattr(self, name) for name in self.names)
-
-    @cached_property
-    def n(self) -> int:
-        """Number of selected rows."""
-        return len(self.index) if isinstance(self.index, Tensor) else sum(map(_length, self.runs))
-
-    @property
-    def runs(self) -> Runs:
-        """The rows as slices, if they are no row numbers."""
-        assert not isinstance(self.index, Tensor)
-        return (self.index,) if isinstance(self.index, slice) else self.index
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether a backward needs the gradient of hidden states, and no other gradient."""
-        return False
-
-    @property
-    @abstractmethod
-    def width(self) -> int:
-        """Number of this rank's columns, ``V / tp``."""
-
-    @property
-    def vocab_size(self) -> int:
-        return self.width * self.options.tp_size
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """The dtype that statistics and gradients are computed in: float64 for float64, else float32."""
-        first = self.inputs[0]
-        return torch.float64 if first is not None and first.dtype == torch.float64 else torch.float32
-
-    @property
-    def device(self) -> torch.device:
-        """Where the logits are, or would be."""
-        first = self.inputs[0]
-        assert first is not None
-        return first.device
+    n: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    inputs: Inputs
+    computes_tiles: ClassVar[bool] = False
 
     @abstractmethod
-    def tiles(self) -> Iterator[Tile]:
+    def tiles(self, grid: Grid | None = None) -> Iterator[Tile]:
         """Yield tiles that cover all rows and columns, those of the same rows in the order of their columns.
 
         The logits of a tile are valid until the next one.
+
+        Args:
+            grid: how to cut them; ``None``: as the source would. Columns that a source lacks are left out.
         """
 
     @abstractmethod
-    def part(self, rows: slice, columns: slice) -> Tensor:
-        """Return logits of some of the selected rows and some columns, without a graph."""
+    def gradients(self, compute: TileGradient, needed: Sequence[bool], grid: Grid | None = None) -> Inputs:
+        """Return the gradients of the inputs; ``None`` for one that needs none."""
 
     @abstractmethod
-    def gradients(self, compute: TileGradient, needed: Sequence[bool]) -> Inputs:
-        """Return the gradients of the inputs; ``None`` for one that needs none."""
+    def saved(self: S) -> tuple[dict[str, Tensor | None], Callable[..., S]]:
+        """Return the tensors that backward reads by name, and a function that restores the source from them.
+
+        The inputs come first. The function holds none of these, so that autograd alone decides how long they
+        live.
+        """
 
     def claim(self) -> StorageClaim:
         """Claim the storage that a backward in place overwrites, if there is one."""
         return StorageClaim(self.options.inplace_backward or self.options.others_overwrite)
 
-    def select(self: S, index: RowIndex, options: VocabParallelOptions) -> S:
-        """Return these rows of the ``T``, in place of those that are selected now."""
-        return replace(self, index=index, options=options)  # type: ignore[type-var]
+    def shape_of_tiles(self, width: int, share: int) -> tuple[int, int]:
+        """Return how many rows and columns a tile has, where so many tiles take the memory of one."""
+        return max(self.n, 1), width
 
-    def sharing(self: S, count: int) -> S:
-        """Return the same rows with smaller tiles, of which so many take the memory of one."""
+    def without_keeping(self: S) -> S:
+        """Return the same rows for a pass whose tiles no backward will read."""
         return self
 
-    def keeping_tiles(self: S, keeps: bool) -> S:
-        """Return the same rows for a pass whose tiles a backward will read, or will not."""
-        return self
+    def forward_derivative(self) -> Any:
+        """Return what sums up the derivative of log-probabilities in forward, or ``None``: see log_probs."""
+        return None
 
-    def detached(self: S) -> S:
-        """Return the same rows without gradients for anything."""
-        return self._with_inputs([None if tensor is None else tensor.detach() for tensor in self.inputs])
+    def gradients_by_derivative(self, of_rows: Tensor) -> Inputs:
+        """Return the gradients of the inputs from what :meth:`forward_derivative` has summed up, weighted."""
+        raise NotImplementedError
 
-    def saved(self: S) -> tuple[dict[str, Tensor | None], Callable[..., S]]:
-        """Return the tensors that backward reads by name, and a function that restores the source from them.
+    def reduce(
+        self,
+        of_tile: Callable[[Tile], Tensor],
+        merge: Callable[[Sequence[Tensor]], Tensor],
+        grid: Grid | None = None,
+    ) -> Tensor:
+        """Return statistics ``[m, n]`` of all columns from those of tiles, ``[m, rows]``.
 
-        The function holds none of these, so that autograd alone decides how long they live.
+        Args:
+            of_tile: computes the statistics of a tile.
+            merge: makes statistics of those of several parts of the columns; ranks are merged alike.
         """
-        numbers = self.index if isinstance(self.index, Tensor) else None
-        bare = self._with_inputs([None] * len(self.names), self.index if numbers is None else slice(0, 0))
-
-        def restore(*tensors: Any) -> S:
-            *inputs, numbers = tensors
-            return bare._with_inputs(inputs, bare.index if numbers is None else numbers)
-
-        return {**dict(zip(self.names.values(), self.inputs, strict=True)), "rows": numbers}, restore
-
-    def _with_inputs(self: S, inputs: Sequence[Tensor | None], index: RowIndex | None = None) -> S:
-        changes = dict(zip(self.names, inputs, strict=True))
-        return replace(self, index=self.index if index is None else index, **changes)  # type: ignore[type-var]
+        totals: dict[int, Tensor] = {}
+        for tile in self.tiles(grid):
+            values, earlier = of_tile(tile), totals.get(tile.rows.start)
+            totals[tile.rows.start] = values if earlier is None else merge([earlier, values])
+        return torch.cat(list(totals.values()), dim=1) if len(totals) > 1 else next(iter(totals.values()))
 
 
-def reduced(parts: Iterable[tuple[slice, Tensor]], merge: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-    """Return statistics ``[m, n]`` of whole rows from those of parts of their columns.
+def rows_of(logits: Tensor, rows: Rows, options: VocabParallelOptions, name: str = "logits") -> LogitSource:
+    """Return the rows of logits that a loss reads; reject logits and rows that do not fit.
 
-    Args:
-        parts: rows and their statistics ``[m, rows]``, for each part; parts with the same rows come in the
-            order of their columns.
-        merge: makes statistics ``[m, rows]`` of those of two parts; ranks are merged alike.
+    Logits that need not exist name their own source: an attribute ``loss_source(index, options)`` returns it.
     """
-    totals: dict[int, Tensor] = {}
-    for rows, values in parts:
-        earlier = totals.get(rows.start)
-        totals[rows.start] = values if earlier is None else merge([earlier, values])
-    return torch.cat(list(totals.values()), dim=1) if len(totals) > 1 else next(iter(totals.values()))
+    check_logits(name, logits)
+    index = valid_rows(rows, logits)
+    own: Callable[..., LogitSource] | None = getattr(logits, "loss_source", None)
+    if own is not None:
+        return own(index, options)
+    check_not_overwritten(logits)
+    return SelectedRows(logits, index, options)
 
 
-@dataclass(frozen=True, eq=False)
 class SelectedRows(LogitSource):
     """Distinct rows of logits that exist, read and written one block of rows at a time.
 
     Attributes:
         logits: ``[T, V / tp]``.
+        index: which of the ``T`` rows.
         num_logits: how many logits are read in all, where these are one tile of several.
     """
 
-    logits: Tensor
-    index: RowIndex
-    options: VocabParallelOptions = DEFAULT
-    num_logits: int | None = None
-    names = {"logits": "the logits"}  # noqa: RUF012
+    def __init__(
+        self,
+        logits: Tensor,
+        index: RowIndex,
+        options: VocabParallelOptions = DEFAULT,
+        num_logits: int | None = None,
+    ) -> None:
+        self.logits, self.index, self.options = logits, index, options
+        self.width, self.device, self.inputs = logits.shape[1], logits.device, (logits,)
+        self.dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        self._runs: Runs = (
+            () if isinstance(index, Tensor) else (index,) if isinstance(index, slice) else index
+        )
+        #: How many of the rows come before each of the runs.
+        *self._starts, n = accumulate((run.stop - run.start for run in self._runs), initial=0)
+        self.n = len(index) if isinstance(index, Tensor) else n
+        self.num_logits = self.n * self.width if num_logits is None else num_logits
+        #: Whether a block is a view of the logits in the dtype of the computation.
+        self.can_be_viewed = not isinstance(index, Tensor) and logits.dtype == self.dtype
 
-    @property
-    def width(self) -> int:
-        return self.logits.shape[1]
+    # --- as a source
 
-    def tiles(self) -> Iterator[Tile]:
-        yield Tile(self.detached(), slice(0, self.n), slice(0, self.width))
+    def tiles(self, grid: Grid | None = None) -> Iterator[Tile]:
+        detached = self.detached()
+        for columns in [slice(0, self.width)] if grid is None else grid[1]:
+            for rows in [slice(0, self.n)] if grid is None else grid[0]:
+                part = detached
+                if grid is not None:
+                    part = SelectedRows(
+                        detached.logits[:, columns], self._place(rows), self.options, self.num_logits
+                    )
+                yield Tile(part, rows, columns)
 
-    def part(self, rows: slice, columns: slice) -> Tensor:
-        return self.read(rows, None)[:, columns].detach()
-
-    def gradients(self, compute: TileGradient, needed: Sequence[bool]) -> Inputs:
+    def gradients(self, compute: TileGradient, needed: Sequence[bool], grid: Grid | None = None) -> Inputs:
         check_not_overwritten(self.logits)
-        (tile,) = self.tiles()
-        gradient = compute(tile, self.options.inplace_backward)
+        gradient = self._new_gradient(self.options.inplace_backward)
+        for tile in self.tiles(grid):
+            compute(tile, gradient[:, tile.columns])
         if self.options.inplace_backward:
             mark_overwritten(self.logits)
         return (gradient,)
@@ -200,67 +202,27 @@ class SelectedRows(LogitSource):
     def claim(self) -> StorageClaim:
         return claim_storage(self.logits, super().claim(), self.options.inplace_backward)
 
-    @cached_property
-    def _starts(self) -> list[int]:
-        """How many of the rows come before each of the runs."""
-        *starts, _ = accumulate(map(_length, self.runs), initial=0)
-        return starts
+    def saved(self) -> tuple[dict[str, Tensor | None], Callable[..., SelectedRows]]:
+        options, is_numbers = self.options, isinstance(self.index, Tensor)
+        slices = None if is_numbers else self.index
 
-    @property
-    def row_indices(self) -> Tensor:
-        if isinstance(self.index, Tensor):
-            return self.index
-        return torch.cat([torch.arange(run.start, run.stop, device=self.device) for run in self.runs])
+        def restore(logits: Tensor, numbers: Tensor | None) -> SelectedRows:
+            return SelectedRows(logits, numbers if slices is None else slices, options)  # type: ignore[arg-type]
 
-    @property
-    def can_be_viewed(self) -> bool:
-        """Whether a block of the rows is a view of the logits in the dtype of the computation."""
-        return not isinstance(self.index, Tensor) and self.logits.dtype == self.dtype
+        numbers = self.index if isinstance(self.index, Tensor) else None
+        return {"the logits": self.logits, "rows": numbers}, restore
 
-    def blocks(self, buffers: int, width: int | None = None, scale: int = 1) -> list[slice]:
-        """Cut the ``n`` rows into ranges, such that so many buffers of one range fit into ``block_bytes``.
+    def detached(self) -> SelectedRows:
+        """Return the same rows without a graph."""
+        return SelectedRows(self.logits.detach(), self.index, self.options, self.num_logits)
 
-        A buffer has ``width`` columns, by default those of the logits. ``scale`` multiplies the default of
-        ``block_bytes``.
-        """
-        size = self.options.block_bytes or scale * _default_block_bytes(self.logits)
-        row_bytes = max(width or self.width, 1) * self.dtype.itemsize * max(buffers, 1)
-        step = max(1, size // row_bytes)
-        if isinstance(self.index, Tensor):
-            return ranges(self.n, step)
-        of_runs = zip(self._starts, self.runs, strict=True)
-        return [shifted(part, start) for start, run in of_runs for part in ranges(_length(run), step)]
-
-    def scratch(self, blocks: list[slice], buffers: int) -> Tensor:
-        """Return ``[buffers, rows of the largest block, V / tp]``, uninitialized."""
-        rows = max(map(_length, blocks), default=0)
-        return self.logits.new_empty((buffers, rows, self.width), dtype=self.dtype)
-
-    def window(self, rows: slice, columns: slice) -> SelectedRows:
-        """Return some of the ``n`` rows, and some of the columns."""
-        return replace(self, logits=self.logits[:, columns], index=self._place(rows))
-
-    def read(self, block: slice, buffer: Tensor | None) -> Tensor:
-        """Return the logits of a block: a view of them, or ``buffer`` filled with them.
-
-        With a buffer the result has the buffer's dtype, without one that of the logits.
-        """
-        logits, place = self.logits, self._place(block)
-        if isinstance(place, slice):
-            x = logits[place]
-            return x if buffer is None or x.dtype == buffer.dtype else buffer.copy_(x)
-        if buffer is None or logits.dtype != buffer.dtype:
-            x = logits.index_select(0, place)
-            return x if buffer is None else buffer.copy_(x)
-        return torch.index_select(logits, 0, place, out=buffer)
-
-    def new_gradient(self, in_place: bool) -> Tensor:
+    def _new_gradient(self, in_place: bool) -> Tensor:
         """Return a tensor like the logits, or the logits themselves, with zeros in all other rows."""
-        logits = self.logits
+        logits = self.logits.detach()
         if not isinstance(self.index, Tensor):
             gradient = logits if in_place else torch.empty_like(logits)
             stop = 0
-            for run in (*self.runs, slice(len(logits), None)):
+            for run in (*self._runs, slice(len(logits), None)):
                 gradient[stop : run.start].zero_()
                 stop = run.stop
             return gradient
@@ -270,39 +232,40 @@ class SelectedRows(LogitSource):
         # Sorting brings the other rows to the front. nonzero() would make the CPU wait for the GPU.
         return logits.index_fill_(0, others.argsort(descending=True)[: len(logits) - self.n], 0.0)
 
-    def read_and_write_views(
-        self, gradient: Tensor, block: slice, buffers: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the logits of a block, and where to compute its gradient before :meth:`write`.
+    # --- which rows
 
-        With buffers the gradient is computed in the logits' own dtype or in the first buffer. In place, both
-        are the same object, so that a compiler sees that they are one.
-        """
-        place = self._place(block)
-        if isinstance(place, slice) and (self.can_be_viewed or buffers is None):
-            x = self.logits[place]
-            # Tensors without elements have the same address, whether they share memory or not.
-            in_place = gradient.numel() > 0 and gradient.data_ptr() == self.logits.data_ptr()
-            return x, x if in_place else gradient[place]
-        x = self.read(block, None if buffers is None else buffers[0])
-        return x, x
-
-    def write(self, gradient: Tensor, block: slice, values: Tensor) -> None:
-        """Put the gradient of a block where it belongs, unless it was computed there."""
-        place = self._place(block)
-        if isinstance(place, Tensor):
-            gradient.index_copy_(0, place, values.to(gradient.dtype))
-        elif (of_block := gradient[place]).data_ptr() != values.data_ptr():
-            of_block.copy_(values)
-
-    def _place(self, block: slice) -> slice | Tensor:
-        """Return which of the ``T`` rows a block of the ``n`` is."""
+    def cut(self, step: int, start: int = 0) -> list[tuple[slice, slice | Tensor]]:
+        """Cut the ``n`` rows, from one on, into parts of so many; each comes with its place in the ``T``."""
         if isinstance(self.index, Tensor):
-            return self.index[block]
-        number = bisect(self._starts, block.start) - 1
-        run = self.runs[number]
-        place = shifted(block, run.start - self._starts[number])
-        return place if place.stop <= run.stop else self.row_indices[block]
+            return [(rows, self.index[rows]) for rows in ranges(start, self.n, step)]
+        parts: list[tuple[slice, slice | Tensor]] = []
+        for first, run in zip(self._starts, self._runs, strict=True):
+            for rows in ranges(max(first, start), first + run.stop - run.start, step):
+                parts.append((rows, slice(rows.start - first + run.start, rows.stop - first + run.start)))
+        return parts
+
+    def _place(self, rows: slice) -> slice | Tensor:
+        """Return which of the ``T`` rows some of the ``n`` are."""
+        if isinstance(self.index, Tensor):
+            return self.index[rows]
+        number = bisect(self._starts, rows.start) - 1
+        run, start = self._runs[number], self._starts[number]
+        place = slice(rows.start - start + run.start, rows.stop - start + run.start)
+        return place if place.stop <= run.stop else self.numbers()[rows]
+
+    def numbers(self) -> Tensor:
+        """Return which of the ``T`` rows the ``n`` are, int64."""
+        if isinstance(self.index, Tensor):
+            return self.index
+        return torch.cat([torch.arange(run.start, run.stop, device=self.device) for run in self._runs])
+
+    def at(self, columns: Tensor) -> Tensor:
+        """Return the logit of each row in its column, float64; a negative column stands for the first."""
+        return self.logits.detach()[self.numbers(), columns.clamp(min=0)].double()
+
+    def read_all(self) -> Tensor:
+        """Return the logits of all rows, ``[n, V / tp]``."""
+        return self.logits[self._place(slice(0, self.n))]
 
     def temperature(self) -> Tensor | None:
         """Return what the logits are divided by as a :meth:`scalar`, or ``None`` where it is 1."""
@@ -316,28 +279,14 @@ class SelectedRows(LogitSource):
         return torch.full((), number, dtype=self.dtype, device=self.device)
 
 
-def _length(part: slice) -> int:
-    """Return how many rows a slice with bounds has."""
-    return part.stop - part.start
+def grid_of(sources: Sequence[LogitSource], width: int) -> Grid:
+    """Cut rows of sources, and so many columns, such that the tiles of all take the memory of one tile."""
+    cut = [source for source in sources if source.computes_tiles]
+    shapes = [source.shape_of_tiles(width, len(sources)) for source in cut or sources]
+    rows, columns = (min(sizes) for sizes in zip(*shapes, strict=True))
+    return ranges(0, sources[0].n, rows) or [slice(0, 0)], ranges(0, width, columns)
 
 
-def shifted(part: slice, start: int) -> slice:
-    """Return a range that begins so much later."""
-    return slice(part.start + start, part.stop + start)
-
-
-def ranges(size: int, step: int) -> list[slice]:
+def ranges(start: int, stop: int, step: int) -> list[slice]:
     """Cut a range into parts of so many numbers; the last one may be shorter."""
-    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
-
-
-def _default_block_bytes(logits: Tensor) -> int:
-    """Return the default of ``block_bytes``.
-
-    On a CPU this is what stays in the cache, 2 MiB per thread, but at most 1% of the logits, and at least
-    1 MiB. On a GPU it is what keeps the device busy: 64 MiB, or 1% of the logits if that is more.
-    """
-    one_percent = logits.numel() * logits.element_size() // 100
-    if logits.device.type == "cpu":
-        return max(min(2 * _MIB * torch.get_num_threads(), one_percent), _MIB)
-    return max(64 * _MIB, one_percent)
+    return [slice(number, min(number + step, stop)) for number in range(start, stop, step)]

@@ -2,8 +2,8 @@
 
 :func:`block_statistics` and :func:`block_gradient` work on one block of rows. Compiled, each reads the logits
 in a single kernel. Where nothing is compiled, :func:`buffered_statistics` takes the place of the first, and
-the operators write into buffers that stay in the cache. :func:`statistics` and :func:`gradient` go over all
-rows and know where they are read and written.
+the operators write into buffers that stay in the cache. :func:`statistics` and :func:`write_gradient` go over
+all rows of a tile.
 
 Numerics: a sum over a row is made of float32 sums over stretches of some hundred columns, which are added
 up in float64. The row's largest term, ``exp(0) = 1``, is left out of its stretch, since it would swallow the
@@ -15,24 +15,21 @@ single terms ``exp(z)``, whose relative error grows with ``-z``, to 4e-6 for pro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .compiling import BlockFunction
+from .blocks import Block, each_block
 from .rows import SelectedRows
 
 _MINUS_INF = float("-inf")
 _STRETCH = 256  # columns, or so
 _SHORTEST_STRETCH = 64
 _LONGEST_STRETCH = 4096  # that is summed in float32
-_COMPILED_BLOCKS = 8  # times the size of other blocks
-_LOG2_E = math.log2(math.e)
-
+_COMPILED_BLOCKS = 32  # times the size of other blocks
 
 #: What one softmax contributes to the gradient of rows ``x``: ``(max_logit, a, b)``, ``[n, 1]`` each, mean
 #: ``exp(z) * (a + b * z)`` with ``z = (x - max_logit) / temperature``. ``b`` is ``None`` where no entropy is
@@ -85,51 +82,33 @@ def statistics(rows: SelectedRows, local_target: Tensor, keep_mask: Tensor | Non
         * ``sum_exp_minus_1 = sum(exp(z)) - 1`` (of a single part: 0 or -1 where no column counts),
         * ``sum_z_exp = sum(z * exp(z))``, for the entropy.
     """
-    options = rows.options
+    with_entropy, temperature = rows.options.with_entropy, rows.temperature()
     passes: list[_Pass] = []
     if keep_mask is not None:
         passes.append((stretches(keep_mask), False))
-    if options.with_entropy or keep_mask is None:
-        passes.append((None, options.with_entropy))
-    results = [
-        rows.logits.new_empty((2 + with_entropy, rows.n), dtype=torch.float64) for _, with_entropy in passes
-    ]
-    source = replace(rows, logits=stretches(rows.logits.detach()))
-    temperature = rows.temperature()
-    call = BlockFunction(block_statistics, rows)
-    buffers = 1 + options.with_entropy
-    for block, work in _blocks(call, rows, buffers):
-        of_block = [(mask if mask is None else mask[block], with_entropy) for mask, with_entropy in passes]
-        with call.attempt():
-            if work is None:
-                values = call(source.read(block, None), of_block, temperature)
-            else:
-                work = stretches(work)
-                values = [
-                    buffered_statistics(source.read(block, work[0]), one_pass, temperature, work)
-                    for one_pass in of_block
-                ]
-            for result, of_pass in zip(results, values, strict=True):
-                for total, value in zip(result, of_pass, strict=True):
-                    total[block] = value
+    if with_entropy or keep_mask is None:
+        passes.append((None, with_entropy))
+    # Where the logits of a block are copied, the first of two passes must not overwrite them.
+    for_block = int(len(passes) > 1 and not rows.can_be_viewed)
+    results = [rows.logits.new_empty((2 + entropy, rows.n), dtype=torch.float64) for _, entropy in passes]
+
+    def of_block(block: Block) -> None:
+        x, of_rows = stretches(block.x), block.rows
+        of_passes = [(mask if mask is None else mask[of_rows], entropy) for mask, entropy in passes]
+        if block.is_compiled:
+            values = block.function(x, of_passes, temperature)
+        else:
+            work = stretches(block.work[for_block:])
+            values = [buffered_statistics(x, one_pass, temperature, work) for one_pass in of_passes]
+        for result, of_pass in zip(results, values, strict=True):
+            for total, value in zip(result, of_pass, strict=True):
+                total[of_rows] = value
+
+    buffers = for_block + 1 + with_entropy
+    each_block(rows, block_statistics, of_block, buffers=buffers, scale=_COMPILED_BLOCKS)
     if keep_mask is not None:
         results[0] = _with_target(results[0], rows, local_target, keep_mask)
     return results
-
-
-def _blocks(call: BlockFunction, rows: SelectedRows, buffers: int) -> Iterator[tuple[slice, Tensor | None]]:
-    """Yield blocks of the rows, with buffers ``[buffers, rows, V / tp]`` for plain operators.
-
-    A compiled function needs none. Consecutive rows are read without a copy, so no buffer has to fit into the
-    cache, and larger blocks mean fewer calls.
-    """
-    compiled = rows.blocks(1, scale=1 if isinstance(rows.index, Tensor) else _COMPILED_BLOCKS)
-    plain = rows.blocks(buffers)
-    scratch: Tensor | None = None
-    for block in call.blocks(compiled, plain):
-        if not call.compiled and scratch is None:
-            scratch = rows.scratch(plain, buffers)
-        yield block, None if scratch is None else scratch[:, : block.stop - block.start]
 
 
 def block_statistics(
@@ -137,8 +116,7 @@ def block_statistics(
 ) -> list[tuple[Tensor, ...]]:
     """Return the statistics of each pass over logits ``[rows, stretches, columns]``, see :func:`statistics`.
 
-    Compiled, these are two kernels: one reads the logits, once for all passes, for the statistics of each
-    stretch. The other one merges those.
+    Compiled, one kernel reads the logits, once for all passes. Small ones merge the stretches of each row.
     """
     x = x if x.dtype == torch.float64 else x.float()
     return [_merged_stretches(x, one_pass, temperature) for one_pass in passes]
@@ -148,18 +126,19 @@ def _merged_stretches(x: Tensor, one_pass: _Pass, temperature: Tensor | None) ->
     keep_mask, with_entropy = one_pass
     if keep_mask is not None:
         x = torch.where(keep_mask, x, _MINUS_INF)
-    max_logit = x.amax(2)
-    z = x - finite(max_logit)[:, :, None]
-    is_largest = z == 0
-    z = scaled_(z, temperature)
-    if with_entropy:
-        z = z.clamp_(min=exp_floor(z.dtype))
+    max_logits = x.amax(2)
+    z = scaled_(x - finite(max_logits)[:, :, None], temperature)
     exp_z = exp(z)
-    # The largest terms are counted, not summed: 1 would swallow the digits of the others.
-    of_others = sum_of_columns(exp_z.masked_fill(is_largest, 0.0)).double()
-    parts = [max_logit, of_others + (sum_of_columns(is_largest.to(z.dtype)).double() - 1.0)]
+    # The stretch of the largest logit is read again, for a sum without 1, and with the digits of the others.
+    max_logit, largest = max_logits.max(1)
+    of_largest = x[torch.arange(len(x), device=x.device), largest] - finite(max_logit)[:, None]
+    is_largest = of_largest == 0
+    others = sum_of_columns(exp(scaled_(of_largest, temperature)).masked_fill(is_largest, 0.0))
+    minus_1 = others.double() + (sum_of_columns(is_largest.to(z.dtype)).double() - 1.0)
+    in_largest = torch.arange(x.shape[1], device=x.device) == largest[:, None]
+    parts = [max_logits, torch.where(in_largest, minus_1[:, None], sum_of_columns(exp_z).double() - 1.0)]
     if with_entropy:
-        parts.append(sum_of_columns(z * exp_z))
+        parts.append(sum_of_columns(torch.where(exp_z == 0, 0.0, z * exp_z)))  # where -inf * 0 would be NaN
     return _merged([values.T for values in parts], temperature)
 
 
@@ -205,58 +184,56 @@ def merge(parts: Tensor, temperature: float) -> Tensor:
 
 
 def _merged(parts: Sequence[Tensor], temperature: float | Tensor | None) -> tuple[Tensor, ...]:
-    max_logits, sums, *sums_z_exp = (values.double() for values in parts)
+    max_logits, sums, *sums_z_exp = parts
     max_logit = max_logits.amax(0)
     z = scaled_(max_logits - finite(max_logit), temperature)
     weights = z.exp()
     # The weight of the largest part, 1, is left out: the result is the sum minus 1.
     is_largest = max_logits == max_logit
-    of_largest = is_largest.double().sum(0) - 1.0
-    sum_exp_minus_1 = (weights * sums).sum(0) + weights.masked_fill(is_largest, 0.0).sum(0) + of_largest
-    sum_exp_minus_1 = torch.where(max_logit == _MINUS_INF, -1.0, sum_exp_minus_1)
+    of_others = weights.masked_fill(is_largest, 0.0).sum(0, dtype=torch.float64)
+    sum_exp_minus_1 = (weights * sums).sum(0) + of_others + (is_largest.double().sum(0) - 1.0)
+    statistics = max_logit.double(), torch.where(max_logit == _MINUS_INF, -1.0, sum_exp_minus_1)
     if not sums_z_exp:
-        return max_logit, sum_exp_minus_1
-    z = z.clamp(min=exp_floor(z.dtype))
-    return max_logit, sum_exp_minus_1, (weights * (sums_z_exp[0] + z * (1.0 + sums))).sum(0)
+        return statistics
+    z = torch.where(weights == 0, 0.0, z)
+    return *statistics, (weights * (sums_z_exp[0] + z * (1.0 + sums))).sum(0)
 
 
-def gradient(
+def write_gradient(
     rows: SelectedRows,
+    gradient: Tensor,
     of_rows: RowGradients,
     local_target: Tensor,
     keep_mask: Tensor | None,
-    in_place: bool,
-) -> Tensor:
-    """Return the gradient of all logits ``[T, V / tp]``, zero in the rows that were not selected.
+) -> None:
+    """Write the gradient of these rows.
 
     Args:
+        gradient: ``[T, V / tp]``, perhaps the logits themselves.
         local_target: ``[n]``, a column of this rank; -1 where another rank has the target.
     """
     unmasked, masked, at_target, has_grad = of_rows
-    gradient = rows.new_gradient(in_place)
-    call = BlockFunction(block_gradient, rows)
     for_block = int(not rows.can_be_viewed)  # its logits, overwritten with their gradient
     buffers = for_block + (masked[1] is not None and unmasked[1] is not None) + (unmasked[2] is not None)
     temperature = rows.temperature()
     # On a GPU, reading the answer would make the CPU wait, and masking rows costs nothing.
     all_have_grad = has_grad.device.type == "cpu" and bool(has_grad.all())
-    for block, work in _blocks(call, rows, buffers):
-        with call.attempt():
-            x, out = rows.read_and_write_views(gradient, block, work)
-            call(
-                x,
-                out,
-                _of_rows(unmasked, block),
-                _of_rows(masked, block),
-                None if masked[1] is None or keep_mask is None else keep_mask[block],
-                None if all_have_grad else has_grad[block, None],
-                temperature,
-                None if work is None else work[for_block:],
-            )
-            rows.write(gradient, block, out)
-    places = rows.row_indices, local_target.clamp(min=0)
+
+    def of_block(block: Block) -> None:
+        block.function(
+            block.x,
+            block.out,
+            _of_rows(unmasked, block.rows),
+            _of_rows(masked, block.rows),
+            None if masked[1] is None or keep_mask is None else keep_mask[block.rows],
+            None if all_have_grad else has_grad[block.rows, None],
+            temperature,
+            None if block.is_compiled else block.work[for_block:],
+        )
+
+    each_block(rows, block_gradient, of_block, buffers=buffers, scale=_COMPILED_BLOCKS, gradient=gradient)
+    places = rows.numbers(), local_target.clamp(min=0)
     gradient[places] = torch.where(local_target < 0, gradient[places], at_target.to(gradient.dtype))
-    return gradient
 
 
 def block_gradient(
@@ -305,13 +282,17 @@ def _contribution(
     z = scaled_(torch.sub(x.to(max_logit.dtype), max_logit, out=z_out), temperature)
     if b is None:
         return exp(z, exp_out).mul_(a)
+    if exp_out is None:
+        exp_z = exp(z)
+        return exp_z * torch.where(exp_z == 0, a, z * b + a)  # where -inf * 0 would be NaN
     z.clamp_(min=exp_floor(z.dtype))
     return exp(z, exp_out).mul_(z.mul_(b).add_(a))
 
 
 def exp(z: Tensor, out: Tensor | None = None, *, scale: Tensor | None = None) -> Tensor:
     """Return ``exp(z / scale)`` by way of ``exp2``: on some CPUs ``torch.exp`` takes three times as long."""
-    return torch.mul(z, _LOG2_E if scale is None else _LOG2_E / scale, out=out).exp2_()
+    log2_e = 1.4426950408889634  # a compiled kernel would read a global variable for each logit
+    return torch.mul(z, log2_e if scale is None else log2_e / scale, out=out).exp2_()
 
 
 def exp_floor(dtype: torch.dtype) -> float:
@@ -335,9 +316,19 @@ def _width_of_stretches(columns: int) -> int:
     return next(divisors, columns)
 
 
-def sum_exp(z: Tensor) -> Tensor:
-    """Return the sums of ``exp(z)`` over rows ``[rows, V]``, float64 ``[rows]``; ``z`` is overwritten."""
-    return sum_of_columns(stretches(exp(z, out=z))).sum(1, dtype=torch.float64)
+def sum_of_rows(x: Tensor) -> Tensor:
+    """Return sums over rows ``[b, w]`` or stretches ``[b, stretches, columns]``, in float64."""
+    if x.dim() == 3:
+        return sum_of_columns(x).double()
+    return sum_of_columns(stretches(x)).sum(1, dtype=torch.float64)
+
+
+def log_sum_exp(x: Tensor, scale: Tensor | None) -> Tensor:
+    """Return ``log(sum(exp(x / scale)))`` of rows or stretches, float64."""
+    largest = x.amax(-1)
+    reference = largest.where(largest != _MINUS_INF, 0.0)
+    of_others = sum_of_rows(exp(x - reference[..., None], scale=scale)).log()
+    return (reference.double() if scale is None else reference.double() / scale) + of_others
 
 
 def sum_of_columns(x: Tensor) -> Tensor:
@@ -354,7 +345,6 @@ def _with_target(statistics: Tensor, rows: SelectedRows, local_target: Tensor, k
     """Add the target's own term to the statistics of the kept columns, where the mask leaves it out."""
     column = local_target.clamp(min=0)
     is_counted = (local_target < 0) | keep_mask.gather(1, column[:, None]).squeeze(1)
-    logit = rows.logits.detach()[rows.row_indices, column].double()
-    logit = torch.where(is_counted, _MINUS_INF, logit)
+    logit = torch.where(is_counted, _MINUS_INF, rows.at(column))
     of_target = torch.stack([logit, torch.zeros_like(logit)])
     return merge(torch.stack([statistics, of_target]), rows.options.scale)

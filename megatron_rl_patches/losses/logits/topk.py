@@ -9,8 +9,7 @@ belongs to k ids once, and never the vocabulary. (slime#2033 gathers the vocabul
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -18,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from .arguments import checked_source
+from .arguments import VocabParallelOptions, check_integer
 from .autograd import all_gather_statistics, without_autocast
+from .blocks import Block, each_block, rows_of_block
 from .distributions import TopKDistribution
-from .options import VocabParallelOptions, check_integer
-from .rows import LogitSource, SelectedRows, reduced
+from .rows import LogitSource, SelectedRows, Tile, ranges, rows_of
 from .slices import Rows
-from .softmax import finite, merge, scaled_, sum_exp
+from .softmax import exp, finite, merge, scaled_, sum_of_rows
 
 _MINUS_INF = float("-inf")
 _SMALLEST_GROUP, _LARGEST_GROUP = 4, 16
@@ -58,11 +57,11 @@ def vocab_parallel_topk(
         InvalidInputError: arguments do not fit; raised on every rank alike and before the collective.
     """
     options = VocabParallelOptions(tp_group=tp_group, temperature=temperature, block_bytes=block_bytes)
-    source = checked_source(logits, rows, options)
+    source = rows_of(logits, rows, options)
     if source.device.type == "meta":
         raise InvalidInputError("logits are on the device meta, where they have no values: pass real ones")
-    expected = f"from 1 to {source.vocab_size}, the size of the vocabulary"
-    k = check_integer("k", k, 1, expected, highest=source.vocab_size)
+    size = source.width * options.tp_size
+    k = check_integer("k", k, 1, f"from 1 to {size}, the size of the vocabulary", highest=size)
     return TopKDistribution(*_topk(source, k), temperature=options.temperature)
 
 
@@ -70,8 +69,7 @@ def vocab_parallel_topk(
 def _topk(source: LogitSource, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids ``[n, k]``, their log-probabilities ``[n, k]`` and the tail's ``[n]``."""
     options = source.options
-
-    local = reduced(_largest_of_tiles(source, k), partial(_merged_largest, k, options.scale))
+    local = source.reduce(partial(_largest_of_tile, k), partial(_merged_largest, k, options.scale))
     gathered, divisors = all_gather_statistics(local, options)
     indices = local.new_empty((source.n, k), dtype=torch.int64)
     log_probs, log_tail = local.new_empty((source.n, k)), local.new_empty(source.n)
@@ -90,16 +88,15 @@ def _topk(source: LogitSource, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return indices, log_probs, log_tail
 
 
-def _largest_of_tiles(source: LogitSource, k: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the rows, and the logits, columns and tail of :func:`_largest`, of each tile.
+def _largest_of_tile(k: int, tile: Tile) -> Tensor:
+    """Return the logits, columns and tail of :func:`_largest` as one tensor ``[2 * candidates + 2, rows]``.
 
-    They are one tensor ``[2 * candidates + 2, rows]``. Its dtype holds columns exactly up to 16 million.
+    Its dtype holds columns exactly up to 16 million.
     """
-    for tile in source.tiles():
-        most = min(k, tile.columns.stop - tile.columns.start)
-        logits, columns, tail = _largest(tile.logits, most)
-        columns = (columns + tile.columns.start).to(logits.dtype)
-        yield tile.rows, torch.cat([logits.T, columns.T, tail])
+    most = min(k, tile.columns.stop - tile.columns.start)
+    logits, columns, tail = _largest(tile.logits, most)
+    columns = (columns + tile.columns.start).to(logits.dtype)
+    return torch.cat([logits.T, columns.T, tail])
 
 
 def _candidates(part: Tensor) -> int:
@@ -107,7 +104,7 @@ def _candidates(part: Tensor) -> int:
 
 
 def _merged_largest(k: int, scale: float, parts: Sequence[Tensor]) -> Tensor:
-    """Merge what :func:`_largest_of_tiles` yields; a candidate that another one displaces moves to the tail.
+    """Merge what :func:`_largest_of_tile` returns; a candidate that another one displaces moves to the tail.
 
     Parts come in the order of their columns, so of equal logits the lowest column stays first.
     """
@@ -130,23 +127,23 @@ def _largest(rows: SelectedRows, k: int) -> tuple[Tensor, Tensor, Tensor]:
         Logits ``[n, k]`` and their columns ``[n, k]``, from the largest on, equal ones from the lowest column
         on; and of all others ``(max_logit, sum_exp_minus_1)`` ``[2, n]``, see :func:`.softmax.statistics`.
     """
-    width = rows.logits.shape[1]
+    width = rows.width
     logits = rows.logits.new_empty((rows.n, k), dtype=rows.dtype)
     columns = torch.empty_like(logits, dtype=torch.int64)
     tail = logits.new_zeros((2, rows.n))
     divisor = rows.temperature()
-    blocks = rows.blocks(buffers=1)
-    scratch = rows.scratch(blocks, 1)[0]
-    for block in blocks:
-        work = scratch[: block.stop - block.start]
-        x = rows.read(block, work)
+
+    def of_block(block: Block) -> None:
+        of_rows, x = block.rows, block.x
         # One more than is asked for, which is the largest of the tail.
-        top, top_columns = _largest_in_groups(x, min(k + 1, width))
-        logits[block], columns[block] = top[:, :k], top_columns[:, :k]
-        tail[0, block] = top[:, k] if k < width else _MINUS_INF
-        z = torch.sub(x, finite(tail[0, block])[:, None], out=work)
+        top, top_columns = block.function(x, min(k + 1, width))
+        logits[of_rows], columns[of_rows] = top[:, :k], top_columns[:, :k]
+        tail[0, of_rows] = top[:, k] if k < width else _MINUS_INF
+        z = torch.sub(x, finite(tail[0, of_rows])[:, None], out=block.work[0])
         z.scatter_(1, top_columns, _MINUS_INF)
-        tail[1, block] = sum_exp(scaled_(z, divisor))
+        tail[1, of_rows] = sum_of_rows(exp(scaled_(z, divisor), out=z))
+
+    each_block(rows, _largest_in_groups, of_block, buffers=1)
     # torch.topk does not say which of equal logits it takes for the last places. It had a choice where the
     # tail still has such a logit. The statistics of the tail do not depend on the choice.
     _take_lowest_columns(rows, logits, columns, (tail[0] == logits[:, -1]).nonzero().squeeze(1))
@@ -185,18 +182,21 @@ def _take_lowest_columns(rows: SelectedRows, logits: Tensor, columns: Tensor, ch
         chosen: int64, numbers of rows, of the ``n``.
     """
     k = logits.shape[1]
-    part = replace(rows, index=rows.row_indices[chosen])
-    for block in part.blocks(buffers=2):
-        numbers = chosen[block]
+    part = SelectedRows(rows.logits, rows.numbers()[chosen], rows.options)
+
+    def of_block(block: Block) -> None:
+        numbers = chosen[block.rows]
         lowest = logits[numbers, -1:]
-        row, column = (part.read(block, None) == lowest).nonzero(as_tuple=True)
+        row, column = block.function(block.x, lowest).nonzero(as_tuple=True)
         places = (logits[numbers] == lowest).sum(1)
         tied = row.bincount(minlength=len(numbers))
-        # The how manieth of its row's equal logits each is, from the lowest column on.
+        # The rank of each tied logit within its row, from the lowest column on.
         number = torch.arange(len(row), device=row.device) - (tied.cumsum(0) - tied)[row]
         taken = number < places[row]
         row, column, number = row[taken], column[taken], number[taken]
         columns[numbers[row], k - places[row] + number] = column
+
+    each_block(part, torch.eq, of_block, buffers=2, has_work=False)
 
 
 # --- the tail
@@ -230,4 +230,5 @@ def total_and_tail(ids: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
 
 def blocks_of_rows(values: Tensor, k: int, options: VocabParallelOptions) -> list[slice]:
     """Cut ``n`` rows such that a handful of float64 and int64 temporaries ``[rows, k]`` fit into a block."""
-    return SelectedRows(values, slice(0, len(values)), options).blocks(buffers=16, width=k)
+    row_bytes = 16 * k * max(values.element_size(), 4)
+    return ranges(0, len(values), rows_of_block(values, options, row_bytes))

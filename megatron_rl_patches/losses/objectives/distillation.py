@@ -11,7 +11,15 @@ from torch import Tensor
 
 from ...common.devices import on_device
 from ...errors import InvalidInputError
-from ..logits.arguments import check_distinct, check_ids
+from ..logits.arguments import (
+    VocabParallelOptions,
+    check_distinct,
+    check_floats,
+    check_ids,
+    check_instance,
+    check_integer,
+    check_list,
+)
 from ..logits.distributions import (
     NO_ENTRY,
     Distribution,
@@ -19,9 +27,8 @@ from ..logits.distributions import (
     check_same_indices,
     one_temperature,
 )
-from ..logits.divergences import Divergence, DivergenceName, divergence_named
 from ..logits.log_probs_at import vocab_parallel_log_probs_at
-from ..logits.options import VocabParallelOptions, check_floats, check_instance, check_integer, check_list
+from .divergences import Divergence, DivergenceName, divergence_named
 from .full_vocabulary import FullDistribution, full_vocabulary_divergence
 from .reduction import (
     LossAndCount,
@@ -41,7 +48,7 @@ class DistillationOptions:
     """Options of :func:`distillation_loss`.
 
     Attributes:
-        divergence: its name; the formulas are in :mod:`..logits.divergences`.
+        divergence: its name; the formulas are in :mod:`.divergences`.
         beta: weight of the teacher in the mixture of student and teacher that ``"jensen_shannon"`` and the
             skewed divergences compare with.
         teacher_weights: weights of the divergences from several teachers; they are divided by their sum.

@@ -15,13 +15,9 @@ from torch import Tensor
 
 from ...common.devices import copied_to
 from ...errors import InvalidInputError
-from ..logits.arguments import checked_source
-from ..logits.autograd import all_gather
-from ..logits.deferred import DeferredLogits, deferred_logits
-from ..logits.distributions import Distribution
-from ..logits.divergences import DivergenceName, divergence_named
-from ..logits.full_divergence import DivergenceOptions, divergence_of
-from ..logits.options import (
+from ..deferred.logits import deferred_logits
+from ..deferred.tensor import DeferredLogits
+from ..logits.arguments import (
     VocabParallelOptions,
     check_floats,
     check_instance,
@@ -29,8 +25,12 @@ from ..logits.options import (
     check_list,
     check_tensor,
 )
-from ..logits.rows import LogitSource, SelectedRows
+from ..logits.autograd import all_gather
+from ..logits.distributions import Distribution
+from ..logits.rows import LogitSource, SelectedRows, rows_of
 from ..logits.slices import Rows
+from .divergences import DivergenceName, divergence_named
+from .full_divergence import DivergenceOptions, divergence_of
 from .teachers import check_weights, weighted
 
 
@@ -41,10 +41,13 @@ class OutputHead:
     Attributes:
         weight: ``[V / tp, h]``.
         bias: ``[V / tp]``.
+        logit_dtype: of the logits, if the layer computes them in a more precise dtype; see
+            :func:`.deferred_logits`.
     """
 
     weight: Tensor
     bias: Tensor | None = None
+    logit_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         check_floats(weight=self.weight)
@@ -87,7 +90,8 @@ class OutputHead:
         return self._mapped(shard_of)
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> OutputHead:
-        return OutputHead(function(self.weight), None if self.bias is None else function(self.bias))
+        bias = None if self.bias is None else function(self.bias)
+        return OutputHead(function(self.weight), bias, self.logit_dtype)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -173,7 +177,12 @@ class FullDistribution(Distribution):
     def logits(self) -> list[DeferredLogits]:
         """Return the deferred logits ``[n, V / tp]`` of each teacher."""
         return [
-            deferred_logits(hidden.to(head.weight.dtype), head.weight.detach(), bias=head.bias)
+            deferred_logits(
+                hidden.to(head.weight.dtype),
+                head.weight.detach(),
+                bias=head.bias,
+                logit_dtype=head.logit_dtype,
+            )
             for hidden, head in zip(self.hidden, self.heads, strict=True)
         ]
 
@@ -195,7 +204,7 @@ def full_vocabulary_divergence(
 ) -> Tensor:
     """Return the divergence of the student's next-token distributions from the teacher's, per row, in nats.
 
-    The divergences are those of :mod:`..logits.divergences`, summed over all ids instead of k ids and a tail;
+    The divergences are those of :mod:`.divergences`, summed over all ids instead of k ids and a tail;
     all but ``"generalized_kl"``.
 
     Args:
@@ -244,11 +253,12 @@ def full_vocabulary_divergence(
         inplace_backward=inplace_backward,
         block_bytes=block_bytes,
     )
-    source = checked_source(student, rows, options, name="student")
+    source = rows_of(student, rows, options, "student")
     others = []
     for name, logits in named:
         check_tensor(name, logits)
-        of_other = checked_source(logits.detach(), None, replace(options, inplace_backward=False), name=name)
+        logits = logits.detach() if logits.requires_grad else logits
+        of_other = rows_of(logits, None, replace(options, inplace_backward=False), name)
         fits = of_other.width == source.width or (num_ids is not None and options.tp_size == 1)
         if of_other.n != source.n or of_other.device != source.device or not fits:
             raise InvalidInputError(
@@ -267,8 +277,8 @@ def full_vocabulary_divergence(
         expected = f"from 1 to {most}, which all logits have"
         num_ids = check_integer("num_ids", num_ids, 1, expected, highest=most)
     log_weights = tuple(math.log(weight) for weight, _ in counted)
-    compared = DivergenceOptions(measure, log_weights, source.vocab_size if num_ids is None else num_ids)
-    return divergence_of(source.sharing(1 + len(others)), others, compared)
+    num_ids = source.width * options.tp_size if num_ids is None else num_ids
+    return divergence_of(source, others, DivergenceOptions(measure, log_weights, num_ids))
 
 
 def _share_memory(a: LogitSource, b: LogitSource) -> bool:

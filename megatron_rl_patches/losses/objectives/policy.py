@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ..logits.options import (
+from ..logits.arguments import (
     check_floats,
     check_instance,
     check_list,

@@ -4,7 +4,7 @@ Every function takes the student's log-probabilities ``[n, k]`` and those of its
 the gradient flows, and a :class:`TopKDistribution` of the teacher *at the same ids*. It returns the
 divergence of each token, ``[n]``, in nats. Other shapes raise :class:`InvalidInputError`. ``p`` are the
 student's and ``q`` the teacher's probabilities of the k + 1 buckets, which are the ids and the tail. The
-formulas are those of :mod:`..logits.divergences`.
+formulas are those of :mod:`.divergences`.
 
 The ids of a token must be distinct, or the probability of one counts twice. The divergences do not check
 this, since a loss mask may leave the token out; the losses do.
@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
+from ..logits.arguments import check_floats, check_instance, check_one_device
 from ..logits.distributions import TopKDistribution, one_temperature
-from ..logits.divergences import RULED_OUT, Compared, Divergence, divergence_named
-from ..logits.options import check_floats, check_instance, check_one_device
+from .divergences import RULED_OUT, Compared, Divergence, divergence_named
 
 
 def reverse_kl(log_probs: Tensor, tail_log_prob: Tensor, teacher: TopKDistribution) -> Tensor:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ...common.devices import on_device
 from ...errors import InvalidInputError
-from ..logits.options import check_instance, check_list, check_tensor
+from ..logits.arguments import check_instance, check_list, check_tensor
 from ..logits.slices import RowIndex, as_slices
 from .lengths import check_context_parallel, check_lengths, integers, pad
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...errors import InvalidInputError
-from ..logits.options import check_integer
+from ..logits.arguments import check_integer
 
 Lengths = tuple[int, ...]
 

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_rl_patches.losses import DeferredLogits, output_layer
-from megatron_rl_patches.losses.logits import compiling, softmax, tiles
+from megatron_rl_patches.losses.deferred import options
+from megatron_rl_patches.losses.logits import compiling, softmax
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm)
@@ -266,7 +267,7 @@ def recording(conditions_hold: bool = False, compiling_fails: bool = False) -> I
         return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
 
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(tiles._automatic, clear=True))
+        stack.enter_context(patch.dict(options._automatic, clear=True))
         for owner, name, value in (
             (fake_tensor, "init_gpu_context", lambda *device: None),  # it would start a kernel
             (FakeTensorMode, "avoid_device_init", True),

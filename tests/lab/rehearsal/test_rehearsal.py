@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl_patches.losses.logits import tiles
+from megatron_rl_patches.losses.deferred import tiles
 from tests.lab.rehearsal import stand_ins
 from tests.lab.rehearsal.cases import CASES, DTYPES, LOSSES, MODELS, PLAIN
 from tests.references.pages import fill

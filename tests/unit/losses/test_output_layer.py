@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, layers
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_rl_patches.losses import DeferredLogits, output_layer
-from megatron_rl_patches.losses.logits.deferred import dense
+from megatron_rl_patches.losses.deferred.logits import dense
 from megatron_rl_patches.losses.output_layer import column_parallel_forward, deferring, language_model_forward
 
 HIDDEN = torch.ones(3, 1, 4)
@@ -71,13 +71,13 @@ class QuantizedParameter(torch.nn.Parameter):
 #: What a layer is like, and why it does not only multiply.
 LAYERS: list[tuple[Change, str]] = [
     (lambda layer: None, ""),
-    (_set("config.output_dtype", HIDDEN.dtype), ""),
+    (_set("output_dtype", HIDDEN.dtype), ""),
     (_set("gtp_remat_size", 1), ""),
     (_set("_forward_impl", layers.linear_with_frozen_weight), ""),
     (_set("config.defer_embedding_wgrad_compute", True), "defer_embedding_wgrad_compute is set"),
     (_set("disable_grad_reduce", True), "disable_grad_reduce is set"),
     (_set("explicit_expert_comm", True), "explicit_expert_comm is set"),
-    (_set("config.output_dtype", torch.bfloat16), "output_dtype is set"),
+    (_set("output_dtype", torch.bfloat16), "output_dtype is torch.bfloat16"),
     (_set("config.use_mup", True), "use_mup is set"),
     (_set("gtp_remat_size", 2), "gtp_remat_size is set"),
     (_set("_forward_impl", another_product), "multiplies with <function another_product"),

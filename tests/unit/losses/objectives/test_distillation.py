@@ -29,7 +29,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
+from megatron_rl_patches.losses.objectives.divergences import DIVERGENCES
 from tests.references.dense_topk import random_indices
 from tests.unit.losses.logits.pairwise import pairwise
 

@@ -37,8 +37,8 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from .options import is_number
-from .softmax import exp
+from ..logits.arguments import is_number
+from ..logits.softmax import exp
 
 DivergenceName = Literal[
     "reverse_kl",

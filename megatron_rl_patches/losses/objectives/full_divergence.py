@@ -21,20 +21,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice, product
-from typing import NamedTuple
+from functools import cached_property, partial
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .autograd import LogitFunction, Tensors, all_gather
-from .compiling import BlockFunction
+from ..logits.autograd import LogitFunction, Tensors, all_gather
+from ..logits.blocks import Block, each_block
+from ..logits.overwriting import StorageClaim
+from ..logits.rows import Grid, Inputs, LogitSource, Tile, grid_of
+from ..logits.softmax import log_sum_exp, stretches, sum_of_rows
 from .divergences import Compared, Divergence
-from .overwriting import StorageClaim
-from .rows import Inputs, LogitSource, SelectedRows, Tile, reduced, shifted
-from .softmax import exp, stretches, sum_of_columns
-from .tiles import OutputLayerRows
 
 _MINUS_INF, _INF = float("-inf"), float("inf")
 # Where log-probabilities of a column, or of a block of columns, differ by more nats, one distribution gives
@@ -48,7 +47,7 @@ _LARGE = 16.0
 # The functions of a divergence have eight tensors of a block's size at once. A block is as large as if they
 # had two: measured, smaller blocks cost more in calls than a larger cache saves. For compiled functions it is
 # four times as large.
-_BUFFERS = 2
+_BLOCKS: dict[str, Any] = {"buffers": 2, "scale": 2, "has_work": False}
 
 #: Restores the rows of a teacher or of the old policy from so many saved tensors.
 _Restore = tuple[Callable[..., LogitSource], int]
@@ -63,21 +62,14 @@ class DivergenceOptions(NamedTuple):
     """
 
     divergence: Divergence
-    log_weights: tuple[float, ...]
+    log_weights: tuple[Tensor | float, ...]
     num_ids: int
 
-    def for_block(
-        self, call: BlockFunction, rows: SelectedRows
-    ) -> tuple[Divergence, Sequence[Tensor | float]]:
-        """Return the divergence and the logarithms of the weights as a function of a block gets them.
-
-        A compiled one gets tensors in place of numbers: it would be compiled again for each number.
-        """
-        if not call.compiled:
-            return self.divergence, self.log_weights
-        numbers = (self.divergence.beta, *self.log_weights)
-        beta, *log_weights = (rows.scalar(float(number)) for number in numbers)
-        return type(self.divergence)(beta), log_weights
+    def as_tensors(self, like: Tensor) -> DivergenceOptions:
+        """Return the same for a compiled function, which would be compiled again for each number."""
+        numbers = map(float, (self.divergence.beta, *self.log_weights))
+        beta, *log_weights = (like.new_full((), number) for number in numbers)
+        return self._replace(divergence=type(self.divergence)(beta), log_weights=tuple(log_weights))
 
     @property
     def needs_normalizers(self) -> bool:
@@ -116,18 +108,17 @@ class _FullDivergence(LogitFunction):
     masks_ruled_out: bool = False
 
     def forward(self, source: LogitSource, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
-        pairs, options, divergence = self._pairs(source, tensors), self.options, self.options.divergence
+        comparison, divergence = self._comparison(source, tensors), self.options.divergence
         in_one_pass = False
-        if options.needs_normalizers:
-            first_pass = pairs._replace(student=source.keeping_tiles(False))
-            normalizers = _reduced(first_pass, _normalizers, _add_exp, claim=self.claim)
+        if self.options.needs_normalizers:
+            first_pass = comparison._replace(student=source.without_keeping())
+            normalizers = first_pass.reduce(_normalizers, _add_exp, claim=self.claim)
         else:
-            merge = partial(_chain_rule, divergence)
-            parts = _reduced(pairs, _conditional_parts, merge, claim=self.claim)
+            parts = comparison.reduce(_conditional_parts, partial(_chain_rule, divergence), claim=self.claim)
             normalizers, (value, expected) = parts[:-2], parts[-2:]
             in_one_pass = not (value == _INF).any()
         if not in_one_pass:
-            value, expected, *lost = _reduced(pairs, _sums, _add, normalizers)
+            value, expected, *lost = comparison.reduce(_sums, _add, normalizers)
             value = divergence.without_rounding(value, expected - lost[0] if lost else expected)
         # Next to a distribution that rules every column out, nothing is a number.
         are_numbers = (normalizers != _MINUS_INF).all(0)
@@ -138,32 +129,89 @@ class _FullDivergence(LogitFunction):
     def gradients(
         self, source: LogitSource, saved: Tensors, needed: Sequence[bool], *gradients: Tensor | None
     ) -> Inputs:
-        (gradient,), options = gradients, self.options
+        (gradient,) = gradients
         assert gradient is not None
         normalizers, expected = saved.pop("normalizers"), saved.pop("expected")
-        pairs = self._pairs(source, saved)
+        comparison = self._comparison(source, saved)
         weights = (gradient / source.options.scale)[:, None]
+        of_others = comparison.tiles_of_others()
 
-        def of_tile(tile: Tile, in_place: bool) -> Tensor:
-            result = tile.logits.new_gradient(in_place)
-            call = BlockFunction(_block_derivative, tile.logits)
-            what = options.for_block(call, tile.logits)
-            for block in pairs.blocks(tile, call, result):
-                of_rows = normalizers[:, block.rows], expected[block.rows, None], weights[block.rows]
-                with call.attempt():
-                    call(block.xs, block.out, block.preparation, of_rows, *what, self.masks_ruled_out)
-                    block.read_from.write(result[:, block.columns], block.place, block.out)
-            return result
+        def of_tile(tile: Tile, out: Tensor) -> None:
+            sides = comparison.sides_of(tile, next(of_others))
 
-        return source.gradients(of_tile, needed)
+            def of_block(block: Block) -> None:
+                rows = slice(tile.rows.start + block.rows.start, tile.rows.start + block.rows.stop)
+                of_rows = normalizers[:, rows], expected[rows, None], weights[rows]
+                arguments = sides.arguments(block.x, block.rows, block.is_compiled)
+                block.function(*arguments, of_rows, self.masks_ruled_out, block.out)
 
-    def _pairs(self, source: LogitSource, tensors: Tensors) -> _Pairs:
+            each_block(tile.logits, _block_derivative, of_block, gradient=out, **_BLOCKS)
+
+        return source.gradients(of_tile, needed, comparison.grid)
+
+    def _comparison(self, source: LogitSource, tensors: Tensors) -> _Comparison:
         remaining = iter(tensors.values())
         others = [restore(*islice(remaining, n)) for restore, n in self.restores]
-        return _Pairs(source, others, self.options)
+        return _Comparison(source, others, self.options, grid_of([source, *others], source.width))
 
 
-# --- blocks
+# --- tiles
+
+
+class _Comparison(NamedTuple):
+    """The student and the others, which are all cut into the same tiles."""
+
+    student: LogitSource
+    others: Sequence[LogitSource]
+    options: DivergenceOptions
+    grid: Grid
+
+    def tiles_of_others(self) -> Iterator[tuple[Tile, ...]]:
+        """Yield the tiles of the others, in step with those of the student."""
+        tiles = [other.tiles(self.grid) for other in self.others]
+        return zip(*tiles, strict=True)
+
+    def sides_of(self, tile: Tile, others: Sequence[Tile]) -> _Sides:
+        """Return what functions of a block need of a tile."""
+        of_each = [one.options.scale for one in (self.student, *self.others)]
+        of_each = of_each[:1] if len(set(of_each)) == 1 else of_each
+        scales = [None if number == 1 else tile.logits.scalar(number) for number in of_each]
+        columns = tile.columns.stop - tile.columns.start
+        xs = [_filled(other.logits.read_all(), columns) for other in others]
+        num_ids = self.options.num_ids - self.student.options.tp_rank * self.student.width
+        is_id = None
+        if tile.columns.stop > num_ids:
+            numbers = torch.arange(tile.columns.start, tile.columns.stop, device=tile.logits.device)
+            is_id = numbers < num_ids
+        return _Sides(xs, _Preparation(scales, is_id, tile.logits.dtype), self.options)
+
+    def reduce(
+        self,
+        function: Callable[..., Tensor],
+        merge: Callable[[Sequence[Tensor]], Tensor],
+        normalizers: Tensor | None = None,
+        claim: StorageClaim | None = None,
+    ) -> Tensor:
+        """Return float64 values ``[m, n]`` of all columns of all ranks from those of blocks, ``[m, b]``."""
+        of_others = self.tiles_of_others()
+
+        def of_tile(tile: Tile) -> Tensor:
+            sides, values = self.sides_of(tile, next(of_others)), []
+
+            def of_block(block: Block) -> None:
+                rows = slice(tile.rows.start + block.rows.start, tile.rows.start + block.rows.stop)
+                of_rows = None if normalizers is None else normalizers[:, rows]
+                arguments = sides.arguments(block.x, block.rows, block.is_compiled, is_cut=block.is_compiled)
+                values.append(block.function(*arguments, of_rows))
+
+            each_block(tile.logits, function, of_block, **_BLOCKS)
+            if not values:  # no rows
+                arguments = sides.arguments(tile.logits.read_all(), tile.rows, is_compiled=False)
+                values.append(function(*arguments, normalizers))
+            return torch.cat(values, 1)
+
+        local = self.student.reduce(of_tile, merge, self.grid)
+        return merge(all_gather(local, self.student.options.tp_group, claim).unbind())
 
 
 class _Preparation(NamedTuple):
@@ -181,108 +229,38 @@ class _Preparation(NamedTuple):
     dtype: torch.dtype
 
 
-class _Block(NamedTuple):
-    """Some rows of a tile, or of a part of one.
+@dataclass(eq=False)
+class _Sides:
+    """What functions of a block get: the others' logits ``[rows, w]`` of a tile, and options."""
 
-    Attributes:
-        xs: logits ``[b, w]`` of the student, the teachers and the old policy; to be summed up by a compiled
-            function ``[b, stretches, columns]``, as ``is_id`` is ``[stretches, columns]``.
-        out: where their gradient is computed, if it is; perhaps the student's logits.
-        rows: which of the ``n`` rows these are.
-        columns: which columns of the tile.
-        read_from: what the student's logits were read from.
-        place: which of its rows.
-    """
-
-    xs: list[Tensor]
-    out: Tensor
+    others: list[Tensor]
     preparation: _Preparation
-    rows: slice
-    columns: slice
-    read_from: SelectedRows
-    place: slice
-
-
-class _Pairs(NamedTuple):
-    """The student beside the others."""
-
-    student: LogitSource
-    others: Sequence[LogitSource]
     options: DivergenceOptions
 
-    def blocks(self, tile: Tile, call: BlockFunction, gradient: Tensor | None = None) -> Iterator[_Block]:
-        """Yield the blocks of a tile of the student; each has all columns of a part of the tile."""
-        row_ranges, column_ranges = self._parts(tile)
-        widest = column_ranges[0].stop
-        of_each = [one.options.scale for one in (self.student, *self.others)]
-        of_each = of_each[:1] if len(set(of_each)) == 1 else of_each
-        scales = [None if number == 1 else tile.logits.scalar(number) for number in of_each]
-        cut = stretches if call.compiled and gradient is None else lambda x: x
-        for rows, columns in product(row_ranges, column_ranges):
-            part = tile.logits.window(rows, columns)
-            whole = shifted(rows, tile.rows.start), shifted(columns, tile.columns.start)
-            others = [self._filled(other.part(*whole), columns) for other in self.others]
-            is_id = self._is_id(whole[1], part.logits.device)
-            preparation = _Preparation(scales, is_id if is_id is None else cut(is_id), part.dtype)
-            # Blocks of the same rows are alike in all parts, also in the last one, which may be narrower.
-            of_rows = tile.logits.window(rows, slice(None))
-            blocks = of_rows.blocks(1, widest, scale=2), of_rows.blocks(_BUFFERS, widest)
-            for place in call.blocks(*(of_one or [slice(0, 0)] for of_one in blocks)):
-                if gradient is None:
-                    x = out = part.read(place, None)
-                else:
-                    x, out = part.read_and_write_views(gradient[:, columns], place, None)
-                xs = [cut(x), *(cut(other[place]) for other in others)]
-                yield _Block(xs, out, preparation, shifted(place, whole[0].start), columns, part, place)
+    def arguments(
+        self, x: Tensor, rows: slice, is_compiled: bool, is_cut: bool = False
+    ) -> tuple[list[Tensor], _Preparation, DivergenceOptions]:
+        """Return the logits of the student, the teachers and the old policy in a block, and options.
 
-    def _parts(self, tile: Tile) -> tuple[list[slice], list[slice]]:
-        """Return rows and columns of a tile: all, or where it is large those of a tile of the others."""
-        rows, columns = [slice(0, tile.logits.n)], [slice(0, tile.columns.stop - tile.columns.start)]
-        layers = [other for other in self.others if isinstance(other, OutputLayerRows)]
-        is_cut = isinstance(self.student, OutputLayerRows)
-        if limiting := [layer for layer in layers if layer.is_elsewhere or not is_cut]:
-            widest = max(limiting, key=lambda layer: layer.weight.shape[1])
-            rows, columns = widest.sharing(len(layers)).cut(tile.logits.n, columns[0].stop)
-        return rows, columns
+        Args:
+            is_cut: the logits are cut into stretches, ``[b, stretches, columns]``.
+        """
+        xs, preparation = [x, *(other[rows] for other in self.others)], self.preparation
+        if is_cut:
+            xs = list(map(stretches, xs))
+            if preparation.is_id is not None:
+                preparation = preparation._replace(is_id=stretches(preparation.is_id))
+        return xs, preparation, self._as_tensors if is_compiled else self.options
 
-    def _is_id(self, columns: slice, device: torch.device) -> Tensor | None:
-        """Return which of this rank's columns are ids of the vocabulary, or ``None`` if all are."""
-        num_ids = self.options.num_ids - self.student.options.tp_rank * self.student.width
-        if columns.stop <= num_ids:
-            return None
-        return torch.arange(columns.start, columns.stop, device=device) < num_ids
-
-    def _filled(self, x: Tensor, columns: slice) -> Tensor:
-        """Append the columns that only the student has."""
-        missing = columns.stop - columns.start - x.shape[1]
-        return torch.nn.functional.pad(x, (0, missing), value=_MINUS_INF) if missing > 0 else x
+    @cached_property
+    def _as_tensors(self) -> DivergenceOptions:
+        return self.options.as_tensors(self.others[0].new_empty(0, dtype=self.preparation.dtype))
 
 
-def _reduced(
-    pairs: _Pairs,
-    of_block: Callable[..., Tensor],
-    merge: Callable[[Sequence[Tensor]], Tensor],
-    normalizers: Tensor | None = None,
-    claim: StorageClaim | None = None,
-) -> Tensor:
-    """Return values over all columns of all ranks, float64 ``[m, n]``, from those of blocks, ``[m, b]``."""
-
-    def of_blocks(tile: Tile, call: BlockFunction) -> Iterator[tuple[slice, Tensor]]:
-        what = pairs.options.for_block(call, tile.logits)
-        for block in pairs.blocks(tile, call):
-            of_rows = None if normalizers is None else normalizers[:, block.rows]
-            yield block.rows, call(block.xs, block.preparation, of_rows, *what)
-
-    def of_tile(tile: Tile) -> Tensor:
-        call = BlockFunction(of_block, tile.logits)
-        result: Tensor | None = None
-        while result is None:  # again where compiling fails: blocks of other columns must have the same rows
-            with call.attempt():
-                result = reduced(of_blocks(tile, call), merge)
-        return result
-
-    of_tiles = ((tile.rows, of_tile(tile)) for tile in pairs.student.tiles())
-    return merge(all_gather(reduced(of_tiles, merge), pairs.student.options.tp_group, claim).unbind())
+def _filled(x: Tensor, columns: int) -> Tensor:
+    """Append the columns that only the student has."""
+    missing = columns - x.shape[1]
+    return torch.nn.functional.pad(x, (0, missing), value=_MINUS_INF) if missing > 0 else x
 
 
 # --- functions of a block
@@ -291,12 +269,12 @@ def _reduced(
 def _normalizers(xs: list[Tensor], preparation: _Preparation, *_: object) -> Tensor:
     """Return the logarithms of the sums of ``exp(x)``, float64 ``[m, b]``; -inf where no column counts."""
     xs, scale = _prepared(xs, preparation)
-    values = torch.stack([_log_sum_exp(x, scale) for x in xs])
+    values = torch.stack([log_sum_exp(x, scale) for x in xs])
     return values if values.dim() == 2 else values.logsumexp(2)
 
 
 def _conditional_parts(
-    xs: list[Tensor], preparation: _Preparation, _: None, divergence: Divergence, *__: object
+    xs: list[Tensor], preparation: _Preparation, options: DivergenceOptions, _: None
 ) -> Tensor:
     """Return what one pass computes of a block: ``[m + 2, b]``, see :func:`_chain_rule`.
 
@@ -304,10 +282,11 @@ def _conditional_parts(
     :meth:`.Divergence.terms` for the conditional distributions. The first sum is inf if some of them rule
     columns out that others do not.
     """
+    divergence = options.divergence
     xs, scale = _prepared(xs, preparation)
-    masses = [_log_sum_exp(x, scale) for x in xs]
+    masses = [log_sum_exp(x, scale) for x in xs]
     compared = Compared.between(xs, masses, scale=scale)
-    value, expected = map(_sum, divergence.terms(compared))
+    value, expected = map(sum_of_rows, divergence.terms(compared))
     value = divergence.without_rounding(value, expected)
     parts = [*masses, value.masked_fill(_differ(compared), _INF), expected]
     return torch.stack(parts if value.dim() == 1 else _whole(divergence, parts))
@@ -339,11 +318,7 @@ def _differ(compared: Compared) -> Tensor:
 
 
 def _sums(
-    xs: list[Tensor],
-    preparation: _Preparation,
-    normalizers: Tensor,
-    divergence: Divergence,
-    log_weights: Sequence[Tensor | float],
+    xs: list[Tensor], preparation: _Preparation, options: DivergenceOptions, normalizers: Tensor
 ) -> Tensor:
     """Return the sums of :meth:`.Divergence.terms` over a block's columns; normalizers ``[m, b]`` are known.
 
@@ -351,8 +326,8 @@ def _sums(
     sum. These columns are constant, so the second sum is without them.
     """
     normalizers = normalizers if xs[0].dim() == 2 else normalizers[..., None]
-    xs, scale = _prepared(xs, preparation)
-    compared = Compared.between(xs, normalizers, log_weights, scale)
+    divergence, (xs, scale) = options.divergence, _prepared(xs, preparation)
+    compared = Compared.between(xs, normalizers, options.log_weights, scale)
     terms = list(divergence.terms(compared))
     if divergence.covers_mass:
         are_constant = compared.student.are_ruled_out
@@ -360,18 +335,17 @@ def _sums(
         exact = torch.where(compared.gap < -_LARGE, compared.p - compared.q, terms[1])
         terms[1] = exact.masked_fill(are_constant, 0.0)
         terms.append(compared.q * are_constant)
-    values = torch.stack([_sum(term) for term in terms])
+    values = torch.stack([sum_of_rows(term) for term in terms])
     return values if values.dim() == 2 else values.sum(2)
 
 
 def _block_derivative(
     xs: list[Tensor],
-    out: Tensor,
     preparation: _Preparation,
+    options: DivergenceOptions,
     of_rows: tuple[Tensor, Tensor, Tensor],
-    divergence: Divergence,
-    log_weights: Sequence[Tensor | float],
     masks_ruled_out: bool,
+    out: Tensor,
 ) -> None:
     """Write the gradient of the student's logits into ``out``.
 
@@ -381,9 +355,9 @@ def _block_derivative(
     """
     normalizers, expected, weight = of_rows
     xs, scale = _prepared(xs, preparation)
-    compared = Compared.between(xs, normalizers, log_weights, scale)
+    compared = Compared.between(xs, normalizers, options.log_weights, scale)
     expected = expected.to(preparation.dtype)
-    derivative = divergence.derivative(compared, expected)
+    derivative = options.divergence.derivative(compared, expected)
     if masks_ruled_out:
         is_constant = compared.student.are_ruled_out & ~expected.isnan()
         derivative = derivative.masked_fill(is_constant, 0.0)
@@ -399,19 +373,6 @@ def _prepared(xs: list[Tensor], preparation: _Preparation) -> tuple[list[Tensor]
         xs = [x if scale is None else x / scale for x, scale in zip(xs, scales, strict=True)]
     xs = xs if is_id is None else [torch.where(is_id, x, _MINUS_INF) for x in xs]
     return xs, scales[0] if len(scales) == 1 else None
-
-
-def _log_sum_exp(x: Tensor, scale: Tensor | None) -> Tensor:
-    """Return ``log(sum(exp(x / scale)))`` of rows or stretches, float64."""
-    largest = x.amax(-1)
-    reference = largest.where(largest != _MINUS_INF, 0.0)
-    of_others = _sum(exp(x - reference[..., None], scale=scale)).log()
-    return (reference.double() if scale is None else reference.double() / scale) + of_others
-
-
-def _sum(x: Tensor) -> Tensor:
-    """Return sums over rows ``[b, w]`` or stretches ``[b, stretches, columns]``, in float64."""
-    return sum_of_columns(x).double() if x.dim() == 3 else stretches(x).sum(2).sum(1, dtype=torch.float64)
 
 
 # --- merging blocks, tiles and ranks

@@ -1,0 +1,350 @@
+"""Logits that are computed when code reads their values, which the losses of this package never do."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ...common.devices import on_device
+from ...errors import InvalidInputError
+from ..logits.arguments import DEFAULT, VocabParallelOptions
+from ..logits.autograd import Tensors, gradients_of_inputs, save_source
+from ..logits.rows import Inputs, LogitSource, SelectedRows
+from ..logits.slices import RowIndex, as_slices
+from .contents import Contents, OutputLayer
+from .tiles import OutputLayerRows
+
+aten = torch.ops.aten
+_PACKAGE = str(Path(__file__).parents[2])
+_TORCH = str(Path(torch.__file__).parent)
+_log = logging.getLogger(__name__)
+_warned: set[tuple[str, str, int]] = set()
+
+
+class DeferredLogits(Tensor):
+    """Logits that have a shape, a dtype and a device, and no values until some code reads them.
+
+    They stay deferred where rows are selected, reordered or concatenated, where they are converted to
+    float32, and where they are divided by a number. Functions of :mod:`megatron_rl_patches.losses` compute
+    what they need from hidden states and weight; so do the sum of all and the largest of each row. Any other
+    operation that reads values materializes the logits, by the output layer's own code, with a warning that
+    names the operation and the line that called it. Once code writes to them, they are ordinary logits,
+    which is what losses read then. A division materializes 16-bit logits, too: its quotient is rounded.
+
+    Attributes:
+        followed: for operations whose result is deferred, functions that compute it, or return ``None``.
+        computed_in_tiles: the same for functions of torch that need no logits as a whole.
+    """
+
+    followed: ClassVar[dict[Any, Callable[..., Any]]] = {}
+    computed_in_tiles: ClassVar[dict[Any, Callable[..., Any]]] = {}
+    _contents: Contents
+    _rows: Tensor  # which rows of the layer's logits, in the shape of this tensor without its last dimension
+    _has_gradient: bool
+
+    @staticmethod
+    def __new__(
+        cls, contents: Contents, rows: Tensor, dtype: torch.dtype, has_gradient: bool = False
+    ) -> DeferredLogits:
+        """Make a view of contents; ``rows`` is a view of theirs."""
+        width = contents.layer.rows.width
+        # It takes requires_grad from autograd, as the output of an operation.
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            (*rows.shape, width),
+            strides=(*(stride * width for stride in rows.stride()), 1),
+            storage_offset=rows.storage_offset() * width,
+            dtype=dtype,
+            device=contents.layer.rows.device,
+        )
+        self._contents, self._rows, self._has_gradient = contents, rows, has_gradient
+        return self
+
+    @property
+    def divisor(self) -> float:
+        """What the logits have been divided by since the output layer."""
+        return math.prod(division.number for division in self._contents.divisions)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether a loss may compute values and gradients in tiles, without these logits and their graph.
+
+        This is so as long as no code has written to the values, or can write there without being counted, no
+        hook waits for the gradient of the logits, and only operations whose gradient this class knows lie
+        between the output layer and these logits. Ranks that differ in this run the same collectives.
+        """
+        contents, needs_gradient = self._contents, self.requires_grad and torch.is_grad_enabled()
+        if not self.are_rows or contents.layer.has_hooks:
+            return False
+        if needs_gradient and not (
+            self.has_gradient_of_rows and all(division.in_graph for division in contents.divisions)
+        ):
+            return False
+        return contents.layer.is_unchanged
+
+    @property
+    def are_rows(self) -> bool:
+        """Whether the values are rows of the layer's logits, divided: until code writes to them."""
+        if self._contents.memory is None:
+            return True
+        # Autograd counts every write as a version, also one by way of a view.
+        return not self.is_inference() and self._version == self._contents.version
+
+    @property
+    def has_gradient_of_rows(self) -> bool:
+        """Whether the gradient of these logits is that of their rows of the output layer's logits.
+
+        A leaf, and the output of an autograd function of other code, have gradients of their own.
+        """
+        if not self._has_gradient or not self.requires_grad or self.is_leaf:
+            return False
+        # If other code's function returns logits that have a graph, autograd puts its own in place of that.
+        return getattr(type(self.grad_fn), "_forward_cls", Defer) is Defer
+
+    def hidden_states(self) -> Tensor:
+        """Return what the output layer gets for these logits, ``[..., h]``, without a graph."""
+        layer = self._contents.layer.rows
+        return layer.hidden.detach()[on_device(self._rows, layer.device)]
+
+    def loss_source(self, index: RowIndex, options: VocabParallelOptions) -> LogitSource:
+        """Return rows of these logits for the functions that read tiles; they count as ``[T, V / tp]``.
+
+        Deferred logits are read undivided; what they are divided by becomes part of the options.
+        """
+        if not self.is_deferred:
+            # Other code may write to the values before backward reads them, so these are a copy.
+            values: Tensor = ToDense.apply(self, False)  # type: ignore[no-untyped-call]
+            return SelectedRows(values, index, options)
+        return self.rows_in_tiles(index, options)
+
+    def rows_in_tiles(self, index: RowIndex, options: VocabParallelOptions = DEFAULT) -> OutputLayerRows:
+        """Return rows of these logits, which are deferred, for functions that divide them."""
+        layer, divisor, trained = self._contents.layer, self.divisor, self.requires_grad
+        device, keeps = self.device, trained and torch.is_grad_enabled()
+        layer.has_losses |= keeps
+        if isinstance(index, tuple):
+            index = torch.cat([torch.arange(run.start, run.stop) for run in index])
+        rows = self._rows.flatten()
+        numbers = (on_device(rows, index.device) if isinstance(index, Tensor) else rows)[index]
+        selected = as_slices(numbers)
+        selected = selected if isinstance(selected, slice) else on_device(numbers, device)
+        return layer.rows.select(selected, options.divided(divisor), trained=trained, keeps_tiles=keeps)
+
+    # --- operations
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if compute := cls.computed_in_tiles.get(func):
+            result = compute(*args, **kwargs)
+            if result is not None:
+                return result
+        if func in (Tensor.register_hook, Tensor.retain_grad):
+            args[0]._wait_for_gradient(func.__name__)
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()  # a write to which counts, as one to data does not
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise InvalidInputError(
+                "the data of deferred logits was set: write to the logits, logits[:] = data"
+            )
+        # Results are of this class only if __torch_dispatch__ returns one, not because an argument is.
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        of_arguments = _aliased(func, args, kwargs)
+        if follow := cls.followed.get(func):
+            operands = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+            is_view = id(args[0]) in of_arguments and not func._schema.is_mutable  # it shares the contents
+            if all(isinstance(x, DeferredLogits) and (is_view or x.are_rows) for x in operands):
+                result = follow(func, *args, **kwargs)
+                if result is not None:
+                    return result
+        else:
+            # Under inference mode operations such as reshape arrive here whole.
+            result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if torch.Tag.inplace_view in func.tags and func is not aten.detach_.default:
+            raise InvalidInputError(
+                f"{func} was called, and deferred logits keep their shape and their memory: call an "
+                "operation that returns another tensor, such as view or transpose"
+            )
+        materialized: dict[int, DeferredLogits] = {}
+
+        def materialize(logits: DeferredLogits) -> Tensor:
+            is_written = of_arguments.get(id(logits))
+            logits._materialize(str(func), is_written is not None, counts=not is_written)
+            values = logits._plain_values(is_written is not None)
+            materialized[id(values)] = logits
+            return values
+
+        args, kwargs = tree_map_only(DeferredLogits, materialize, (args, kwargs))
+        result = func(*args, **kwargs)
+        # An operation in place returns what it was given.
+        own = materialized if func._schema.is_mutable else {}
+        return tree_map_only(Tensor, lambda t: own.get(id(t), t), result)
+
+    def _materialize(self, operation: str, aliases: bool, counts: bool) -> None:
+        """Warn if an operation is the first to read the values, and note whether they stay rows.
+
+        Args:
+            aliases: other code gets a tensor in their memory, or writes there.
+            counts: autograd counts the writes of that code as later ones.
+        """
+        contents = self._contents
+        if aliases and (not counts or torch.is_inference_mode_enabled()):
+            contents.version = None
+        if contents.memory is None and not contents.layer.is_materialized:
+            _warn(operation, self)
+
+    def _plain_values(self, aliases: bool) -> Tensor:
+        """Return the values as an ordinary tensor without a graph; in their memory, if it aliases that."""
+        contents = self._contents
+        if aliases:
+            self._fill_memory()
+        if (memory := contents.memory) is not None:
+            offset = memory.storage_offset() + self.storage_offset()
+            return memory.as_strided(self.shape, self.stride(), offset)
+        # The dimensions of the result have the order in memory that those of this tensor have.
+        strides = self._rows.stride()
+        order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+        values = contents.values(self._rows.permute(order), self.dtype)
+        return values.permute(*(order.index(dim) for dim in range(len(order))), len(order))
+
+    def _fill_memory(self) -> None:
+        contents, layer = self._contents, self._contents.layer
+        with layer.lock:
+            if contents.memory is None:
+                contents.memory = contents.own_values(self.dtype)
+                if contents.version is not None:
+                    contents.version = None if self.is_inference() else self._version
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        is_materialized = self._contents.memory is not None or self._contents.layer.is_materialized
+        state = "materialized" if is_materialized else "deferred"
+        return f"DeferredLogits({list(self.shape)}, {self.dtype}, device={self.device}, {state})"
+
+    # The following read the storage, which logits without values do not have. They are methods, since hooks
+    # of saved tensors call them where __torch_function__ is switched off.
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain("pickling", aliases=False).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._plain("copy.deepcopy", aliases=False).__deepcopy__(memo)  # type: ignore[no-untyped-call]
+
+    def data_ptr(self) -> int:
+        return self._plain("data_ptr").data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self._plain("untyped_storage").untyped_storage()
+
+    def tolist(self) -> Any:
+        return self._plain("tolist", aliases=False).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._plain("numpy").numpy(force=force)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._plain("__dlpack__").__dlpack__(**options)
+
+    def _plain(self, operation: str, aliases: bool = True) -> Tensor:
+        self._materialize(operation, aliases, counts=False)
+        plain: Tensor = ToDense.apply(self, aliases)  # type: ignore[no-untyped-call]
+        return plain
+
+    def _wait_for_gradient(self, name: str) -> None:
+        if self._contents.layer.has_losses:
+            raise InvalidInputError(
+                f"{name} was called on deferred logits after a loss of them had been computed, and the "
+                f"gradient of that loss does not pass through them: call {name} before the loss"
+            )
+        self._contents.layer.has_hooks = True
+
+
+class Defer(torch.autograd.Function):
+    """Makes deferred logits a function of hidden states, weight and bias.
+
+    Its backward gets only gradients of code that read the logits; losses in tiles compute theirs themselves.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, layer: OutputLayer, *inputs: Tensor | None) -> DeferredLogits:
+        save_source(ctx, layer.rows, {})
+        rows = layer.numbers
+        return DeferredLogits(Contents(layer, rows), rows.view(layer.shape), layer.rows.logit_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, *gradients_of_inputs(ctx, _gradients_of_logits, 1, gradient.flatten(0, -2))
+
+
+def _gradients_of_logits(
+    layer: OutputLayerRows, saved: Tensors, needed: Sequence[bool], gradient: Tensor
+) -> Inputs:
+    return layer.gradients_of(gradient, needed)
+
+
+class ToDense(torch.autograd.Function):
+    """Returns the values as an ordinary tensor, or a copy of them; its gradient is that of the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: DeferredLogits, aliases: bool) -> Tensor:
+        values = logits._plain_values(aliases)
+        if aliases or logits._contents.memory is None:
+            return values if aliases else logits._contents.layer.own(values)
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+#: Operations that return tensors in the memory of an argument, which their schema does not say.
+_ALIASING = (aten._unsafe_view, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.lift)
+
+
+def _aliased(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, bool]:
+    """Return the arguments, by id, that the operation returns tensors in the memory of, or writes to.
+
+    The value is true where it writes, or where autograd would not count a write by way of its result.
+    """
+    if func.namespace == "c10d":  # collectives, whose schemas do not say what they write to
+        return {id(x): True for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+    aliased = {id(args[0]): True} if func.overloadpacket in _ALIASING else {}
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            aliased |= {id(x): argument.alias_info.is_write for x in tree_leaves(value)}
+    return aliased
+
+
+def _warn(operation: str, logits: DeferredLogits) -> None:
+    """Warn, once for each line of code, that an operation materializes the logits."""
+    frame = sys._getframe()
+    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    place = operation, frame.f_code.co_filename, frame.f_lineno
+    if place not in _warned:
+        _warned.add(place)
+        message = "%s at %s:%d looks at deferred logits %s, which were materialized"
+        _log.warning(message, *place, list(logits.shape))
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((_PACKAGE, _TORCH, "<")) or Path(file).parent == Path(copy.__file__).parent

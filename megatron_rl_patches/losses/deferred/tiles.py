@@ -1,0 +1,334 @@
+"""The tiles of an output layer's logits, and the gradients of hidden states and weight from those of tiles.
+
+A tile of logits is one matrix product of the selected hidden states with some rows of the weight. Forward
+reads it and forgets it; backward multiplies again, turns the tile into its gradient in place, and multiplies
+that once for the hidden states and once for the weight. So memory is one tile, whatever the vocabulary is.
+
+Tiles have all selected rows and few columns where they can: the weight's gradient of a tile is then complete,
+and the sum over tiles, which the gradient of the hidden states is, has few terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..logits.arguments import DEFAULT, VocabParallelOptions
+from ..logits.rows import Grid, Inputs, LogitSource, SelectedRows, Tile, TileGradient, grid_of, ranges
+from ..logits.softmax import NO_SOFTMAX, RowGradients, exp_floor, finite, write_gradient
+from .options import TileOptions
+
+_MIB = 1 << 20
+_FEWEST_COLUMNS = 1024
+# Larger tiles have a multiple of so many columns, see softmax.stretches.
+_ALIGNMENT = 256
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+# Where torch has no product of 16-bit matrices with a float32 result, so many of their columns are converted
+# to float32 at a time.
+_CONVERTED_COLUMNS = 512
+# Where torch has such a product, but does not add it to a float32 tensor, so large a part of it is computed
+# at a time. The product of few rows of logits would be as large as the weight.
+_PRODUCT_BYTES = 128 << 20
+
+
+@dataclass(eq=False)
+class OutputLayerRows(LogitSource):
+    """Rows of the logits ``hidden @ weight.T + bias`` of an output layer, which exist one tile at a time.
+
+    Attributes:
+        hidden: ``[T, h]``.
+        weight: ``[V / tp, h]``, this rank's part; see :func:`.deferred_logits`, as for the bias ``[V / tp]``.
+        keeps_tiles: whether tiles may be kept for a backward.
+        kept_tiles: the tiles that have been kept, by their first row and column.
+        logit_dtype: the dtype of the logits.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    index: slice | Tensor
+    tiling: TileOptions
+    options: VocabParallelOptions = DEFAULT
+    keeps_tiles: bool = False
+    kept_tiles: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    computes_tiles = True
+
+    def __post_init__(self) -> None:
+        index, self.device = self.index, self.hidden.device
+        self.n = len(index) if isinstance(index, Tensor) else index.stop - index.start
+        self.width, self.inputs = len(self.weight), (self.hidden, self.weight, self.bias)
+        self.logit_dtype = self.tiling.logit_dtype or self.hidden.dtype
+        self.dtype = torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
+
+    # --- as a source
+
+    def tiles(self, grid: Grid | None = None) -> Iterator[Tile]:
+        hidden_nh = self.selected_hidden()
+        row_ranges, column_ranges = grid or grid_of([self], self.width)
+        size = row_ranges[0].stop * column_ranges[0].stop
+        buffer: Tensor | None = None
+        keeps = self.keeps_tiles and self.tiling.keep_bytes != 0
+        left = self.tiling.bytes_to_keep(self.device) if keeps else -1
+        for columns in column_ranges:
+            weight, bias = self._layer(columns)
+            for rows in row_ranges:
+                place, hidden = (rows.start, columns.start), hidden_nh[rows]
+                logits = self.kept_tiles.pop(place, None)
+                if logits is None:
+                    shape = len(hidden), len(weight)
+                    left -= shape[0] * shape[1] * self.logit_dtype.itemsize
+                    if left >= 0:
+                        logits = hidden.new_empty(shape, dtype=self.logit_dtype)
+                        self.kept_tiles[place] = logits
+                    else:
+                        if buffer is None:
+                            buffer = hidden.new_empty(size, dtype=self.logit_dtype)
+                        logits = buffer[: shape[0] * shape[1]].view(shape)
+                    multiply(hidden, weight.T, bias, logits)
+                selected = SelectedRows(logits, slice(0, len(hidden)), self.options, self.n * self.width)
+                yield Tile(selected, rows, columns)
+
+    def gradients(self, compute: TileGradient, needed: Sequence[bool], grid: Grid | None = None) -> Inputs:
+        sums = _Gradients(self, needed)
+        # Gradients take the place of the tiles' logits, so none is kept for another backward.
+        for tile in replace(self, keeps_tiles=False).tiles(grid):
+            compute(tile, tile.logits.logits)
+            sums.add(tile.rows, tile.columns, tile.logits.logits)
+        if self.tiling.keep_bytes == "auto":
+            self.tiling.backward_ran(self.device)
+        return sums.totals()
+
+    def saved(self) -> tuple[dict[str, Tensor | None], Callable[..., OutputLayerRows]]:
+        tiling, options, keeps, kept = self.tiling, self.options, self.keeps_tiles, self.kept_tiles
+        numbers, rows = (self.index, slice(0)) if isinstance(self.index, Tensor) else (None, self.index)
+
+        def restore(
+            hidden: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None
+        ) -> OutputLayerRows:
+            index = rows if numbers is None else numbers
+            return OutputLayerRows(hidden, weight, bias, index, tiling, options, keeps, kept)
+
+        return {
+            "the hidden states": self.hidden,
+            "the weight of the output layer": self.weight,
+            "its bias": self.bias,
+            "rows": numbers,
+        }, restore
+
+    def shape_of_tiles(self, width: int, share: int) -> tuple[int, int]:
+        tile_bytes = self.tiling.tile_bytes or (64 if self.device.type == "cpu" else 512) * _MIB
+        elements = max(tile_bytes // share // self.logit_dtype.itemsize, 1)
+        most_columns = max(elements // max(self.n, 1), min(elements, _FEWEST_COLUMNS))
+        if self.weight.device != self.device:  # a tile's part of it is copied, and is no larger than a tile
+            most_columns = max(min(most_columns, elements // self.weight.shape[1]), 1)
+        columns = -(-width // -(-width // most_columns))
+        columns = min(-(-columns // _ALIGNMENT) * _ALIGNMENT if columns > _ALIGNMENT else columns, width)
+        return max(min(elements // columns, self.n), 1), columns
+
+    def without_keeping(self) -> OutputLayerRows:
+        return replace(self, keeps_tiles=False, kept_tiles={})
+
+    def forward_derivative(self) -> ForwardDerivative | None:
+        """Return sums for a backward that needs the gradient of hidden states, and no other gradient."""
+        is_frozen = not any(t is not None and t.requires_grad for t in (self.weight, self.bias))
+        if not (is_frozen and self.keeps_tiles and self.hidden.requires_grad):
+            return None
+        return ForwardDerivative(self.weight.detach(), self.n, self.options.scale, self.dtype)
+
+    def gradients_by_derivative(self, of_selected: Tensor) -> Inputs:
+        return self.spread(of_selected), None, None
+
+    # --- for deferred logits
+
+    def select(
+        self, index: slice | Tensor, options: VocabParallelOptions, *, trained: bool, keeps_tiles: bool
+    ) -> OutputLayerRows:
+        """Return these rows of the ``T``, which may have gradients if they are trained."""
+        rows = self if trained else self.detached()
+        return replace(rows, index=index, options=options, keeps_tiles=keeps_tiles, kept_tiles={})
+
+    def detached(self) -> OutputLayerRows:
+        """Return the same rows without gradients for anything."""
+        bias = None if self.bias is None else self.bias.detach()
+        return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
+
+    def gradients_of(self, gradient: Tensor, needed: Sequence[bool]) -> Inputs:
+        """Return the gradients of the inputs from that of all logits ``[n, V / tp]``."""
+        sums = _Gradients(self, needed)
+        sums.add(slice(0, self.n), slice(0, self.width), gradient)
+        return sums.totals()
+
+    def selected_hidden(self) -> Tensor:
+        """Return the hidden states of the selected rows, ``[n, h]``, without a graph."""
+        hidden = self.hidden.detach()
+        return hidden[self.index] if isinstance(self.index, slice) else hidden.index_select(0, self.index)
+
+    def spread(self, of_selected: Tensor) -> Tensor:
+        """Return the gradient of all hidden states ``[T, h]`` from that of the selected rows."""
+        of_selected = of_selected.to(self.hidden.dtype)
+        if self.n == len(self.hidden) and isinstance(self.index, slice):
+            return of_selected
+        gradient = torch.zeros_like(self.hidden)
+        if isinstance(self.index, Tensor):
+            return gradient.index_add_(0, self.index, of_selected)
+        gradient[self.index] = of_selected
+        return gradient
+
+    def _layer(self, columns: slice) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias of some columns, on the device of the hidden states."""
+        # A copy to host memory must have ended before it is read.
+        is_gpu = self.device.type == "cuda"
+        weight = self.weight.detach()[columns].to(self.device, non_blocking=is_gpu)
+        bias = None if self.bias is None else self.bias.detach()[columns]
+        return weight, None if bias is None else bias.to(self.device, non_blocking=is_gpu)
+
+
+class _Gradients:
+    """Sums the gradients of hidden states, weight and bias over tiles."""
+
+    def __init__(self, layer: OutputLayerRows, needed: Sequence[bool]) -> None:
+        self._layer, self._weight, self._hidden_nh = layer, layer.weight.detach(), layer.selected_hidden()
+        needs_hidden, needs_weight, needs_bias = needed
+        main = layer.tiling.main_gradient
+        zeros, dtype = self._hidden_nh.new_zeros, layer.dtype
+        self._of_hidden = zeros(self._hidden_nh.shape, dtype=dtype) if needs_hidden else None
+        self._main = main.buffer() if main is not None and needs_weight else None
+        self._of_weight = torch.empty_like(self._weight) if needs_weight and self._main is None else None
+        self._of_columns: Tensor | None = None  # the weight's gradient of columns whose tiles are being added
+        self._of_bias = zeros(layer.width, dtype=dtype) if needs_bias else None
+
+    def add(self, rows: slice, columns: slice, gradient: Tensor) -> None:
+        """Add what the gradient ``[rows, columns]`` of a tile contributes, rounded to the weight's dtype."""
+        if self._of_bias is not None:
+            self._of_bias[columns] += gradient.sum(0, dtype=self._of_bias.dtype)
+        gradient = gradient.to(self._weight.dtype)
+        if self._of_hidden is not None:
+            add_product(self._of_hidden[rows], gradient, self._weight[columns], may_round=True)
+        if self._main is not None:
+            add_product(self._main[columns], gradient.T, self._hidden_nh[rows])
+        elif self._of_weight is not None:
+            self._add_to_weight(self._of_weight[columns], gradient.T, rows)
+
+    def _add_to_weight(self, of_weight: Tensor, gradient: Tensor, rows: slice) -> None:
+        hidden = self._hidden_nh[rows]
+        if len(hidden) == len(self._hidden_nh):
+            torch.mm(gradient, hidden, out=of_weight)
+            return
+        # Sums of several products are rounded once, at the end.
+        if rows.start == 0:
+            self._of_columns = torch.zeros_like(of_weight, dtype=self._layer.dtype)
+        assert self._of_columns is not None
+        add_product(self._of_columns, gradient, hidden)
+        if rows.stop == len(self._hidden_nh):
+            of_weight.copy_(self._of_columns)
+
+    def totals(self) -> Inputs:
+        """Return the gradients of hidden states, weight and bias, in their dtypes."""
+        layer, main = self._layer, self._layer.tiling.main_gradient
+        return (
+            None if self._of_hidden is None else layer.spread(self._of_hidden),
+            self._of_weight if self._main is None or main is None else main.added(),
+            None if self._of_bias is None or layer.bias is None else self._of_bias.to(layer.bias.dtype),
+        )
+
+
+class ForwardDerivative:
+    """The derivative of log-probabilities by the hidden states of an output layer that is frozen.
+
+    The gradient of a row's hidden state is linear in the gradient of its log-probability. So forward, which
+    has the logits at hand, computes the derivative ``[n, h]``, and backward only multiplies it::
+
+        d log_prob / d hidden = sum over columns of d log_prob / dx * weight[column]
+
+    A tile contributes ``exp(z) @ weight``, without the target's column, and with ``z`` relative to the
+    largest logit so far. The sum is scaled when a tile with a larger one comes. An entropy would need a
+    second such product, and gain nothing by it.
+    """
+
+    def __init__(self, weight: Tensor, n: int, temperature: float, dtype: torch.dtype) -> None:
+        self._weight, self._temperature = weight, temperature
+        self._max_logit = weight.new_full((n,), float("-inf"), dtype=torch.float64)
+        self._exp = weight.new_zeros((n, weight.shape[1]), dtype=dtype)
+
+    def add(self, tile: Tile, max_logit: Tensor, column: Tensor) -> None:
+        """Add a tile, which is overwritten.
+
+        Args:
+            max_logit: the largest logit of each of its rows, float64.
+            column: the target's column in the tile, -1 where it has none.
+        """
+        rows = tile.rows
+        highest = torch.maximum(self._max_logit[rows], max_logit)
+        reference = finite(highest.to(self._exp.dtype))
+        shift = (self._max_logit[rows] - reference) / self._temperature
+        shift.clamp_(min=exp_floor(torch.float64))  # it is -inf before the first tile
+        self._max_logit[rows] = highest
+        self._exp[rows] *= shift.exp().to(self._exp.dtype)[:, None]
+        ones = torch.ones_like(reference)
+        of_rows = RowGradients(
+            (reference[:, None], ones[:, None], None), NO_SOFTMAX, torch.zeros_like(ones), ones.bool()
+        )
+        write_gradient(tile.logits, tile.logits.logits, of_rows, column, None)
+        weights = tile.logits.logits.to(self._weight.dtype)
+        add_product(self._exp[rows], weights, self._weight[tile.columns], may_round=True)
+
+    def finish(self, local_target: Tensor, max_logit: Tensor, sum_exp: Tensor, log_prob: Tensor) -> Tensor:
+        """Return this rank's part of d log_prob / d hidden, ``[n, h]``.
+
+        Args:
+            local_target: ``[n]``, a column of this rank or -1.
+            max_logit: statistics over the whole vocabulary, as ``sum_exp`` and ``log_prob``, float64 ``[n]``.
+        """
+        temperature, dtype = self._temperature, self._exp.dtype
+        scale = ((self._max_logit - max_logit) / temperature).exp() / (sum_exp * temperature)
+        target_row = self._weight[local_target.clamp(min=0)].to(dtype)
+        at_target = torch.where(local_target >= 0, -log_prob.expm1() / temperature, 0.0)
+        return target_row * at_target.to(dtype)[:, None] - self._exp * scale.to(dtype)[:, None]
+
+
+# --- products
+
+
+def product(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return ``hidden @ weight.T + bias``, ``[..., V / tp]``, in a dtype that may be a more precise one."""
+    logits = hidden.new_empty((*hidden.shape[:-1], len(weight)), dtype=dtype)
+    multiply(hidden.flatten(0, -2), weight.T, bias, logits.flatten(0, -2))
+    return logits
+
+
+def multiply(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write ``a @ b + bias`` into ``out``, in the precision of ``out``, which may be higher than theirs."""
+    if a.dtype != out.dtype:
+        out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+        add_product(out, a, b)
+    elif bias is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(bias, a, b, out=out)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, *, may_round: bool = False) -> None:
+    """Add ``a @ b`` to ``total``, in the precision of ``total``, which may be higher than that of both.
+
+    With ``may_round`` a product of bfloat16 matrices is rounded to bfloat16 where torch has no product with
+    another dtype, as on a CPU. (A sum in float16 may be beyond its range.)
+    """
+    # torch's build for AMD's GPUs refuses to multiply 16-bit matrices with a float32 result.
+    is_on_nvidia = a.device.type == "cuda" and torch.version.hip is None
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif is_on_nvidia and _TORCH >= (2, 10):
+        # One product that adds: linkedin/Liger-Kernel#1239 measured 13.4 ms, and 23.5 with a sum of its own.
+        # Before torch 2.10 the total must have the dtype of the matrices (pytorch/pytorch#167931).
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif is_on_nvidia and _TORCH >= (2, 8):
+        for rows in ranges(0, len(a), max(_PRODUCT_BYTES // (b.shape[1] * total.element_size()), 1)):
+            total[rows].add_(torch.mm(a[rows], b, out_dtype=total.dtype))
+    elif may_round and a.dtype == torch.bfloat16:
+        total += torch.mm(a, b)
+    else:
+        for part in ranges(0, len(b), _CONVERTED_COLUMNS):
+            total.addmm_(a[:, part].to(total.dtype), b[part].to(total.dtype))
