@@ -184,7 +184,7 @@ def _take_lowest_columns(rows: SelectedRows, logits: Tensor, columns: Tensor, ch
     k = logits.shape[1]
     part = SelectedRows(rows.logits, rows.numbers()[chosen], rows.options)
 
-    def of_block(block: Block) -> None:
+    def take_lowest(block: Block) -> None:
         numbers = chosen[block.rows]
         lowest = logits[numbers, -1:]
         row, column = block.function(block.x, lowest).nonzero(as_tuple=True)
@@ -196,7 +196,7 @@ def _take_lowest_columns(rows: SelectedRows, logits: Tensor, columns: Tensor, ch
         row, column, number = row[taken], column[taken], number[taken]
         columns[numbers[row], k - places[row] + number] = column
 
-    each_block(part, torch.eq, of_block, buffers=2, has_work=False)
+    each_block(part, torch.eq, take_lowest, buffers=2, has_work=False)
 
 
 # --- the tail

@@ -7,6 +7,7 @@ wait and answers.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections import Counter
@@ -233,6 +234,7 @@ def recording(conditions_hold: bool = False, compiling_fails: bool = False) -> I
     """Let the code inside make fake tensors on the device ``cuda``; the stand-ins must be loaded."""
     recorder = Recorder(conditions_hold)
     call, buffered_statistics = compiling.BlockFunction.__call__, softmax.buffered_statistics
+    block_gradient = softmax.block_gradient
     data_ptr, tolist = torch.UntypedStorage.data_ptr, FakeTensor.tolist
 
     def row_pass(block: Any, *args: Any) -> Any:
@@ -246,6 +248,12 @@ def recording(conditions_hold: bool = False, compiling_fails: bool = False) -> I
     def buffered(*args: Any) -> Any:
         recorder.count_pass(buffered_statistics.__name__, is_compiled=False)
         return buffered_statistics(*args)
+
+    @functools.wraps(block_gradient)
+    def gradient(*args: Any) -> Any:
+        if not recorder.is_compiled:
+            recorder.count_pass(block_gradient.__name__, is_compiled=False)
+        return block_gradient(*args)
 
     def fail(*args: Any) -> None:
         raise RuntimeError("there is no C compiler")
@@ -285,6 +293,7 @@ def recording(conditions_hold: bool = False, compiling_fails: bool = False) -> I
             (compiling, "_is_disabled", lambda: False),
             (compiling.BlockFunction, "__call__", row_pass),
             (softmax, "buffered_statistics", buffered),
+            (softmax, "block_gradient", gradient),
             (compiling, "_no_retry_before", 0.0),
             # Where it need not fail, do not go on with plain operators.
             (compiling, "_call_compiled", fail)
