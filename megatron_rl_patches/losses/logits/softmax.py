@@ -29,7 +29,7 @@ _MINUS_INF = float("-inf")
 _STRETCH = 256  # columns, or so
 _SHORTEST_STRETCH = 64
 _LONGEST_STRETCH = 4096  # that is summed in float32
-_COMPILED_BLOCKS = 32  # times the size of other blocks
+_COMPILED_BLOCKS = 8  # times the size of other blocks
 
 #: What one softmax contributes to the gradient of rows ``x``: ``(max_logit, a, b)``, ``[n, 1]`` each, mean
 #: ``exp(z) * (a + b * z)`` with ``z = (x - max_logit) / temperature``. ``b`` is ``None`` where no entropy is
@@ -138,7 +138,7 @@ def _merged_stretches(x: Tensor, one_pass: _Pass, temperature: Tensor | None) ->
     in_largest = torch.arange(x.shape[1], device=x.device) == largest[:, None]
     parts = [max_logits, torch.where(in_largest, minus_1[:, None], sum_of_columns(exp_z).double() - 1.0)]
     if with_entropy:
-        parts.append(sum_of_columns(torch.where(exp_z == 0, 0.0, z * exp_z)))  # where -inf * 0 would be NaN
+        parts.append(sum_of_columns(torch.where(exp_z == 0, 0.0, z.mul_(exp_z))))  # -inf * 0 would be NaN
     return _merged([values.T for values in parts], temperature)
 
 
@@ -284,7 +284,7 @@ def _contribution(
         return exp(z, exp_out).mul_(a)
     if exp_out is None:
         exp_z = exp(z)
-        return exp_z * torch.where(exp_z == 0, a, z * b + a)  # where -inf * 0 would be NaN
+        return torch.where(exp_z == 0, a, z.mul_(b).add_(a)).mul_(exp_z)  # where -inf * 0 would be NaN
     z.clamp_(min=exp_floor(z.dtype))
     return exp(z, exp_out).mul_(z.mul_(b).add_(a))
 
