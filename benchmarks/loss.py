@@ -263,10 +263,10 @@ MOST_OF_MINIMAL = 1.05
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 #: By how much the first must be faster than the second, by mode.
 SPEEDS = {
-    "compiled beside slime": (COMPILED, SLIME, (1.5, 1.8, 3.5 if HAS_AVX512 else 2.0)),
+    "compiled, compared with slime": (COMPILED, SLIME, (1.5, 1.8, 3.5 if HAS_AVX512 else 2.0)),
     "compiled, in place, beside slime": (COMPILED_IN_PLACE, SLIME, (2.0, 2.0, 2.0)),
-    "compiled beside naive autograd": (COMPILED, NAIVE, (0.9, 2.0, 2.5)),
-    "plain beside naive autograd": (PLAIN, NAIVE, (0.9, 0.9, 0.9)),
+    "compiled, compared with naive autograd": (COMPILED, NAIVE, (0.9, 2.0, 2.5)),
+    "plain, compared with naive autograd": (PLAIN, NAIVE, (0.9, 0.9, 0.9)),
 }
 
 
@@ -309,7 +309,7 @@ def _in_float32(results: Sequence[Result]) -> list[Result]:
 
 def parts(results: Sequence[Result]) -> dict[str, str]:
     return {
-        "peers": revisions("Beside them", "slime", "verl", "nemo-rl", "liger-kernel"),
+        "peers": revisions("Compared with", "slime", "verl", "nemo-rl", "liger-kernel"),
         "claims": table(claims(results)),
         "losses": join(*map(_section, results)),
     }

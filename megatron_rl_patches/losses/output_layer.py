@@ -141,6 +141,12 @@ def is_column_parallel(layer: Any) -> bool:
     return owner.__name__ == "ColumnParallelLinear" or owner.__module__.startswith("megatron.core.")
 
 
+def logit_dtype_of(layer: Any, weight: Tensor) -> torch.dtype | None:
+    """Return the dtype of an output layer's logits, if it is not that of the weight."""
+    dtype: torch.dtype | None = getattr(layer, "output_dtype", None)
+    return None if dtype == weight.dtype else dtype
+
+
 def _deferred_output(
     deferral: _Deferral,
     layer: Any,
@@ -163,8 +169,7 @@ def _deferred_output(
     whole = gather_sequence(input_, group) if layer.sequence_parallel else sum_gradient(input_, group)
     bias = None if layer.skip_bias_add else layer.bias
 
-    dtype = getattr(layer, "output_dtype", None)
-    dtype = None if dtype == whole.dtype else dtype
+    dtype = logit_dtype_of(layer, weight)
 
     def own_product() -> Tensor:
         if dtype is not None:  # Megatron's own needs TransformerEngine

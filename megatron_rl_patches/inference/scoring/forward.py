@@ -19,7 +19,7 @@ from ...losses import (
     vocab_parallel_topk,
 )
 from ...losses.logits.arguments import is_integer
-from ...losses.output_layer import is_column_parallel
+from ...losses.output_layer import is_column_parallel, logit_dtype_of
 from .microbatches import ScoringBatch, described, range_of_wrong_ids
 from .plan import Forward, Group, ScoreOptions, vocabulary_of
 from .schedule import forward_only
@@ -270,8 +270,7 @@ def output_head(model: Model) -> OutputHead | None:
         )
     weight = chunk.shared_embedding_or_output_weight() if layer.weight is None else layer.weight
     bias = None if layer.skip_bias_add or layer.bias is None else layer.bias.detach()
-    dtype = getattr(layer, "output_dtype", None)
-    return OutputHead(weight.detach(), bias, None if dtype == weight.dtype else dtype)
+    return OutputHead(weight.detach(), bias, logit_dtype_of(layer, weight))
 
 
 def _problem_with_ids(at: Any, vocabulary: int | None, batches: Sequence[ScoringBatch]) -> str | None:

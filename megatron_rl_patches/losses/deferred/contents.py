@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.devices import on_device
 from ...errors import InvalidInputError
-from ..logits.slices import as_slices
+from ..logits.slices import as_one_slice
 from .tiles import OutputLayerRows
 
 
@@ -133,8 +132,7 @@ class Contents:
         The result may be in the memory of the layer's logits.
         """
         logits = self.layer.logits()
-        index = as_slices(rows.flatten())
-        index = index if isinstance(index, slice) else on_device(rows.flatten(), logits.device)
+        index = as_one_slice(rows.flatten(), logits.device)
         with self.layer.without_modes():
             values = logits[index].view(*rows.shape, logits.shape[1]).to(dtype)
             for division in self.divisions:

@@ -19,7 +19,7 @@ from ...errors import InvalidInputError
 from ..logits.arguments import DEFAULT, VocabParallelOptions
 from ..logits.autograd import Tensors, gradients_of_inputs, save_source
 from ..logits.rows import Inputs, LogitSource, SelectedRows
-from ..logits.slices import RowIndex, as_slices
+from ..logits.slices import RowIndex, as_one_slice
 from .contents import Contents, OutputLayer
 from .tiles import OutputLayerRows
 
@@ -135,8 +135,7 @@ class DeferredLogits(Tensor):
             index = torch.cat([torch.arange(run.start, run.stop) for run in index])
         rows = self._rows.flatten()
         numbers = (on_device(rows, index.device) if isinstance(index, Tensor) else rows)[index]
-        selected = as_slices(numbers)
-        selected = selected if isinstance(selected, slice) else on_device(numbers, device)
+        selected = as_one_slice(numbers, device)
         return layer.rows.select(selected, options.divided(divisor), trained=trained, keeps_tiles=keeps)
 
     # --- operations
@@ -188,7 +187,7 @@ class DeferredLogits(Tensor):
 
         def materialize(logits: DeferredLogits) -> Tensor:
             is_written = of_arguments.get(id(logits))
-            logits._materialize(str(func), is_written is not None, counts=not is_written)
+            logits._note_reader(str(func), is_written is not None, counts=not is_written)
             values = logits._plain_values(is_written is not None)
             materialized[id(values)] = logits
             return values
@@ -199,7 +198,7 @@ class DeferredLogits(Tensor):
         own = materialized if func._schema.is_mutable else {}
         return tree_map_only(Tensor, lambda t: own.get(id(t), t), result)
 
-    def _materialize(self, operation: str, aliases: bool, counts: bool) -> None:
+    def _note_reader(self, operation: str, aliases: bool, counts: bool) -> None:
         """Warn if an operation is the first to read the values, and note whether they stay rows.
 
         Args:
@@ -264,7 +263,7 @@ class DeferredLogits(Tensor):
         return self._plain("__dlpack__").__dlpack__(**options)
 
     def _plain(self, operation: str, aliases: bool = True) -> Tensor:
-        self._materialize(operation, aliases, counts=False)
+        self._note_reader(operation, aliases, counts=False)
         plain: Tensor = ToDense.apply(self, aliases)  # type: ignore[no-untyped-call]
         return plain
 
@@ -305,10 +304,10 @@ class ToDense(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: DeferredLogits, aliases: bool) -> Tensor:
-        values = logits._plain_values(aliases)
-        if aliases or logits._contents.memory is None:
-            return values if aliases else logits._contents.layer.own(values)
-        return values.clone()
+        values, contents = logits._plain_values(aliases), logits._contents
+        if aliases:
+            return values
+        return contents.layer.own(values) if contents.memory is None else values.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -42,7 +42,7 @@ class OutputLayerRows(LogitSource):
         hidden: ``[T, h]``.
         weight: ``[V / tp, h]``, this rank's part; see :func:`.deferred_logits`, as for the bias ``[V / tp]``.
         keeps_tiles: whether tiles may be kept for a backward.
-        kept_tiles: the tiles that have been kept, by their first row and column.
+        stored_tiles: the tiles that wait for a backward, by their first row and column.
         logit_dtype: the dtype of the logits.
     """
 
@@ -53,7 +53,7 @@ class OutputLayerRows(LogitSource):
     tiling: TileOptions
     options: VocabParallelOptions = DEFAULT
     keeps_tiles: bool = False
-    kept_tiles: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    stored_tiles: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     computes_tiles = True
 
     def __post_init__(self) -> None:
@@ -76,13 +76,13 @@ class OutputLayerRows(LogitSource):
             weight, bias = self._layer(columns)
             for rows in row_ranges:
                 place, hidden = (rows.start, columns.start), hidden_nh[rows]
-                logits = self.kept_tiles.pop(place, None)
+                logits = self.stored_tiles.pop(place, None)
                 if logits is None:
                     shape = len(hidden), len(weight)
                     left -= shape[0] * shape[1] * self.logit_dtype.itemsize
                     if left >= 0:
                         logits = hidden.new_empty(shape, dtype=self.logit_dtype)
-                        self.kept_tiles[place] = logits
+                        self.stored_tiles[place] = logits
                     else:
                         if buffer is None:
                             buffer = hidden.new_empty(size, dtype=self.logit_dtype)
@@ -102,14 +102,14 @@ class OutputLayerRows(LogitSource):
         return sums.totals()
 
     def saved(self) -> tuple[dict[str, Tensor | None], Callable[..., OutputLayerRows]]:
-        tiling, options, keeps, kept = self.tiling, self.options, self.keeps_tiles, self.kept_tiles
+        tiling, options, keeps_tiles, tiles = self.tiling, self.options, self.keeps_tiles, self.stored_tiles
         numbers, rows = (self.index, slice(0)) if isinstance(self.index, Tensor) else (None, self.index)
 
         def restore(
             hidden: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None
         ) -> OutputLayerRows:
             index = rows if numbers is None else numbers
-            return OutputLayerRows(hidden, weight, bias, index, tiling, options, keeps, kept)
+            return OutputLayerRows(hidden, weight, bias, index, tiling, options, keeps_tiles, tiles)
 
         return {
             "the hidden states": self.hidden,
@@ -129,7 +129,7 @@ class OutputLayerRows(LogitSource):
         return max(min(elements // columns, self.n), 1), columns
 
     def without_keeping(self) -> OutputLayerRows:
-        return replace(self, keeps_tiles=False, kept_tiles={})
+        return replace(self, keeps_tiles=False, stored_tiles={})
 
     def forward_derivative(self) -> ForwardDerivative | None:
         """Return sums for a backward that needs the gradient of hidden states, and no other gradient."""
@@ -148,7 +148,7 @@ class OutputLayerRows(LogitSource):
     ) -> OutputLayerRows:
         """Return these rows of the ``T``, which may have gradients if they are trained."""
         rows = self if trained else self.detached()
-        return replace(rows, index=index, options=options, keeps_tiles=keeps_tiles, kept_tiles={})
+        return replace(rows, index=index, options=options, keeps_tiles=keeps_tiles, stored_tiles={})
 
     def detached(self) -> OutputLayerRows:
         """Return the same rows without gradients for anything."""

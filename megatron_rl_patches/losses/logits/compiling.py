@@ -49,8 +49,8 @@ class BlockFunction:
     ) -> None:
         """Take how many logits all blocks have, and whether these are whole rows, all of the same width."""
         self._function, self._required, self._is_whole = function, fused is True, is_whole
-        wanted = self._required or (fused == "auto" and _is_worthwhile(num_logits, device))
-        self.compiled = wanted and not _is_disabled()
+        is_requested = self._required or (fused == "auto" and _is_worthwhile(num_logits, device))
+        self.compiled = is_requested and not _is_disabled()
 
     def __call__(self, *args: Any) -> Any:
         if self.compiled:

@@ -187,7 +187,7 @@ class _LogProbsAndEntropy(LogitFunction):
         """Read all tiles once; one collective.
 
         Returns:
-            Log-probabilities ``[n]``, entropies ``[n]`` if they are wanted, and what :meth:`gradients` needs
+            Log-probabilities ``[n]``, entropies ``[n]`` or ``None``, and what :meth:`gradients` needs
             of each row, ``[..., n]`` each.
         """
         options, valid, has_mask = source.options, targets.valid, targets.keep_mask is not None

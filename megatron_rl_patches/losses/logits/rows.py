@@ -24,7 +24,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -108,7 +108,10 @@ class LogitSource(ABC):
         return self
 
     def forward_derivative(self) -> Any:
-        """Return what sums up the derivative of log-probabilities in forward, or ``None``: see log_probs."""
+        """Return an object that sums up the derivative of log-probabilities while forward reads the tiles.
+
+        Backward then need not read them again. ``None``: it has to.
+        """
         return None
 
     def gradients_by_derivative(self, of_rows: Tensor) -> Inputs:
@@ -170,9 +173,9 @@ class SelectedRows(LogitSource):
         self._runs: Runs = (
             () if isinstance(index, Tensor) else (index,) if isinstance(index, slice) else index
         )
-        #: How many of the rows come before each of the runs.
-        *self._starts, n = accumulate((run.stop - run.start for run in self._runs), initial=0)
-        self.n = len(index) if isinstance(index, Tensor) else n
+        lengths = [len(index)] if isinstance(index, Tensor) else [run.stop - run.start for run in self._runs]
+        #: How many of the rows come before each of the runs, or before the numbers.
+        *self._starts, self.n = accumulate(lengths, initial=0)
         self.num_logits = self.n * self.width if num_logits is None else num_logits
         #: Whether a block is a view of the logits in the dtype of the computation.
         self.can_be_viewed = not isinstance(index, Tensor) and logits.dtype == self.dtype
@@ -180,15 +183,13 @@ class SelectedRows(LogitSource):
     # --- as a source
 
     def tiles(self, grid: Grid | None = None) -> Iterator[Tile]:
-        detached = self.detached()
-        for columns in [slice(0, self.width)] if grid is None else grid[1]:
-            for rows in [slice(0, self.n)] if grid is None else grid[0]:
-                part = detached
-                if grid is not None:
-                    part = SelectedRows(
-                        detached.logits[:, columns], self._place(rows), self.options, self.num_logits
-                    )
-                yield Tile(part, rows, columns)
+        if grid is None:
+            yield Tile(self.detached(), slice(0, self.n), slice(0, self.width))
+            return
+        logits = self.logits.detach()
+        for columns, rows in product(grid[1], grid[0]):
+            part = SelectedRows(logits[:, columns], self._place(rows), self.options, self.num_logits)
+            yield Tile(part, rows, columns)
 
     def gradients(self, compute: TileGradient, needed: Sequence[bool], grid: Grid | None = None) -> Inputs:
         check_not_overwritten(self.logits)
@@ -203,13 +204,12 @@ class SelectedRows(LogitSource):
         return claim_storage(self.logits, super().claim(), self.options.inplace_backward)
 
     def saved(self) -> tuple[dict[str, Tensor | None], Callable[..., SelectedRows]]:
-        options, is_numbers = self.options, isinstance(self.index, Tensor)
-        slices = None if is_numbers else self.index
+        options = self.options
+        numbers, slices = (self.index, ()) if isinstance(self.index, Tensor) else (None, self.index)
 
         def restore(logits: Tensor, numbers: Tensor | None) -> SelectedRows:
-            return SelectedRows(logits, numbers if slices is None else slices, options)  # type: ignore[arg-type]
+            return SelectedRows(logits, slices if numbers is None else numbers, options)
 
-        numbers = self.index if isinstance(self.index, Tensor) else None
         return {"the logits": self.logits, "rows": numbers}, restore
 
     def detached(self) -> SelectedRows:
@@ -236,13 +236,9 @@ class SelectedRows(LogitSource):
 
     def cut(self, step: int, start: int = 0) -> list[tuple[slice, slice | Tensor]]:
         """Cut the ``n`` rows, from one on, into parts of so many; each comes with its place in the ``T``."""
-        if isinstance(self.index, Tensor):
-            return [(rows, self.index[rows]) for rows in ranges(start, self.n, step)]
-        parts: list[tuple[slice, slice | Tensor]] = []
-        for first, run in zip(self._starts, self._runs, strict=True):
-            for rows in ranges(max(first, start), first + run.stop - run.start, step):
-                parts.append((rows, slice(rows.start - first + run.start, rows.stop - first + run.start)))
-        return parts
+        of_runs = zip(self._starts, [*self._starts[1:], self.n], strict=True)
+        parts = [rows for first, stop in of_runs for rows in ranges(max(first, start), stop, step)]
+        return [(rows, self._place(rows)) for rows in parts]
 
     def _place(self, rows: slice) -> slice | Tensor:
         """Return which of the ``T`` rows some of the ``n`` are."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
+
+from ...common.devices import on_device
 
 #: Slices with step 1, none empty, each behind the end of the one before it.
 Runs = tuple[slice, ...]
@@ -13,6 +16,12 @@ RowIndex = slice | Runs | Tensor
 #: The same as callers pass them.
 Rows = Tensor | slice | Sequence[slice] | None
 _SHORTEST_RUN = 16  # rows, on average: it takes longer to read shorter ones apart than to copy all
+
+
+def as_one_slice(rows: Tensor, device: torch.device) -> slice | Tensor:
+    """Return consecutive rows as a slice, and others as they are, on the device."""
+    index = as_slices(rows)
+    return index if isinstance(index, slice) else on_device(rows, device)
 
 
 def as_slices(rows: Tensor) -> RowIndex:

@@ -168,13 +168,13 @@ def test_float32_logits_of_16_bit_tensors(trained: Sequence[str], keep_bytes: in
     expected = run(function, dense_of(converted), converted)
     logits = logits_of(tensors, tile_bytes=8192, keep_bytes=keep_bytes, logit_dtype=torch.float32)
     with Sizes() as sizes:
-        found = run(function, logits, tensors)
+        results = run(function, logits, tensors)
     assert logits.dtype == torch.float32 and not logits._contents.layer.is_materialized
     assert sizes.largest <= V * H
-    for value, exact in zip(found[:3], expected[:3], strict=True):
+    for value, exact in zip(results[:3], expected[:3], strict=True):
         assert value.dtype == torch.float32
         torch.testing.assert_close(value.double(), exact.double(), rtol=1e-6, atol=1e-6)
-    for gradient, exact in zip(found[3:], expected[3:], strict=True):
+    for gradient, exact in zip(results[3:], expected[3:], strict=True):
         assert gradient.dtype == torch.bfloat16
         assert (gradient.double() - exact).abs().max() <= 0.01 * exact.abs().max()
     materialized = (logits + 0).detach().double()
