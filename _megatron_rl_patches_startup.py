@@ -312,8 +312,8 @@ def _complain(error: BaseException) -> None:
 
     with suppress(Exception):  # there is no stderr, or it is closed
         sys.stderr.write(
-            f"megatron_rl_patches: not activated, going on without: {_shown(error)} "
-            "(MEGATRON_RL_PATCHES_STRICT=1 makes this an error)\n"
+            f"megatron_rl_patches: not activated: {_shown(error)}. The program runs without patches. Run "
+            "megatron-rl-patches doctor; MEGATRON_RL_PATCHES_STRICT=1 makes this an error.\n"
         )
 
 

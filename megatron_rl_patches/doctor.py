@@ -44,7 +44,7 @@ _PROBE = "import sys; print(any(type(f).__module__ == '_megatron_rl_patches_star
 
 @dataclass(frozen=True)
 class Problem:
-    """A reason why something that is selected does not take effect, and the shell line that mends it."""
+    """A reason why something that is selected does not take effect, and the shell line that fixes it."""
 
     message: str
     remedy: str
@@ -130,7 +130,7 @@ def examine(environ: Mapping[str, str] = os.environ, command: str = "") -> Diagn
     of_command, hook = read_command(command)
     environ = {**environ, **of_command}
     if hook and not environ.get(VARIABLE, "").strip():
-        environ[VARIABLE] = "all"
+        environ[VARIABLE] = "1"
     choice = choice_of(environ)
     patches = registry.patches().values()
     statuses = judge_all(Environment(), patches, choice.settings)
@@ -168,7 +168,7 @@ def choice_of(environ: Mapping[str, str] = os.environ) -> Choice:
     patches, unknown = parse_selection(value)
     if unknown:
         message = f"{VARIABLE}: {registry.unknown_names(unknown)}"
-        problems.append(Problem(message, _export(VARIABLE, _without(value, unknown) or "all")))
+        problems.append(Problem(message, _export(VARIABLE, _without(value, unknown) or "1")))
     return Choice(tuple(patch.name for patch in patches), settings, tuple(problems), ours)
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..doctor import OUT_OF_REACH, Diagnosis, Problem
+from ..engine import registry
 from ..engine.settings import VARIABLE
 from ..engine.statuses import Fault, SiteStatus, counted, grouped, plain_table
 from ..errors import InvalidInputError
@@ -111,7 +112,7 @@ def show_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None
             function = ".".join(site.target.rsplit(".", 2)[1:])
             _show(console, f"{site.patch}: {function} is {site.state}: {site.reason}", STYLES[site.state])
     if any(site.patch in diagnosis.selected and site.state == "not needed" for site in diagnosis.sites):
-        _show(console, "why a site is not needed: megatron-rl-patches check", "dim")
+        _show(console, "why a function needs no patch: megatron-rl-patches check", "dim")
     for note in diagnosis.notes:
         _show(console, note)
     if diagnosis.selected and not diagnosis.startup.fires and not diagnosis.hook:
@@ -125,8 +126,8 @@ def show_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None
 
 
 def show_problems(problems: Sequence[Problem], console: Console) -> None:
-    """Print each problem, and once below those that it mends, the line to copy."""
-    _show(console, "problems, each with the line that mends it:", "bold red")
+    """Print each problem, and once below those that it fixes, the line to copy."""
+    _show(console, "problems, each with the line that fixes it:", "bold red")
     for remedy in dict.fromkeys(problem.remedy for problem in problems):
         for problem in problems:
             if problem.remedy == remedy:
@@ -174,19 +175,21 @@ def _show_selected(console: Console, diagnosis: Diagnosis) -> None:
     if diagnosis.hook:
         value = f"{diagnosis.hook} applies the patches of {value}"
     if names:
-        others = [patch for patch in grouped(diagnosis.sites) if patch not in names]
-        all_but = f"all but {', '.join(others)}" if others else "all"
-        _show(console, f"{value}: selected: {all_but if len(others) < len(names) else ', '.join(names)}")
+        _show(console, f"{value} selects {', '.join(sorted(names))}")
+        by = {"default": "1", "all": "all", "by name": "its name"}
+        others = [patch for name, patch in registry.patches().items() if name not in names]
+        if left_out := [f"{patch.name} ({by[patch.selected_by]} selects it)" for patch in others]:
+            _show(console, f"not selected: {', '.join(left_out)}", "dim")
     elif variable:
         _show(console, f"{value}: nothing is selected")
     else:
-        _show(console, f"{value}: nothing is selected; this line selects all:")
+        _show(console, f"{value}: nothing is selected; this line selects the default set:")
         _show_to_copy(console, f"export {VARIABLE}=1")
 
 
 def _show_sites(console: Console, statuses: Sequence[SiteStatus], selected: Sequence[str]) -> None:
     """Print a row for every patch and installed framework, and a line with the other patches."""
-    rows: list[tuple[str | Text, ...]] = [("patch", "framework", "sites")]
+    rows: list[tuple[str | Text, ...]] = [("patch", "framework", "patched functions")]
     by_patch = grouped(status for status in statuses if status.state != "absent")
     for patch, by_framework in by_patch.items():
         is_left_out = bool(selected) and patch not in selected

@@ -8,10 +8,21 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
 
+from ..common.messages import Message, log
 from ..common.ranks import is_rank_0
-from .statuses import SiteStatus, counted, grouped
+from .statuses import SiteStatus, grouped
 
-_log = logging.getLogger("megatron_rl_patches")
+_SKIPPED = Message(
+    "skipped {patch}: {functions}: {state}: {reason}",
+    "This framework runs its own code, with the fault that the patch fixes.",
+    "Use a release of it that docs/compatibility.md names, and report this one; -{patch} in the variable "
+    "MEGATRON_RL_PATCHES leaves the patch out.",
+)
+_NEVER_IMPORTED = Message(
+    "these were never imported by this process, so nothing was patched there: {functions}",
+    "This is harmless in a process that does not train.",
+    "If this one trains, name its train function in MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS.",
+)
 
 
 class Announcer:
@@ -35,7 +46,8 @@ class Announcer:
             self._warned.add(fault)
             targets.setdefault((fault.patch, fault.state, fault.reason), []).append(fault.target)
         for (patch, state, reason), alike in targets.items():
-            line = f"megatron_rl_patches: skipped {patch}: {', '.join(alike)}: {state}: {reason}"
+            functions = ", ".join(alike)
+            line = _SKIPPED.text(patch=patch, functions=functions, state=state, reason=reason.rstrip("."))
             _log_line(logging.WARNING, line)
 
     def at_exit(self, statuses: Sequence[SiteStatus]) -> None:
@@ -47,18 +59,23 @@ class Announcer:
             self.once(used)
         self.warn(faults)
         if idle := [status.target for status in used if status.state == "waiting"]:
-            line = "these were never imported by this process, so nothing was patched there"
-            _log_line(logging.WARNING, f"megatron_rl_patches: {line}: {', '.join(idle)}")
+            _log_line(logging.WARNING, _NEVER_IMPORTED.text(functions=", ".join(idle)))
 
 
 def summary(statuses: Sequence[SiteStatus], version: str) -> str:
-    """Return one line about what is in place and what is not. Absent frameworks are not mentioned."""
-    parts = []
-    judged = grouped(status for status in statuses if status.state not in ("waiting", "absent"))
-    for patch in grouped(statuses):
-        states = ", ".join(f"{framework}: {counted(own)}" for framework, own in judged.get(patch, {}).items())
-        parts.append(f"{patch} ({states or 'waiting for a framework'})")
-    return f"megatron_rl_patches {version}: {'; '.join(parts) or 'nothing selected'}"
+    """Return one line that names what is in place, with the number of functions, and counts the rest."""
+    in_place = grouped(status for status in statuses if status.state == "applied")
+    parts = [
+        f"{patch} ({', '.join(f'{framework} {len(own)}' for framework, own in frameworks.items())})"
+        for patch, frameworks in in_place.items()
+    ]
+    skipped = {status.patch for status in statuses if status.is_fault or status.state == "lost"}
+    line = f"megatron_rl_patches: in place: {', '.join(parts) or 'nothing'}"
+    if skipped:
+        line += f"; skipped, see the warnings: {', '.join(sorted(skipped))}"
+    if rest := len(grouped(statuses).keys() - in_place.keys() - skipped):
+        line += f"; nothing to do for {rest} other patch{'es' if rest > 1 else ''}"
+    return f"{line} (version {version})"
 
 
 def _version() -> str:
@@ -69,11 +86,11 @@ def _version() -> str:
 
 
 def _log_line(level: int, line: str) -> None:
-    is_muted = _log.disabled or _log.level > level  # by the user, as nothing else sets a level of this logger
+    is_muted = log.disabled or log.level > level  # by the user, as nothing else sets a level of this logger
     if is_muted or not is_rank_0():
         return
     with suppress(Exception):  # a handler that raises; no stderr, or a closed one
-        if _log.hasHandlers() and _log.isEnabledFor(level):
-            _log.log(level, line)
+        if log.hasHandlers() and log.isEnabledFor(level):
+            log.log(level, "%s", line)
         else:
             print(line, file=sys.stderr)

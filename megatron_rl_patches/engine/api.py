@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from ..common.messages import Message
 from ..common.text import listed
 from ..errors import PatchError
 from . import installer, registry
@@ -17,20 +17,26 @@ from .settings import VARIABLE, Settings, parse_selection
 from .sources import Environment
 from .statuses import Statuses
 
-_log = logging.getLogger("megatron_rl_patches")
+_BAD_VALUES = Message(
+    "{problems}",
+    "These values are not used; the defaults are.",
+    "Correct them; MEGATRON_RL_PATCHES_STRICT=1 makes this an error.",
+)
 
 
 def apply(
     *names: str, exclude: Collection[str] = (), settings: Settings | None = None, strict: bool | None = None
 ) -> Statuses:
-    """Put patches in place: the named ones, or all but the explicit ones. May be called before or after the
-    frameworks are imported, any number of times, from any thread.
+    """Put patches in place, by default the repairs. May be called before or after the frameworks are
+    imported, any number of times, from any thread.
 
-    Patches asked for by name must fit every framework that is present; without names, those that do not fit
-    are skipped with a warning unless ``strict``.
+    Patches that are named must fit every framework that is present; those of a set that do not fit are
+    skipped with a warning unless ``strict``.
 
     Args:
-        names: see ``available()``; none means all, without those that only their name selects.
+        names: of patches, see ``available()``, or of a set: ``default``, the repairs, is what a call
+            without names means; ``all`` adds the patches that are not proven enough for it. To name patches
+            and a set, call ``apply()`` twice.
         exclude: names to leave out.
         settings: defaults to those that a patch is in place with, or ``Settings.from_environment()``.
         strict: overrides ``settings.strict``.
@@ -69,8 +75,8 @@ def _apply(
     lasts: bool,
 ) -> ApplyCall:
     chosen = settings or Settings.from_environment()
-    required = bool(names) or (chosen.strict if strict is None else strict)
-    patches = registry.select(names, exclude)
+    required = not {*names} <= {*registry.SETS} or (chosen.strict if strict is None else strict)
+    patches = registry.select(names or registry.SETS[:1], exclude)
     if required:
         # Judged by source before anything is changed, frameworks that are not imported yet included.
         refuse_faults(judge_all(Environment(), patches, chosen))
@@ -94,7 +100,7 @@ def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
     if messages and settings.strict:
         raise PatchError("; ".join(messages))
     if messages:
-        _log.warning("megatron_rl_patches: %s; going on without", "; ".join(messages))
+        _BAD_VALUES.log(problems="; ".join(messages))
     # Options of an apply() that the program has called itself stay in force.
     installer.installer.add(patches, settings, ApplyCall(settings.strict, lasts=True), replace_options=False)
 

@@ -12,8 +12,10 @@ from typing import Any
 
 from _megatron_rl_patches_startup import Listener, finder
 
+from ..common.messages import Message
 from ..common.scopes import replaced
 from ..errors import PatchError
+from . import registry
 from .announce import Announcer
 from .call import Call
 from .judge import all_or_nothing, refuse_faults
@@ -22,7 +24,11 @@ from .records import ApplyCall, Moves, Record, rebind
 from .settings import Settings
 from .statuses import SiteStatus, Statuses, status_of
 
-_log = logging.getLogger("megatron_rl_patches")
+_INTERNAL_ERROR = Message(
+    "internal error: {reason}",
+    "The program continues without patches here.",
+    "Install the package again, since a file may be damaged; if that does not help, report this.",
+)
 #: Calls that stay until a revert, by whether they are required.
 _LASTING = {required: ApplyCall(required, lasts=True) for required in (True, False)}
 
@@ -66,7 +72,7 @@ class Installer(Listener):
             except PatchError as error:
                 if apply_call.required:
                     raise
-                _log.warning("megatron_rl_patches: %s", error)
+                registry.LEFT_OUT.log(error=error)
         # The lock is held from selection to judgement, so that no other thread sees what may yet be undone.
         # Hooks take no other lock, and nothing below waits for an import, so this cannot deadlock.
         with self._lock:
@@ -189,8 +195,7 @@ class Installer(Listener):
             if not self._has_failed:
                 self._has_failed = True
                 # Not through announce.py, which may be what is damaged.
-                message = "megatron_rl_patches: internal error: %s; continuing without patches here"
-                _log.warning(message, reason)
+                _INTERNAL_ERROR.log(reason=reason)
 
     # --- judging and wrapping
 

@@ -63,7 +63,7 @@ def judge_site(site: Site, source: Source, module: ModuleType | None = None) -> 
     except AttributeError as error:
         return status_of(site, "missing", f"{site.target} is in the source but not in the module: {error}")
     try:
-        with third_party("judging it"):
+        with third_party("checking it"):
             state, reason = _judge(site, target)
     except PatchError as error:
         state, reason = "failed", str(error)
@@ -104,7 +104,7 @@ def all_or_nothing(statuses: Mapping[Site, SiteStatus]) -> dict[Site, SiteStatus
     fault = next((status for status in statuses.values() if status.is_fault), None)
     if fault is None:
         return statuses
-    reason = f"another site cannot take effect: {fault.target}: {fault.reason}"
+    reason = f"another function of this patch cannot be patched: {fault.target}: {fault.reason}"
     others = {
         site: replace(status, state=fault.state, reason=reason, fingerprint="", because_of=fault.target)
         for site, status in statuses.items()
@@ -129,6 +129,6 @@ def refuse_faults(statuses: Iterable[SiteStatus]) -> None:
         sites = "\n  ".join(map(str, faults))
         raise PatchError(
             f"cannot take effect:\n  {sites}\nThe code of the framework is not what the patch was written "
-            "for. Exclude the patch (apply(exclude=...), MEGATRON_RL_PATCHES=all,-NAME), or use a release in "
+            "for. Exclude the patch (apply(exclude=...), MEGATRON_RL_PATCHES=1,-NAME), or use a release in "
             "docs/compatibility.md."
         )

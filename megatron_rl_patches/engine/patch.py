@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from _megatron_rl_patches_startup import is_interrupt
 
@@ -18,6 +18,8 @@ from .target_source import TargetSource
 #: Called in place of a function.
 Adapter = Callable[[Call], Any]
 Decorator = Callable[[Adapter], Adapter]
+#: What switches a patch on: ``1`` and ``apply()`` do, ``all`` does, or only its name does.
+SelectedBy = Literal["default", "all", "by name"]
 #: Returns the reason why a site is to be left alone, or ``None``.
 SkipIf = Callable[[TargetSource], "str | None"]
 
@@ -90,7 +92,8 @@ class Patch:
             of other types are taken as they are, and ``__post_init__`` may check them.
         configured: returns further sites that follow from the options.
         notes: says what the ``SiteStatus`` of all selected sites mean for users; ``doctor`` shows it.
-        explicit: it changes what is computed, on purpose, and so is never among "all"; its name selects it.
+        selected_by: ``default`` for a repair, which ``1`` and ``apply()`` put in place; ``all`` for a patch
+            that is not proven enough for that; ``by name`` for one that changes on purpose what is trained.
         last: a call of ``apply()`` puts it in place after others, so that its wrappers are around theirs.
     """
 
@@ -101,7 +104,7 @@ class Patch:
     configured: Callable[[Any], tuple[Site, ...]] | None = None
     notes: Callable[[Sequence[Any]], list[str]] | None = None
     sites: list[Site] = field(default_factory=list)
-    explicit: bool = False
+    selected_by: SelectedBy = "default"
     last: bool = False
 
     def wrap(self, modules: str | Sequence[str], qualname: str, to: str = "", **options: Any) -> Decorator:

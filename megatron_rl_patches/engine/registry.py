@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import pkgutil
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
+from ..common.messages import Message
 from ..errors import PatchError
-from .patch import Patch, third_party
+from .patch import Patch, SelectedBy, third_party
 
 ENTRY_POINT_GROUP = "megatron_rl_patches.patches"
+#: Names that stand for several patches; each set contains the one before it.
+SETS = ("default", "all")
 # Options of patches cannot have these names, whose variables have a meaning of their own.
 _RESERVED_OPTIONS = ("strict", "roots")
-_log = logging.getLogger("megatron_rl_patches")
+LEFT_OUT = Message(
+    "{error}",
+    "This patch is not in place; the others are.",
+    "Correct its options, or ask the package that it comes from.",
+)
 
 
 @cache
@@ -36,27 +42,34 @@ def patches() -> dict[str, Patch]:
                     raise TypeError(f"expected a Patch, got {type(patch).__name__}")
                 _check(patch, registered)
         except PatchError as error:
-            _log.warning("megatron_rl_patches: %s; going on without it", error)
+            LEFT_OUT.log(error=error)
         else:
             registered[patch.name] = patch
     return registered
 
 
-def select(names: Collection[str], exclude: Collection[str] = ()) -> list[Patch]:
-    """Return the named patches (without names: all but explicit ones), minus ``exclude``."""
+def select(names: Collection[str] = SETS[:1], exclude: Collection[str] = ()) -> list[Patch]:
+    """Return the patches of these names, or of the sets ``default`` and ``all``, minus ``exclude``."""
     exclude = (exclude,) if isinstance(exclude, str) else exclude
     known = patches()
-    unknown = [name for name in (*names, *exclude) if name not in known]
-    if unknown:
+    if unknown := [name for name in names if name not in (*SETS, *known)]:
         raise PatchError(unknown_names(unknown))
-    chosen = names or [name for name, patch in known.items() if not patch.explicit]
-    selected = [known[name] for name in dict.fromkeys(chosen) if name not in exclude]
-    return sorted(selected, key=lambda patch: patch.last)
+    if unknown := [name for name in exclude if name not in known]:
+        raise PatchError(unknown_names(unknown))
+    members = {name: (name,) for name in known} | {name: patches_of(name) for name in SETS}
+    chosen = dict.fromkeys(patch for name in names for patch in members[name])
+    return sorted((known[name] for name in chosen if name not in exclude), key=lambda patch: patch.last)
+
+
+def patches_of(name: str) -> tuple[str, ...]:
+    """Return the names of the patches in the set ``default``, or in ``all``, which contains it."""
+    sets = SETS[: SETS.index(name) + 1]
+    return tuple(patch.name for patch in patches().values() if patch.selected_by in sets)
 
 
 def unknown_names(names: Collection[str]) -> str:
     """Return the message about names that no patch has."""
-    return f"unknown patch {', '.join(map(repr, names))}; known: {', '.join(patches())}"
+    return f"unknown patch {', '.join(map(repr, names))}; known: {', '.join((*SETS, *patches()))}"
 
 
 def option_types(among: Iterable[Patch] | None = None) -> dict[str, type]:
@@ -74,9 +87,11 @@ def field_types(options: Any) -> dict[str, Any]:
 
 
 def _check(patch: Patch, others: Mapping[str, Patch]) -> None:
-    """Raise ``ValueError`` if the patch cannot be registered beside the others."""
-    if patch.name in others:
+    """Raise ``ValueError`` if the patch cannot be registered together with the others."""
+    if patch.name in (*SETS, *others):
         raise ValueError(f"a patch named {patch.name!r} exists already")
+    if patch.selected_by not in get_args(SelectedBy):
+        raise ValueError(f"selected_by is {patch.selected_by!r}; expected one of {get_args(SelectedBy)}")
     if patch.options is None:
         return
     names = field_types(patch.options)

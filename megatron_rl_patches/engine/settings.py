@@ -120,19 +120,20 @@ class Settings:
 def parse_selection(value: str) -> tuple[list[Patch], list[str]]:
     """Return the patches that a value of ``MEGATRON_RL_PATCHES`` selects, and the words that name no patch.
 
-    The value is ``all|1|name,name|all,-name|all,explicit-name|0``.
+    The value is ``0``, or names of patches and sets, separated by commas: ``1`` is the set ``default``, and
+    ``-name`` leaves a patch out, by default of that set.
     """
     if value.strip().lower() in OFF:
         return [], []
+    lowered = {name: name for name in registry.SETS} | dict.fromkeys(ON, registry.SETS[0])
+    words = [lowered.get(word.lower(), word) for word in items(value) or (value,)]
     known = registry.patches()
-    words = items(value) or (value,)
-    rest = [word for word in words if word.lower() not in ("all", *ON)]
-    unknown = [word for word in rest if word.removeprefix("-") not in known]
-    names = [word for word in rest if word in known]
-    excluded = [word.removeprefix("-") for word in rest if word not in (*names, *unknown)]
-    if len(rest) < len(words) or (excluded and not names):
-        names = [patch.name for patch in registry.select(())] + names
-    return registry.select(names, excluded) if names else [], unknown
+    names = [word for word in words if word in (*registry.SETS, *known)]
+    excluded = [word[1:] for word in words if word.startswith("-") and word[1:] in known]
+    unknown = [word for word in words if word not in names and word[1:] not in excluded]
+    if excluded and not names:
+        names = [registry.SETS[0]]
+    return registry.select(names, excluded), unknown
 
 
 # --- values of options

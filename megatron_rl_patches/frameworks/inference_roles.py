@@ -8,7 +8,6 @@ Megatron's ``get_model`` leaves out DDP, and then the factories leave out optimi
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,13 +15,18 @@ from typing import Any
 
 import torch
 
+from ..common.messages import Message
 from ..common.scopes import Scope, replaced
 from ..engine.call import Call
 from ..inference.models.frozen import freeze, refuse_to_train
 from ..inference.models.isolation import preserved_rng
 from ..inference.models.provider import without_training
 
-_log = logging.getLogger("megatron_rl_patches")
+_BUILT_FOR_TRAINING = Message(
+    "the model of role {role!r} was built for training, as without the patch: {reason}",
+    "It works, and takes the memory of gradient buffers and an optimizer.",
+    "Change what the reason names, or leave the role out of MEGATRON_RL_PATCHES_INFERENCE_ROLES.",
+)
 
 _SETTING = "Settings.inference_roles (MEGATRON_RL_PATCHES_INFERENCE_ROLES)"
 # With these arguments the data-parallel wrapper shards the model's parameters.
@@ -110,8 +114,7 @@ def initialize_model_and_optimizer(call: Call) -> Any:
     ):
         model, optimizer, scheduler, iteration = call()
     if not current.ddp_skipped:
-        message = "the model of role %r was built for training, as usual: %s"
-        _log.warning(message, role, current.reason_skipped)
+        _BUILT_FOR_TRAINING.log(role=role, reason=current.reason_skipped)
         return model, optimizer, scheduler, iteration
     freeze_role(model, role)
     return model, None, None, iteration

@@ -10,7 +10,6 @@ each function and its options. Where its values or gradients differ from those o
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..common.agreement import gathered
+from ..common.messages import Message
 from ..common.ranks import is_rank_0
 from ..engine.call import Call
 from ..errors import InvalidInputError
@@ -28,7 +28,11 @@ from ..losses.sequences.layout import SequenceLayout
 from .log_probs import NO_TOKEN, in_vocabulary
 from .microbatch_layout import Groups, groups_of, layout_of
 
-_log = logging.getLogger("megatron_rl_patches")
+_OTHER_SCORES = Message(
+    "lean-loss leaves {function} alone, since on a small microbatch it computes something else",
+    "The result is that of the framework's own function, which takes the memory that lean-loss would save.",
+    "If you have changed that function, nothing has to be done; else report it.",
+)
 _NEEDED = {"logits", "args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy"}
 #: A call that passes anything else runs the framework's own code.
 _KNOWN = _NEEDED | {"non_loss_data", "max_seq_lens", "entropy_requires_grad"}
@@ -135,7 +139,7 @@ def _tried(call: Call, groups: Groups) -> _Form | None:
         form = form if all(gathered(form is not None, group)) else None
     if form is None and is_rank_0():
         function = f"{call.function.__module__}.{call.function.__qualname__}"
-        _log.warning("lean-loss: %s runs, since on a small microbatch it computes something else", function)
+        _OTHER_SCORES.log(function=function)
     return form
 
 

@@ -8,10 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..common.messages import Message
 from ..reentry import training_warnings
 
 #: A mean difference above this, in nats per token, is reported. bfloat16 on both sides gives 0.01 to 0.05.
 _MAX_DIFFERENCE = 0.1
+_DIFFERENT_POLICIES = Message(
+    "rollout_log_probs: the log-probs of the inference engine and of Megatron differ by {mean:.2g} nats per "
+    "token on average and {largest:.2g} at most, on {tokens} tokens of this rank",
+    f"Up to {_MAX_DIFFERENCE:g} on average is usual. The policy that samples is not the one that is trained.",
+    "Look for weights that were sent before they were gathered, another precision, another temperature, "
+    "experts that are chosen differently, or a run that samples with older weights by design.",
+)
 
 
 def check_rollout_log_probs(data_iterator: Any) -> None:
@@ -57,13 +65,7 @@ def _compare_log_probs(rollout: Mapping[str, Any]) -> None:
     mean, largest = torch.stack([differences.mean(), differences.max()]).tolist()
     if mean > _MAX_DIFFERENCE:
         training_warnings.report(
-            "rollout_log_probs",
-            f"rollout_log_probs: the log-probs of the inference engine and of Megatron differ by {mean:.2g} "
-            f"nats per token on average and {largest:.2g} at most, on {len(differences)} tokens of this "
-            f"rank; up to {_MAX_DIFFERENCE:g} on average is usual. The policy that samples is not the one "
-            "that is trained. Look for weights that were sent before they were gathered, another precision, "
-            "another temperature, experts that are chosen differently, or a run that samples with older "
-            "weights by design",
+            "rollout_log_probs", _DIFFERENT_POLICIES, mean=mean, largest=largest, tokens=len(differences)
         )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..common.agreement import raise_on_all
+from ..common.messages import Message
 from ..common.scopes import Scope, replaced
 from ..common.text import listed
 from ..engine.call import Call
@@ -35,7 +35,12 @@ from ..losses.objectives.topk_divergences import of_buckets
 from .distillation_loss import LARGEST_SUM, with_tail
 from .verl_losses import tensor_parallel_group
 
-_log = logging.getLogger(__name__)
+_NEGATIVE_SUM = Message(
+    "{name} with its tail is {loss:.4g} nats per token; verl's own, the sum over the top-k, is never less "
+    "than zero and would be {truncated:.4g}",
+    "That sum is negative at {share:.0f}% of the tokens, which have no gradient in verl. Here they have one.",
+    "Nothing has to be done; do not compare this loss with runs without the patch.",
+)
 #: verl's own name, and what the others begin with.
 FORWARD_KL, OURS = "forward_kl_topk", "megatron_rl_patches."
 # The columns of a batch that verl cuts into microbatches and context-parallel parts.
@@ -138,14 +143,11 @@ def _log_once(losses: Tensor, truncated: Tensor, mask: Tensor) -> None:
         return
     _logged.append(True)
     losses, truncated = losses[mask], truncated[mask]
-    _log.warning(
-        "megatron_rl_patches: %s with its tail is %.4g nats per token. verl's own, the sum over the top-k, "
-        "is never less than zero and would be %.4g: the sum is negative at %.0f%% of the tokens, which then "
-        "have no gradient",
-        FORWARD_KL,
-        losses.mean(),
-        truncated.clamp(min=0.0).mean(),
-        100 * (truncated < 0).float().mean(),
+    _NEGATIVE_SUM.log(
+        name=FORWARD_KL,
+        loss=losses.mean(),
+        truncated=truncated.clamp(min=0.0).mean(),
+        share=100 * (truncated < 0).float().mean(),
     )
 
 

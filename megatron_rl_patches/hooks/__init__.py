@@ -55,7 +55,7 @@ def pre_wrap(model: list[Any]) -> list[Any]:
 
 
 def switch_on() -> None:
-    """Apply all patches but explicit ones, or those that the variable names where it is set."""
+    """Apply the default set of patches, or what the variable selects where it is set."""
     # Imported here, since verl loads a module of this package in every process, wanted or not.
     import _megatron_rl_patches_startup as startup
 
@@ -64,4 +64,4 @@ def switch_on() -> None:
 
     is_set = os.environ.get(VARIABLE, "").strip()
     if not (is_set and startup.has_fired()):  # type: ignore[no-untyped-call]
-        activate_from_environment({**os.environ, VARIABLE: is_set or "all"})
+        activate_from_environment({**os.environ, VARIABLE: is_set or "1"})

@@ -8,7 +8,6 @@ output layer is then still called, so that hooks of the layer run and its parame
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..common.chunks import has_base
+from ..common.messages import Message
 from ..common.scopes import Scope, replaced
 from .deferred.logits import defer
 from .deferred.options import KeepBytes, TileOptions
@@ -27,7 +27,11 @@ from .deferred.tiles import product
 from .logits.autograd import gather_sequence, sum_gradient
 from .logits.log_probs import vocab_parallel_log_probs
 
-_log = logging.getLogger(__name__)
+_MATERIALIZED = Message(
+    "the output layer materializes the logits: {reason}",
+    "The result is right; the logits take as much memory as without lean-head.",
+    "If memory runs out, change that setting of the layer.",
+)
 #: Attributes of Megatron's linear layer, or of its config, with which its forward does more than to multiply.
 _MORE_THAN_A_PRODUCT = (
     "defer_embedding_wgrad_compute",
@@ -163,7 +167,7 @@ def _deferred_output(
     if reason or others or (gathers and size > 1):
         if reason and reason not in _warned_reasons:
             _warned_reasons.add(reason)
-            _log.warning("the logits are materialized by the output layer: %s", reason)
+            _MATERIALIZED.log(reason=reason)
         return None
     assert weight is not None
     whole = gather_sequence(input_, group) if layer.sequence_parallel else sum_gradient(input_, group)

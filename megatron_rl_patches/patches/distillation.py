@@ -87,7 +87,7 @@ patch = Patch(
     summary="--loss-type opd_loss: on-policy distillation from one or several teachers, top-k or exact",
     upstream=("THUDM/slime#2033", "verl-project/verl#7855", "verl-project/verl#7856"),
     options=OpdOptions,
-    explicit=True,
+    selected_by="by name",
 )
 
 

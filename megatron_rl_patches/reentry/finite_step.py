@@ -9,7 +9,6 @@ chained and does not clip computes no norm, and its steps are not looked at.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,12 +17,22 @@ from itertools import islice
 from typing import Any
 
 from ..common.chunks import Model, as_chunks
+from ..common.messages import Message
 from ..common.ranks import is_rank_0
 from ..common.scopes import replaced
 from ..common.text import one_line
 from ..errors import NonFiniteGradients
 
-_log = logging.getLogger("megatron_rl_patches")
+_SKIPPED = Message(
+    "step {step} skipped: the norm of its gradients is {norm} ({in_a_row} skipped in a row)",
+    "Weights, optimizer state and schedule are as before the step.",
+    "Look at the parameters that other ranks name, and at the data of this step.",
+)
+_BAD_GRADIENTS = Message(
+    "parameters with gradients that are not finite here: {names}",
+    "This step is skipped.",
+    "Look at the losses and at the data of this rank.",
+)
 #: After so many skipped steps in a row training ends.
 LIMIT = 10
 #: So many parameters with bad gradients are named on each rank.
@@ -182,20 +191,14 @@ def _norms_without_clipping(optimizer: Any) -> list[Any]:
 
 def _report(optimizer: Any, history: History, norm: Any) -> None:
     if is_rank_0():
-        _log.warning(
-            "megatron_rl_patches: step %d skipped: the norm of its gradients is %s; weights, optimizer state "
-            "and schedule are as before it (%d skipped in a row)",
-            history.taken + history.skipped,
-            norm,
-            history.in_row,
-        )
+        _SKIPPED.log(step=history.taken + history.skipped, norm=norm, in_a_row=history.in_row)
     try:
         chunks = history.chunks or getattr(optimizer, "model_chunks", ())
         names = ", ".join(islice(_names_of_bad_gradients(chunks), _NAMED))
     except Exception as error:  # other ranks go on, so this one has to
         names = f"unknown, as looking for them raised {one_line(error)}"
     if names:
-        _log.warning("megatron_rl_patches: parameters with gradients that are not finite here: %s", names)
+        _BAD_GRADIENTS.log(names=names)
 
 
 def _names_of_bad_gradients(chunks: Model) -> Iterator[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
 from ..common.chunks import Model, as_chunks, config_of
+from ..common.messages import Message
+from ..common.text import one_line
 from ..errors import MegatronRLPatchesError
 from . import router_replay
 from .recovery import recover, synchronize_interrupted
@@ -17,7 +18,17 @@ from .running_calls import RunningCall
 from .sync_functions import belongs_to
 from .training_warnings import Watch
 
-_log = logging.getLogger("megatron_rl_patches")
+_CLEAN_UP_FAILED = Message(
+    "clean-up after an exception in train() failed: {failure}",
+    "The exception of the training step is raised as ever; another train() in this process may fail.",
+    "Look for the cause in that exception, and restart the process: most often its process group is broken.",
+)
+_NOT_INSTALLED = Message(
+    "a re-entrant train() did not install no_sync_func, which was set at entry",
+    "Gradients were reduced after every microbatch, which is slow and may make them wrong.",
+    "Install it inside, as Megatron's own train() does, or guard the loop with reentrant_train(..., "
+    "installs=False).",
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -82,8 +93,7 @@ class TrainGuard:
                 clean_up()
             except Exception as failure:
                 # Only a warning, since the caller has to see the exception of the training step.
-                message = "clean-up after an exception in train() failed: %s: %s"
-                _log.warning(message, type(failure).__name__, failure)
+                _CLEAN_UP_FAILED.log(failure=one_line(failure))
 
 
 def _put_back_what_was_not_installed(call: RunningCall) -> None:
@@ -91,11 +101,7 @@ def _put_back_what_was_not_installed(call: RunningCall) -> None:
         found = call.found(config)["no_sync_func"]
         if config.no_sync_func is None and belongs_to(call.model, found, "no_sync_func"):
             config.no_sync_func = found
-            _log.warning(
-                "a re-entrant train() did not install no_sync_func, which was set at entry: gradients "
-                "were reduced after every microbatch. Install it inside, as Megatron's own train() does, "
-                "or guard the loop with reentrant_train(..., installs=False)."
-            )
+            _NOT_INSTALLED.log()
 
 
 @overload

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 import traceback
 import types
@@ -16,10 +15,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..common.chunks import Chunk, Model, bucket_groups
+from ..common.messages import Message
+from ..common.text import one_line
 from ..errors import MegatronRLPatchesError
 from .forward_pre_hooks import synchronize
 
-_log = logging.getLogger("megatron_rl_patches")
+_NOT_RECOVERED = Message(
+    "recovering a bucket group failed after an exception in train(): {failure}",
+    "Another train() in this process may fail or hang.",
+    "Look for the cause in that exception, and restart the process: most often its process group is broken.",
+)
 _interrupted: weakref.WeakSet[Any] = weakref.WeakSet()
 
 # Generators that switch off DDP's gradient reduction: no_sync of DDP, and the schedule's for several chunks.
@@ -78,7 +83,7 @@ def _reset_bucket_groups(chunk: Chunk) -> None:
         try:
             _reset_bucket_group(group)
         except Exception as failure:
-            _log.warning("recovering a bucket group failed: %s: %s", type(failure).__name__, failure)
+            _NOT_RECOVERED.log(failure=one_line(failure))
 
 
 def _reset_bucket_group(group: Any) -> None:

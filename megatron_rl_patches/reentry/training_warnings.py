@@ -19,13 +19,54 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..common.chunks import Model, bucket_groups, config_of, distinct_configs, unwrap
+from ..common.messages import Message
 from ..common.ranks import is_first_of_stage, is_rank_0
+from ..common.text import one_line
 
-_log = logging.getLogger("megatron_rl_patches")
-#: A call of ``train()`` is judged by its first microbatches, up to this number.
+_UNREDUCED = Message(
+    "finalize_model_grads_func=None: the config that Megatron's schedules read, get_model_config(model[0]), "
+    "has no function that reduces gradients{elsewhere}",
+    "The optimizer takes a step on gradients that {ranks} data-parallel ranks have not reduced, so their "
+    "weights drift apart.",
+    "Install it on the model's own config: get_model_config(model[0]).finalize_model_grads_func = "
+    "megatron.core.distributed.finalize_model_grads.",
+)
+_TOKEN_WEIGHTS = Message(
+    "calculate_per_token_loss=False: the loss function returns its number of tokens, and Megatron divides "
+    "the loss of each microbatch by it. Microbatches had {least:g} to {most:g} tokens",
+    "A token of one counts {ratio:.2g} times as much as a token of another.",
+    "Set --calculate-per-token-loss (config.calculate_per_token_loss=True).",
+)
+_AUXILIARY_LOSSES = Message(
+    "calculate_per_token_loss=True: the loss function returns no number of tokens, so gradients are not "
+    "divided by it, but Megatron has multiplied the auxiliary loss of {names} by it",
+    "That loss counts thousands of times too much.",
+    "Return the sum over the tokens, their number, and the metrics, or leave out --calculate-per-token-loss "
+    "(config.calculate_per_token_loss=False). Megatron-Bridge sets it where context_parallel_size is above "
+    "1.",
+)
+_STALE_PARAMETERS = Message(
+    "overlap_param_gather=True: train() left the forward pre-hooks on and returned before the parameters of "
+    "its last step were gathered",
+    "Until the next forward pass every rank has new values of its own share alone, so weights that are sent "
+    "or saved now mix two steps.",
+    "Call disable_forward_pre_hook() of each chunk at the end of train(), as Megatron's train() does.",
+)
+_DROPOUT = Message(
+    "{name}={rate:g}: dropout is on while the policy trains and off while it samples and scores",
+    "Their log-probs differ even with the same weights, and ratios of probabilities are wrong.",
+    "Megatron's default is 0.1: set --{argument} 0 (config.{name}=0).",
+)
+_CHECK_FAILED = Message(
+    "a check of training failed: {error}",
+    "This is harmless: only the warning that it might have given is missing.",
+    "Nothing has to be done.",
+    logging.DEBUG,
+)
+#: At most so many microbatches of a call of ``train()`` are looked at, its first ones.
 _MOST_MICROBATCHES = 64
 
-#: The message about each setting that was reported in this process.
+#: What was logged about each setting that was reported in this process.
 messages: dict[str, str] = {}
 
 
@@ -67,7 +108,7 @@ class Watch:
             self._is_counted = is_number or count.device.type != "cpu" or count.item() != 0
 
     def end(self, failed: bool = False) -> None:
-        """End, and judge what was seen unless the call has failed."""
+        """End, and check what was seen unless the call has failed."""
         with harmless(), _lock:
             _watches.pop(id(self), None)
             _stop_observing()
@@ -93,15 +134,8 @@ class Watch:
         is_elsewhere = any(getattr(config, setting, None) for config in self._other_configs)
         groups = [group for chunk in chunks for group in bucket_groups(chunk) if _size(group) > 1]
         if any(_is_unreduced(group, is_elsewhere) for group in groups):
-            report(
-                setting,
-                f"{setting}=None: the config that Megatron's schedules read, get_model_config(model[0]), has "
-                f"no function that reduces gradients, and the optimizer takes a step on gradients that "
-                f"{max(map(_size, groups))} data-parallel ranks have not reduced. "
-                + ("Another config has one: the model has a copy. " if is_elsewhere else "")
-                + "Install it on the model's own config: get_model_config(model[0])."
-                f"{setting} = megatron.core.distributed.finalize_model_grads",
-            )
+            elsewhere = "; another config has one, since the model has a copy" if is_elsewhere else ""
+            report(setting, _UNREDUCED, elsewhere=elsewhere, ranks=max(map(_size, groups)))
 
     def _check_token_weights(self) -> None:
         """Report microbatches of different lengths, each of whose losses is divided by its own length."""
@@ -112,43 +146,22 @@ class Watch:
         tokens = [count for count in torch.stack(self._counts).flatten().tolist() if count > 0]
         self._counts = []
         if tokens and min(tokens) != max(tokens):
-            report(
-                "calculate_per_token_loss",
-                "calculate_per_token_loss=False: the loss function returns its number of tokens, and "
-                f"Megatron divides the loss of each microbatch by it. Microbatches had {min(tokens):g} to "
-                f"{max(tokens):g} tokens, so a token of one counts {max(tokens) / min(tokens):.2g} times as "
-                "much as a token of another. Set --calculate-per-token-loss "
-                "(config.calculate_per_token_loss=True)",
-            )
+            least, most = min(tokens), max(tokens)
+            report("calculate_per_token_loss", _TOKEN_WEIGHTS, least=least, most=most, ratio=most / least)
 
     def _check_auxiliary_losses(self) -> None:
         """Report losses that Megatron multiplies by a number of tokens, and that nothing divides by it."""
         if self._is_counted is not False:
             return
         if names := sorted({name for config in self.configs for name in _auxiliary_losses(config)}):
-            report(
-                "number_of_tokens",
-                "calculate_per_token_loss=True: the loss function returns no number of tokens, so gradients "
-                "are not divided by it, but Megatron has multiplied the auxiliary loss of "
-                f"{' and '.join(names)} by it: that loss counts thousands of times too much. Return the sum "
-                "over the tokens, their number, and the metrics, or leave out --calculate-per-token-loss "
-                "(config.calculate_per_token_loss=False). Megatron-Bridge sets it where "
-                "context_parallel_size is above 1",
-            )
+            report("number_of_tokens", _AUXILIARY_LOSSES, names=" and ".join(names))
 
     def _check_parameters_are_gathered(self) -> None:
         """Report parameters of the last step that nobody has gathered."""
         hooked = [c for c in self.chunks if getattr(c, "remove_forward_pre_hook_handles", None)]
         groups = [group for chunk in hooked for group in bucket_groups(chunk)]
         if self._has_stepped and any(map(_is_stale, groups)):
-            report(
-                "overlap_param_gather",
-                "overlap_param_gather=True: train() left the forward pre-hooks on and returned before the "
-                "parameters of its last step were gathered. Until the next forward pass every rank has new "
-                "values of its own share alone, so weights that are sent or saved now mix two steps. Call "
-                "disable_forward_pre_hook() of each chunk at the end of train(), as Megatron's train() does",
-                says=is_rank_0,
-            )
+            report("overlap_param_gather", _STALE_PARAMETERS, says=is_rank_0)
 
 
 _lock = threading.Lock()
@@ -164,12 +177,14 @@ def reported() -> list[str]:
     return [*messages.values()]
 
 
-def report(setting: str, message: str, says: Callable[[], bool] = is_first_of_stage) -> None:
+def report(
+    setting: str, message: Message, says: Callable[[], bool] = is_first_of_stage, **values: Any
+) -> None:
     """Keep the message about a setting, unless there is one already; ranks where ``says()`` holds log it."""
     if setting not in messages:
-        messages[setting] = message
+        messages[setting] = message.text(**values)
         if says():
-            _log.warning("megatron_rl_patches: %s", message)
+            message.log(**values)
 
 
 def note_tokens(chunk: Any, forward_step_result: Any, is_last_stage: bool = False) -> None:
@@ -245,21 +260,15 @@ def harmless() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _log.debug("megatron_rl_patches: a check of training failed: %s: %s", type(error).__name__, error)
+        _CHECK_FAILED.log(error=one_line(error))
 
 
 def _check_dropout(configs: list[Any]) -> None:
     for setting in ("hidden_dropout", "attention_dropout"):
         rate = max((getattr(config, setting, 0.0) or 0.0 for config in configs), default=0.0)
         if rate > 0:
-            report(
-                setting,
-                f"{setting}={rate:g}: dropout is on while the policy trains and off while it samples and "
-                "scores, so their log-probs differ even with the same weights, and ratios of probabilities "
-                f"are wrong. Megatron's default is 0.1: set --{setting.replace('_', '-')} 0 "
-                f"(config.{setting}=0)",
-                says=is_rank_0,
-            )
+            argument = setting.replace("_", "-")
+            report(setting, _DROPOUT, says=is_rank_0, name=setting, rate=rate, argument=argument)
 
 
 def _auxiliary_losses(config: Any) -> Iterator[str]:

@@ -155,7 +155,7 @@ def test_reading_them_costs_one_line_at_most(
 
 
 ON = {VARIABLE: "reentrant-train"}  # of which the stand-in has all
-NOT_ACTIVATED = "megatron_rl_patches: not activated, going on without: "
+NOT_ACTIVATED = "megatron_rl_patches: not activated: "
 STARTUP = "_megatron_rl_patches_startup.py"
 PACKAGE = "megatron_rl_patches"
 

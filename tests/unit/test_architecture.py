@@ -52,7 +52,7 @@ ENGINE: dict[str, set[str]] = {
     "announce": {"statuses"},
     "wrapper": {"call", "patch"},
     "records": {"call", "judge", "patch", "sources", "statuses", "target_source", "wrapper"},
-    "installer": {"announce", "call", "judge", "patch", "records", "settings", "statuses"},
+    "installer": {"announce", "call", "judge", "patch", "records", "registry", "settings", "statuses"},
     "api": {"installer", "judge", "records", "registry", "settings", "sources", "statuses"},
 }
 
@@ -64,18 +64,19 @@ IMPORTERS_OF_STARTUP = {"doctor", "engine", "hooks"}
 
 # The most lines that parts may have together. A commit that needs more raises its number and says why; one
 # that needs fewer lowers it, so that nothing grows back unseen.
+# Log messages of three sentences, which the FAQ lists, are in all of them.
 LINES = {
     ("__init__", "__main__", "errors"): 90,
-    ("common",): 340,  # agreement of ranks, devices and messages, which four parts had
+    ("common",): 380,  # agreement of ranks, devices and messages, which four parts had
     ("hooks",): 100,
-    ("engine",): 2_130,  # sites that help others, blocks that overlap, code put on top of a wrapper
+    ("engine",): 2_180,  # sites that help others, blocks that overlap, code put on top of a wrapper
     ("patches",): 1_300,
-    ("frameworks",): 2_385,  # a framework's function is tried before it is replaced
-    ("reentry",): 1_645,  # warnings of settings, finite steps, the norm of experts, calls within calls
-    ("inference",): 3_760,  # what scoring, loading and the estimate refuse before any collective
-    ("losses",): 7_555,  # logits in float32 of 16-bit weights; writes that no schema names
+    ("frameworks",): 2_400,  # a framework's function is tried before it is replaced
+    ("reentry",): 1_670,  # warnings of settings, finite steps, the norm of experts, calls within calls
+    ("inference",): 3_775,  # what scoring, loading and the estimate refuse before any collective
+    ("losses",): 7_565,  # logits in float32 of 16-bit weights; writes that no schema names
     ("testing",): 2_175,  # tiny models, ranks, the CPU backend, mocks, check_normalization
-    ("cli", "doctor"): 1_000,
+    ("cli", "doctor"): 1_005,
     ("demo",): 425,
 }
 #: The rooms of the losses. ``deferred`` imports ``logits``, which knows no tensor subclass.

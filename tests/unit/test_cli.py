@@ -61,21 +61,21 @@ def test_doctor_names_a_fault_of_what_is_selected(tmp_path: Path, monkeypatch: M
 
 
 def test_check_this_environment(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    assert invoke("check").stdout.splitlines() == ["test-patch: it can be called again"]
+    assert invoke("check").stdout.splitlines() == ["test-patch (default): it can be called again"]
     monkeypatch.syspath_prepend(framework(tmp_path, f"raise AssertionError('imported')\n{DRIFTED}"))
     summary, *_, fault, _ = invoke("check", code=1).stdout.splitlines()
-    assert summary == "test-patch: it can be called again"
+    assert summary == "test-patch (default): it can be called again"
     assert fault == f"test-patch: {TARGET} is drifted in this environment: it no longer takes model"
     (status,) = invoke_json("check", code=1)
     assert (status["source"], status["state"]) == ("this environment", "drifted")
 
 
 def test_a_patch_that_nobody_names_is_no_fault(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    explicit = Patch("extra", "it trains otherwise", upstream=("owner/project#2",), explicit=True)
+    explicit = Patch("extra", "it trains otherwise", upstream=("owner/project#2",), selected_by="by name")
     explicit.wrap("mrp_framework.model", "gone")(lambda call: None)
     monkeypatch.setattr(registry, "patches", lambda: {"extra": explicit})
     assert "mrp_framework.model does not define gone" in invoke("check", framework(tmp_path)).stdout
-    assert "extra (only where it is named): " in invoke("check").stdout
+    assert "extra (by name): " in invoke("check").stdout
     monkeypatch.setenv("MEGATRON_RL_PATCHES", "extra")
     invoke("check", tmp_path, code=1)
 
@@ -85,7 +85,7 @@ def test_tables_for_people_and_for_a_page(tmp_path: Path, monkeypatch: MonkeyPat
     sources = [f"framework {number}={place}" for number, place in enumerate(places, 1)]
     assert invoke("check", *sources, code=1).stdout.splitlines() == [
         "mrp_framework",
-        "patch       site                       framework 1  framework 2",
+        "patch       function                   framework 1  framework 2",
         f"test-patch  {TARGET}  fits         drifted",
         f"test-patch: {TARGET} is drifted in framework 2: it no longer takes model",
         "",
@@ -100,7 +100,7 @@ def test_tables_for_people_and_for_a_page(tmp_path: Path, monkeypatch: MonkeyPat
 
 All: framework 1, framework 2.
 
-| patch | site | verdict | in |
+| patch | function | result | in |
 | --- | --- | --- | --- |
 | test-patch | `{TARGET}` | fits | framework 1 |
 | test-patch | `{TARGET}` | **drifted**: it no longer takes model | framework 2 |

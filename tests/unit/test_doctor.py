@@ -41,7 +41,7 @@ NAME, ERROR = "MEGATRON_RL_PATCHES", ": no such variable;"
     [
         ("#", "lean-los,lean-loss,no", "unknown patch 'lean-los', 'no'; known: ", "export #=lean-loss"),
         ("#", "all,-lean-los", "unknown patch '-lean-los'; known: ", "export #=all"),
-        ("#", "no-patch", "unknown patch 'no-patch'; known: ", "export #=all"),
+        ("#", "no-patch", "unknown patch 'no-patch'; known: ", "export #=1"),
         ("#_STRICT", "maybe", "expected 1 or 0", "unset #_STRICT"),
         ("#_TRAIN_FUNCTIONS", "nonsense", "expected 'module:function'", "unset #_TRAIN_FUNCTIONS"),
         ("#_TRAIN_FUNCTIONS", "__main__:train", "decorate this one", "unset #_TRAIN_FUNCTIONS"),
@@ -91,14 +91,14 @@ def test_problems_of(
 
 
 LEAN = {"lean-loss", "lean-head"}
-ALL = {name for name, patch in registry.patches().items() if not patch.explicit} - LEAN
+DEFAULT = {*registry.patches_of("default")} - LEAN
 
 
 @pytest.mark.parametrize(
     ("value", "selected"),
     [
-        ("1", ALL),
-        ("all,-inference-only", ALL - {"inference-only"}),
+        ("1", DEFAULT),
+        ("all,-inference-only", DEFAULT - {"inference-only"}),
         ("lean-loss,reentrant-train", {"reentrant-train"}),
         ("lean-loss", set()),
     ],
@@ -352,7 +352,7 @@ def test_a_row_for_each_patch_and_framework_and_reasons_for_the_rest() -> None:
         "lean-head  megatron.core  2 drifted (not selected)",
         "without a framework: distillation",
         "lean-head: GPT.forward is drifted: it is gone",
-        "why a site is not needed: megatron-rl-patches check",
+        "why a function needs no patch: megatron-rl-patches check",
         "",
         "no problems in this Python with these variables",
     ]
@@ -389,4 +389,4 @@ def test_megatron_core_alone_fits_a_terminal_of_80_by_24(monkeypatch: MonkeyPatc
     assert len(lines) <= 23, "\n".join(lines)
     assert max(map(len, lines)) <= 80
     assert lines[-1].startswith("no problems")
-    assert value != "1" or "MEGATRON_RL_PATCHES=1: selected: all but distillation" in lines
+    assert value != "1" or lines[8].startswith("MEGATRON_RL_PATCHES=1 selects expert-norm, finite-loss, ")

@@ -55,7 +55,7 @@ def test_a_site_has_a_reason_against_it_or_names_the_sites_that_it_helps() -> No
     """Without either, it fits any code that has a function of its name; WANTED_EVERYWHERE says why it may."""
     undecided: dict[str, dict[str, set[str]]] = {}
     for site in SITES:
-        if not (site.skip_if or site.helps or PATCHES[site.patch].explicit):
+        if not (site.skip_if or site.helps or PATCHES[site.patch].selected_by == "by name"):
             undecided.setdefault(site.patch, {}).setdefault(site.qualname, set()).add(site.framework)
     assert undecided == WANTED_EVERYWHERE
 

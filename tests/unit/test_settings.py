@@ -16,21 +16,23 @@ from megatron_rl_patches.engine import installer, registry
 from megatron_rl_patches.engine.api import activate_from_environment
 from megatron_rl_patches.engine.settings import parse_selection, variables
 
-ALL = [patch.name for patch in registry.select(())]
-WITHOUT_LEAN_LOSS = [name for name in ALL if name != "lean-loss"]
+DEFAULT = [patch.name for patch in registry.select()]
+ALL = [patch.name for patch in registry.select(["all"])]
+NO_LEAN_LOSS = [name for name in DEFAULT if name != "lean-loss"]
 
 
 @pytest.mark.parametrize(
     ("value", "names", "unknown"),
     [
         *((value, [], []) for value in ("", "0", " Off ")),
-        *((value, ALL, []) for value in ("1", "TRUE", "all")),
-        *((value, WITHOUT_LEAN_LOSS, []) for value in ("all,-lean-loss", "-lean-loss")),
+        *((value, DEFAULT, []) for value in ("1", "TRUE", "Default", "all,-lean-head")),
+        *((value, ALL, []) for value in ("all", "ALL,1")),
+        *((value, NO_LEAN_LOSS, []) for value in ("1,-lean-loss", "-lean-loss")),
         *((value, [], [value]) for value in ("os.system", "-lean-los", ",,,")),
         ("reentrant-train", ["reentrant-train"], []),
         (" reentrant-train , lean-loss ", ["reentrant-train", "lean-loss"], []),
         ("lean-los,reentrant-train", ["reentrant-train"], ["lean-los"]),
-        ("all,distillation", [*ALL[:-1], "distillation", ALL[-1]], []),  # finite-loss is the last one
+        ("1,lean-head", [*DEFAULT[:-1], "lean-head", DEFAULT[-1]], []),  # finite-loss is the last one
     ],
 )
 def test_the_grammar_of_the_variable(value: str, names: list[str], unknown: list[str]) -> None:
@@ -190,7 +192,7 @@ def test_a_bad_value_at_activation(monkeypatch: MonkeyPatch, caplog: LogCaptureF
     message = "MEGATRON_RL_PATCHES_WARN='maybe': expected 1 or 0"
     with pytest.raises(PatchError, match=message) if strict else nullcontext():
         activate_from_environment(environ)
-    assert strict or f"{message}; going on without" in caplog.text
+    assert strict or f"{message}. These values are not used" in caplog.text
     assert strict != ("mrp_nowhere.model.train" in [site.target for site in installer.installer.status()])
     installer.installer.remove(["reentrant-train"])
 

@@ -15,12 +15,23 @@ import torch
 
 from ...common.agreement import all_or_none, gathered, world
 from ...common.chunks import as_chunks, unwrap
+from ...common.messages import Message
 from ...common.ranks import is_rank_0
 from ...errors import CheckpointError, InvalidInputError
 from ..weights import Differences, describe
 from .location import check_format, iteration_of, locate, reading
 
-_log = logging.getLogger("megatron_rl_patches")
+_PADDED = Message(
+    "{name} has {stored} rows in the checkpoint and {own} in the model",
+    "This is harmless if the vocabulary is the same and only its padding differs.",
+    "Compare the vocabularies, and pass the true vocab_size to forward_log_probs.",
+)
+_WITHOUT_MTP = Message(
+    "{number} tensors of multi-token prediction ({prefix}*) are not loaded",
+    "This is harmless: a model that only scores has no such layers.",
+    "Nothing has to be done.",
+    logging.INFO,
+)
 _MTP = "mtp."
 _State = dict[str, Any]
 _AS_BEFORE = "Nothing was loaded; the weights are as before."
@@ -123,7 +134,8 @@ def _read(
     if is_rank_0():
         for padding in sorted(set().union(*all_paddings)):
             # It might be another vocabulary, which shows nowhere else.
-            _log.warning("%s has %d rows in the checkpoint and %d in the model", *padding)
+            name, stored, own = padding
+            _PADDED.log(name=name, stored=stored, own=own)
     with ExitStack() as stack:
         with _on_all_ranks_or_none(f"cannot load {source}"):
             by_any_rank = {name for name, *by_rank in zip(names, *all_flags, strict=True) if any(by_rank)}
@@ -147,8 +159,7 @@ def _without_mtp(stored: set[str], requested: Iterable[str]) -> set[str]:
     if not mtp or any(name.startswith(_MTP) for name in requested):
         return stored
     if is_rank_0():
-        message = "%d tensors of multi-token prediction (%s*) are not loaded: this model only scores"
-        _log.info(message, len(mtp), _MTP)
+        _WITHOUT_MTP.log(number=len(mtp), prefix=_MTP)
     return stored - mtp
 
 

@@ -7,7 +7,6 @@ So the loader gets a folder with links to the shards and an index written anew, 
 from __future__ import annotations
 
 import itertools
-import logging
 import pickle
 import re
 from collections import Counter
@@ -34,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from ...common.messages import Message
 from ...common.ranks import is_rank_0
 from ...common.text import listed, one_line
 from ...errors import CheckpointError
@@ -46,7 +46,11 @@ _OPTIMIZER_TENSOR = re.compile(r"(chained_\d+\.)?optimizer\.")
 # The common state when there is no common.pt, as from megatron-core 0.19 on.
 _COMMON_STATE = "common_state/shard_0_1"
 _State = dict[str, Any]
-_log = logging.getLogger("megatron_rl_patches")
+_WITHOUT_SCALES = Message(
+    "scales of Transformer Engine (_extra_state) are not loaded",
+    "The model keeps its own scales, which is harmless unless it computes in FP8.",
+    "In FP8, load such a model with Megatron's own loader.",
+)
 
 
 class Request(NamedTuple):
@@ -89,9 +93,7 @@ class TorchDistCheckpoint:
         }
         objects, states = extract_matching_values(states, lambda value: isinstance(value, ShardedObject))
         if is_rank_0() and any(getattr(value.data, "nbytes", 0) for value in nested_values(objects)):
-            _log.warning(
-                "scales of Transformer Engine (_extra_state) are not loaded: the model keeps its own"
-            )
+            _WITHOUT_SCALES.log()
         for value in nested_values(states):
             if isinstance(value, (ShardedTensor, ShardedTensorFactory)):
                 value.data = torch.empty(value.data.shape, dtype=value.data.dtype, device="cpu")

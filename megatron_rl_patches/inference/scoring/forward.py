@@ -145,7 +145,7 @@ def forward_topk(
         if k is None:
             return _problem_with_ids(at_ids, most, batches)
         if at is not None or not is_integer(k) or k < 1 or (most is not None and k > most):
-            return f"k is {k!r}. Expected: 1 to {most}, the vocabulary, and no `at` beside it."
+            return f"k is {k!r}. Expected: 1 to {most}, the vocabulary, and no `at`."
         return None
 
     def score(batch: ScoringBatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...common.devices import on_device
+from ...common.messages import Message
 from ...errors import InvalidInputError
 from ..logits.arguments import DEFAULT, VocabParallelOptions
 from ..logits.autograd import Tensors, gradients_of_inputs, save_source
@@ -24,9 +24,12 @@ from .contents import Contents, OutputLayer
 from .tiles import OutputLayerRows
 
 aten = torch.ops.aten
-_PACKAGE = str(Path(__file__).parents[2])
-_TORCH = str(Path(torch.__file__).parent)
-_log = logging.getLogger(__name__)
+_PACKAGE, _TORCH = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
+_MATERIALIZED = Message(
+    "{operation} at {file}:{line} has materialized deferred logits {shape}",
+    "The result is right; these logits stay in memory as long as somebody may read them.",
+    "If memory runs out, use a loss of this package there, or leave out lean-head.",
+)
 _warned: set[tuple[str, str, int]] = set()
 
 
@@ -194,8 +197,7 @@ class DeferredLogits(Tensor):
 
         args, kwargs = tree_map_only(DeferredLogits, materialize, (args, kwargs))
         result = func(*args, **kwargs)
-        # An operation in place returns what it was given.
-        own = materialized if func._schema.is_mutable else {}
+        own = materialized if func._schema.is_mutable else {}  # in place, it returns what it was given
         return tree_map_only(Tensor, lambda t: own.get(id(t), t), result)
 
     def _note_reader(self, operation: str, aliases: bool, counts: bool) -> None:
@@ -338,11 +340,10 @@ def _warn(operation: str, logits: DeferredLogits) -> None:
     frame = sys._getframe()
     while frame.f_back is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
-    place = operation, frame.f_code.co_filename, frame.f_lineno
-    if place not in _warned:
-        _warned.add(place)
-        message = "%s at %s:%d looks at deferred logits %s, which were materialized"
-        _log.warning(message, *place, list(logits.shape))
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    if (operation, file, line) not in _warned:
+        _warned.add((operation, file, line))
+        _MATERIALIZED.log(operation=operation, file=file, line=line, shape=list(logits.shape))
 
 
 def _is_library(file: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 import shutil
 import sys
@@ -15,6 +14,9 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch
 
+from ...common.messages import Message
+from ...common.text import one_line
+
 # Compiling the first function of a process takes some ten seconds, others one or two.
 WORTHWHILE_ELEMENTS = 1 << 24
 RETRY_SECONDS = 300.0
@@ -23,7 +25,11 @@ RETRY_SECONDS = 300.0
 _VARIANTS = 1024
 _DISABLING_VARIABLES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 
-_log = logging.getLogger(__name__)
+_NOT_COMPILED = Message(
+    "torch.compile failed for {function}: {error}",
+    "The result is right; plain operators compute it, which is slower.",
+    "Nothing has to be done: compiling is tried again after five minutes. fused=True raises the error.",
+)
 _no_retry_before = 0.0
 
 
@@ -72,12 +78,8 @@ class BlockFunction:
     def _give_up(self, error: Exception) -> None:
         global _no_retry_before
         self.compiled, _no_retry_before = False, time.monotonic() + RETRY_SECONDS
-        _log.warning(
-            "torch.compile failed for %s, which goes on with plain operators: %s: %s",
-            self._function.__name__,
-            type(error).__name__,
-            str(error),  # not the error, with which a record that is stored would hold tensors
-        )
+        # As text, since a record that is stored would hold the tensors of the error.
+        _NOT_COMPILED.log(function=self._function.__name__, error=one_line(error))
 
 
 def _is_worthwhile(num_logits: int, device: str) -> bool:

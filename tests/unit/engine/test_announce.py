@@ -42,7 +42,7 @@ def test_one_summary_line_at_the_first_call(
         package.model.train("m")
     is_logged = has_handler and level == "INFO"
     [line] = caplog.messages if is_logged else capsys.readouterr().err.splitlines()
-    assert line.endswith(f"tagging ({package}: 2 applied)")
+    assert line.startswith(f"megatron_rl_patches: in place: tagging ({package} 2) (version ")
 
 
 @pytest.mark.parametrize("level", [logging.ERROR, logging.WARNING])
@@ -124,7 +124,7 @@ def test_at_exit_a_line_is_said_or_lost_in_silence(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     for number, (*_, is_said) in enumerate(EXITS):
         stderr = (tmp_path / f"program.py.{number}").read_text()
-        assert ("tagging (exiting_framework: 1 applied)" if is_said else "") in stderr
+        assert ("tagging (exiting_framework 1)" if is_said else "") in stderr
         # Some releases do without the optional module, and so may a program.
         unwanted = ("Logging error", "Traceback", "internal error", "exiting_framework.optional")
         assert not [text for text in unwanted if text in stderr] and bool(stderr) is is_said
@@ -143,9 +143,10 @@ def test_summary_counts_states_by_framework() -> None:
         site("two", "slime", "waiting"),
     ]
     assert summary(statuses, "1.2") == (
-        "megatron_rl_patches 1.2: one (slime: 2 applied, verl: 1 missing); two (waiting for a framework)"
+        "megatron_rl_patches: in place: one (slime 2); skipped, see the warnings: one; "
+        "nothing to do for 1 other patch (version 1.2)"
     )
-    assert summary([], "1.2") == "megatron_rl_patches 1.2: nothing selected"
+    assert summary([], "1.2") == "megatron_rl_patches: in place: nothing (version 1.2)"
 
 
 def test_what_is_said_of_used_frameworks(monkeypatch: MonkeyPatch, caplog: LogCaptureFixture) -> None:
@@ -160,14 +161,13 @@ def test_what_is_said_of_used_frameworks(monkeypatch: MonkeyPatch, caplog: LogCa
     # Nothing was in place.
     assert said(Announcer().at_exit, site("one", "slime", "waiting"), site("one", "used", "reverted")) == []
     _, *skipped = said(Announcer().once, site("one", "used", "missing"), site("one", "unused", "missing"))
-    assert skipped == ["skipped one: used.train: missing: a reason"]
+    assert [line.partition(". ")[0] for line in skipped] == ["skipped one: used.train: missing: a reason"]
     applied = [site("one", root, "applied") for root in ("used", "unused")]
-    assert said(Announcer().at_exit, *applied) == ["one (used: 1 applied)"]
-    assert caplog.messages[0].startswith(f"megatron_rl_patches {__version__}: ")
+    assert said(Announcer().at_exit, *applied) == [f"in place: one (used 1) (version {__version__})"]
     # Patched modules that never came.
     functions = [("used", "train"), ("unused", "go"), ("used", "save")]
     [line] = said(Announcer().at_exit, *(site("one", root, "waiting", name) for root, name in functions))
-    assert line.endswith("nothing was patched there: used.train, used.save")
+    assert "nothing was patched there: used.train, used.save. " in line
     # Other ranks are silent.
     monkeypatch.setattr(announce, "is_rank_0", lambda: False)
     assert said(Announcer().warn, site("one", "used", "missing")) == []

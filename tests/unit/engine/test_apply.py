@@ -167,7 +167,7 @@ def test_selection_by_name_and_exclusion(engine: Engine, tagged: Framework) -> N
     apply("other")
     assert states() == {"model.save": "waiting"}, "what was never put in place is not reverted"
     for call in (apply, revert):
-        with pytest.raises(PatchError, match=r"unknown patch 'othr'; known: tagging, other"):
+        with pytest.raises(PatchError, match=r"unknown patch 'othr'; known: default, all, tagging, other"):
             call("othr")
 
 

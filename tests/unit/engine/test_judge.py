@@ -219,7 +219,8 @@ def test_a_fault_of_this_package_costs_one_line_or_an_error_where_it_is_a_must(
             package.model  # noqa: B018
     else:
         assert package.model and package.actor
-        assert caplog.messages == [f"megatron_rl_patches: {message}; continuing without patches here"]
+        [line] = caplog.messages
+        assert line.startswith(f"megatron_rl_patches: {message}. The program continues without patches here")
 
 
 def test_every_site_of_every_patch_is_judged(framework: Framework, tmp_path: Path) -> None:
@@ -229,7 +230,7 @@ def test_every_site_of_every_patch_is_judged(framework: Framework, tmp_path: Pat
     statuses = judge_all(open_source(f"checkout={tmp_path}"), patches, Settings())
     model = f"{package}.model"
     gone = f"{model} does not define gone"
-    cannot = f"another site cannot take effect: {model}.gone: {gone}"
+    cannot = f"another function of this patch cannot be patched: {model}.gone: {gone}"
     judged = [(f.patch, f.framework, f.target, f.state, f.reason) for f in statuses]
     assert judged == [
         ("tagging", package.name, f"{model}.train", "missing", cannot),
@@ -301,7 +302,7 @@ CONFIG = "def train(model): return model.config"
         (MODEL, "Trainer.run", {}, "missing", "{}.model does not define Trainer.run"),
         (CONFIG, "train", {"parameters": ("a", "model", "b")}, "drifted", "it no longer takes a, b"),
         (CONFIG, "train", {"requires_names": ("a", "config")}, "drifted", "its body no longer uses a"),
-        (CONFIG, "train", {"skip_if": lambda facts: 1 / 0}, "failed", "judging it raised ZeroDivisionError"),
+        (CONFIG, "train", {"skip_if": lambda facts: 1 / 0}, "failed", "checking it raised ZeroDivisionError"),
         ("def train(model): yield", "train", {}, "drifted", GENERATOR),
         ("async def train(model): ...", "train", {}, "drifted", GENERATOR),
         ("from .loop import train", "train", {}, "drifted", "moved: {}.model imports it from .loop"),
@@ -356,7 +357,7 @@ def test_all_or_none(engine: Engine, tagged: Framework, first: str, model: str |
         assert package.model.train("m") == PLAIN
         for target in ("model.train", "other.go"):
             reason = verdicts()[target][1]
-            assert reason.startswith(f"another site cannot take effect: {package}.model.run")
+            assert reason.startswith(f"another function of this patch cannot be patched: {package}.model.run")
 
 
 @pytest.mark.parametrize("calls", [[(), ("tagging",)], [("tagging",), ()]])
@@ -394,7 +395,7 @@ def test_frameworks_stand_alone_but_by_name_all_are_a_must(framework: Framework,
     lines = str(caught.value).splitlines()
     assert [line[:10] for line in lines] == ["cannot tak", "  tagging:", "The code o"]
     assert lines[-1].endswith("or use a release in docs/compatibility.md.")
-    assert "(apply(exclude=...), MEGATRON_RL_PATCHES=all,-NAME)" in lines[-1]
+    assert "(apply(exclude=...), MEGATRON_RL_PATCHES=1,-NAME)" in lines[-1]
     assert isinstance(caught.value, RuntimeError) and not isinstance(caught.value, ImportError)
     assert good.model.train is original
     assert status() == []

@@ -119,7 +119,7 @@ def test_a_framework_that_could_not_be_intercepted_is_warned_of(caplog: pytest.L
     built = [Chunk(ModelParallelConfig())], "optimizer", "scheduler", 7
     with caplog.at_level(logging.WARNING):
         assert initialize(lambda args, role: built, SimpleNamespace()) == built
-    assert "role 'ref' was built for training, as usual" in caplog.text
+    assert "role 'ref' was built for training, as without" in caplog.text
     assert "get_model was not called" in caplog.text
     refuse_to_train(built[0], "train")
 

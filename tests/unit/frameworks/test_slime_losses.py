@@ -337,7 +337,7 @@ def test_a_framework_that_changes_logits_gets_what_it_computes(
     framework = Framework(change=change, finish=lambda x: x.float())
     expected, scores = framework.unpatched(leaf * 1), framework.patched(leaf * 1)
     assert framework.passes == 3
-    assert "get_log_probs_and_entropy runs, since on a small microbatch it computes something" in caplog.text
+    assert "get_log_probs_and_entropy alone, since on a small microbatch it computes" in caplog.text
     tolerance = {"rtol": 0.05, "atol": 0.05} if "bfloat16" in change else {"rtol": 1e-5, "atol": 1e-5}
     compare(scores, expected, leaf, **tolerance)
 

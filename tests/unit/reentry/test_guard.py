@@ -55,7 +55,7 @@ def test_bodies_without_install_warn(model: list[Any], is_stale: bool, caplog: L
     with reentrant_train(model):
         pass
     assert config.no_sync_func == (None if is_stale else function)
-    assert ("gradients were reduced after every microbatch" in caplog.text) is not is_stale
+    assert ("Gradients were reduced after every microbatch" in caplog.text) is not is_stale
 
 
 def test_failing_clean_ups_log(model: list[Any], mocker: MockerFixture, caplog: LogCaptureFixture) -> None:
@@ -64,9 +64,11 @@ def test_failing_clean_ups_log(model: list[Any], mocker: MockerFixture, caplog: 
     reset = mocker.spy(model[0].bucket_groups[1], "reset")
     with failing(model):
         pass
-    assert caplog.messages == [
-        "clean-up after an exception in train() failed: RuntimeError: hook of the framework",
-        "recovering a bucket group failed: RuntimeError: peer is gone",
+    assert [message.partition(". ")[0] for message in caplog.messages] == [
+        "megatron_rl_patches: clean-up after an exception in train() failed: "
+        "RuntimeError: hook of the framework",
+        "megatron_rl_patches: recovering a bucket group failed after an exception in train(): "
+        "RuntimeError: peer is gone",
     ]
     assert reset.call_count == 1
 
