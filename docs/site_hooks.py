@@ -13,7 +13,7 @@ from typing import Any
 
 from latex2mathml.converter import convert
 
-_EXAMPLE = re.compile(r"\]\((?:\.\./)+(examples/[^)]+)\)")
+_OF_REPOSITORY = re.compile(r"\]\((?:\.\./)+((?:examples|tests)/[^)]+)\)")
 _REPOSITORY = re.compile(r'^Repository = "(.+)"$', re.MULTILINE)
 _EQUATION = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 _EMPTY_HEADER = re.compile(r"<thead>\s*<tr>\s*(?:<th[^>]*>\s*</th>\s*)+</tr>\s*</thead>\s*")
@@ -28,8 +28,8 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Examples are files of the repository, not of the site."""
-    return _EXAMPLE.sub(lambda link: f"]({repository()}/blob/main/{link[1]})", markdown)
+    """Examples and records are files of the repository, not of the site."""
+    return _OF_REPOSITORY.sub(lambda link: f"]({repository()}/blob/main/{link[1]})", markdown)
 
 
 def on_page_content(content: str, **kwargs: Any) -> str:

@@ -3,51 +3,86 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
-from megatron_rl_patches.cli.commands import LEGEND, markdown_table, sections
+from megatron_rl_patches.engine import registry
 from tests.frameworks import verdicts
 from tests.frameworks.checkouts import REPOSITORIES
 from tests.frameworks.verdicts import Known
-from tests.real import matrix
+from tests.real import matrix as models
 from tests.recording import Run
+from tests.references.pages import table as markdown_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 RUNS = Path(__file__).with_name("runs.json")
 #: What ``pytest --record-models`` wrote: release -> promise -> "MODEL, LAYOUT" of the tests that passed.
 MODELS = Path(__file__).parents[1] / "real" / "models.json"
 
-_SHORT = 9
+#: Frameworks in the order of the page.
+FRAMEWORKS = (
+    *("slime", "vime", "OpenClaw-RL", "miles", "verl", "Megatron-LM", "megatron-core", "Megatron-Bridge"),
+    *("NeMo-RL", "AReaL"),
+)
+NOT_NEEDED, NOT_CHECKED = "not needed", "not checked"
 
-_INTRODUCTION = f"""\
+_PAGE = """\
+---
+hide:
+  - toc
+---
+
 # Compatibility
 
-Do not edit this page: `python -m tests.frameworks.verdicts` writes it, from `verdicts.json` and `runs.json`
-in `tests/frameworks`, and from `tests/real/models.json`.
+<!-- Do not edit this page: `python -m tests.frameworks.verdicts` writes it, from verdicts.json and runs.json
+in tests/frameworks, and from tests/real/models.json. -->
 
-{LEGEND}
+The table shows in which releases each patch takes effect. `main` is the commit in the list of sources below.
+For the code that you have, run `megatron-rl-patches check`: it compares the code itself, not its version.
+
+<div class="matrix" markdown>
+
+{matrix}
+
+</div>
+
+- **core**: all functions that the patch changes are in megatron-core, on which the framework runs. Look at
+  the row megatron-core.
+- **not needed**: the framework does not have the bug. The patch leaves it alone.
+- **not checked**: the patch is newer than the record of this commit, which can no longer be fetched.
+- **–**: the patch changes nothing in the framework.
+
+The full records are JSON: [each patched function](../tests/frameworks/verdicts.json) with its result and the
+reason, [each run](../tests/frameworks/runs.json) with ranks and versions, and
+[each model](../tests/real/models.json).
+
 ## Sources
 
-**Run for real**: the suites that passed on this very commit or package, unmodified, on CPU ranks
-([what each shows](frameworks.md)). A patch is listed when it takes effect there. A row
-that ends in "not checked" is older than the patches named there, and its commit can no longer be fetched.
+All sources are unmodified. The last column names the suites that ran on them, on one and two CPU ranks;
+[Frameworks, run for real](frameworks.md#what-each-suite-shows) says what each suite shows.
 
-"""
+{sources}
 
-_MODELS = """\
+## Where a patch does nothing
+
+In these releases the code exists, and the patch leaves it alone.
+
+{left_alone}
+
 ## Models and layouts
 
-Each promise was tested on each of these models ([what they are](models.md)) and layouts, on CPU ranks of real
-megatron-core {releases}. **all**: the tests passed on all of these releases. Where releases are
-named, the others cannot do it, for the reason below the table.
+Each promise was tested on each of these [models](models.md), on CPU ranks of real megatron-core {releases}.
+**all**: the tests passed on every layout of the model and on all of these releases.
 
-"""
+{models}
+
+{reasons}"""
 
 
 def page_of_records() -> str:
-    parts = page(verdicts.load(), runs_on_record()), models_section(json.loads(MODELS.read_text()))
-    return "\n".join(parts)
+    return page(verdicts.load(), runs_on_record(), json.loads(MODELS.read_text()))
 
 
 def runs_on_record() -> list[Run]:
@@ -55,68 +90,151 @@ def runs_on_record() -> list[Run]:
     return recorded
 
 
-def page(table: Sequence[Known], runs: Sequence[Run]) -> str:
-    names = {one.identity: _short_name(one) for one in table}
-    rows = [
-        (one.source, _revision(one), one.date, _patches(one), _run_for_real(one, runs, names))
-        for one in table
+def page(
+    table: Sequence[Known], runs: Sequence[Run], of_models: Mapping[str, Mapping[str, list[str]]]
+) -> str:
+    return _PAGE.format(
+        matrix=markdown_table(_matrix_rows(table)),
+        sources=markdown_table(_source_rows(table, runs)),
+        left_alone=markdown_table(_left_alone(table)),
+        releases=", ".join(of_models),
+        models=markdown_table(_model_rows(of_models)),
+        reasons=models.REASONS,
+    )
+
+
+# --- which patch fits which framework
+
+
+def matrix(table: Sequence[Known]) -> dict[str, dict[str, str]]:
+    """Return framework -> patch -> the range of releases on record in which the patch fits.
+
+    A range is ``v0.2.2 to main``, ``up to v0.2.3`` or one release. Where a patch fits in none, it is
+    ``not needed``, ``not checked``, or the state of the code that it does not fit. A framework lacks the
+    patches that have no function in it.
+    """
+    ranges: dict[str, dict[str, str]] = {}
+    for framework in FRAMEWORKS:
+        releases = _releases(table, framework)
+        of_patches = ranges[framework] = {}
+        for patch in registry.patches():
+            states = {release: _state(one, patch) for release, one in releases.items()}
+            if fitting := [release for release, state in states.items() if state == "fits"]:
+                of_patches[patch] = _range(fitting, list(releases))
+            elif found := [state for state in states.values() if state]:
+                of_patches[patch] = found[-1]
+    return ranges
+
+
+def _releases(table: Sequence[Known], framework: str) -> dict[str, Known]:
+    """Return the releases of a framework from the oldest to ``main``; pins of other frameworks are none."""
+    of_framework = [one for one in table if _split(one)[0] == framework and " for " not in one.source]
+
+    def version(one: Known) -> tuple[bool, list[int]]:
+        return one.source.endswith(" main"), [int(number) for number in re.findall(r"\d+", one.source)]
+
+    return {_split(one)[1]: one for one in sorted(of_framework, key=version)}
+
+
+def _split(one: Known) -> tuple[str, str]:
+    """Return framework, as the page writes it, and release."""
+    name, _, release = one.source.partition(" ")
+    return next(framework for framework in FRAMEWORKS if framework.lower() == name.lower()), release
+
+
+def _state(one: Known, patch: str) -> str:
+    """Return the state of a patch in a source; empty if it has no function there."""
+    if patch in one.not_judged():
+        return NOT_CHECKED
+    statuses = [status for status in one.judged() if status.patch == patch]
+    faults = [status.state for status in statuses if status.is_fault]
+    return (faults or ["fits" for s in statuses if s.state == "fits"] or [s.state for s in statuses] or [""])[
+        0
     ]
-    summary = markdown_table(("source", "commit", "date", "patches that fit", "run for real"), rows)
-    return f"{_INTRODUCTION}{summary}\n{sections({one.source: one.judged() for one in table})}"
 
 
-def models_section(record: dict[str, dict[str, list[str]]]) -> str:
-    def cell(promise: str, model: str, layout: str) -> str:
-        passed = [release for release, cells in record.items() if f"{model}, {layout}" in cells[promise]]
-        if len(passed) == len(record):
-            return "all"
-        return ", ".join(passed) or ("" if matrix.reason(model, layout) else "–")
+def _range(fitting: Sequence[str], releases: Sequence[str]) -> str:
+    first, last = fitting[0], fitting[-1]
+    between = releases[releases.index(first) : releases.index(last) + 1]
+    if len(fitting) == 1 or list(fitting) != list(between):
+        return ", ".join(fitting)
+    return f"up to {last}" if first == releases[0] and last != releases[-1] else f"{first} to {last}"
+
+
+def _matrix_rows(table: Sequence[Known]) -> Iterator[dict[str, str]]:
+    of_core = {
+        name
+        for name, patch in registry.patches().items()
+        if any(s.framework == "megatron.core" for s in patch.sites)
+    }
+    for framework, of_patches in matrix(table).items():
+        missing = {patch: "core" if patch in of_core else "–" for patch in registry.patches()}
+        yield {"framework": framework, **missing, **of_patches}
+
+
+# --- the tables
+
+
+def _source_rows(table: Sequence[Known], runs: Sequence[Run]) -> Iterator[dict[str, str]]:
+    """Yield a row for the consecutive releases of a framework on which the same suites ran."""
+
+    def suites(one: Known) -> str:
+        ran = dict.fromkeys(suite for run in runs if run["source"] == one.identity for suite in run["suites"])
+        return ", ".join(ran) or "none"
+
+    def key(one: Known) -> tuple[str, str]:
+        return _split(one)[0], suites(one)
+
+    for framework in FRAMEWORKS:
+        of_framework = [one for one in table if _split(one)[0] == framework]
+        for (_, ran), group in groupby(of_framework, key):
+            listed = ", ".join(f"{_link(one)} ({one.date})" for one in group)
+            yield {"framework": framework, "releases": listed, "run for real": ran}
+
+
+def _link(one: Known) -> str:
+    release = _split(one)[1]
+    if one.commit is None:
+        return release
+    repository = REPOSITORIES[one.source.split()[0]]
+    return f"[{release}](https://github.com/{repository}/commit/{one.commit})"
+
+
+def _left_alone(table: Sequence[Known]) -> Iterator[dict[str, str]]:
+    """Yield a row for each reason why a patch has no effect in sources that have code for it."""
+    places: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for framework in FRAMEWORKS:
+        for release, one in _releases(table, framework).items():
+            for patch in registry.patches():
+                if _state(one, patch) not in ("", "fits", NOT_CHECKED) and (why := _reason(one, patch)):
+                    places.setdefault((patch, why), {}).setdefault(framework, []).append(release)
+    for (patch, why), of_frameworks in sorted(places.items()):
+        where = [f"{name} {_range(of, list(_releases(table, name)))}" for name, of in of_frameworks.items()]
+        yield {"patch": patch, "in": "; ".join(where), "why": why}
+
+
+def _reason(one: Known, patch: str) -> str:
+    """Return what the code says that keeps the patch from it; nothing where there is no such code."""
+    statuses = [status for status in one.judged() if status.patch == patch and status.state != "fits"]
+    if faults := [status for status in statuses if status.is_fault]:
+        return f"**{faults[0].state}**: {faults[0].reason}"
+    no_reasons = ("it only helps", "no source of module", "its workers have no")
+    reasons = (s.reason for s in statuses if " does not contain " not in s.reason)
+    return next((reason for reason in reasons if not reason.startswith(no_reasons)), "")
+
+
+def _model_rows(record: Mapping[str, Mapping[str, list[str]]]) -> Iterator[dict[str, str]]:
+    """Yield a row for each model, with what passed for each promise."""
+
+    def cell(promise: str, model: str) -> str:
+        by_releases: dict[str, list[str]] = {}
+        for layout in (layout for layout in models.LAYOUTS if not models.reason(model, layout)):
+            passed = [release for release, cells in record.items() if f"{model}, {layout}" in cells[promise]]
+            by_releases.setdefault(", ".join(passed), []).append(layout.replace(", ", " with "))
+        untested = by_releases.pop("", [])
+        texts = ["all" if releases == ", ".join(record) else f"{releases} only" for releases in by_releases]
+        return "; ".join(texts) + (f" but {' and '.join(untested)}" if untested else "")
 
     promises = dict.fromkeys(promise for cells in record.values() for promise in cells)
-    rows = [
-        (promise, model, *(cell(promise, model, layout) for layout in matrix.LAYOUTS))
-        for promise in promises
-        for model in matrix.MODELS
-    ]
-    facts = markdown_table(("promise", "model", *matrix.LAYOUTS), rows)
-    introduction = _MODELS.format(releases=", ".join(record))
-    return f"{introduction}{facts}\n{matrix.REASONS}"
-
-
-def _revision(one: Known) -> str:
-    if one.commit is None:
-        return "PyPI"
-    short = one.commit[:_SHORT]
-    repository = REPOSITORIES[one.source.split()[0]]
-    return f"[`{short}`](https://github.com/{repository}/commit/{one.commit})"
-
-
-def _patches(one: Known) -> str:
-    faults = dict.fromkeys(f.patch for f in one.judged() if f.is_fault)
-    fit = dict.fromkeys(f.patch for f in one.judged() if f.state == "fits" and f.patch not in faults)
-    fitting = ", ".join([*fit, *(f"**not** {patch}" for patch in faults)]) or "none is needed"
-    newer = one.not_judged()
-    return f"{fitting}; not checked: {', '.join(newer)}" if newer else fitting
-
-
-def _run_for_real(one: Known, runs: Sequence[Run], names: dict[str, str]) -> str:
-    lines = [_line(run, names) for run in runs if run["source"] == one.identity]
-    return "<br>".join(lines) or "judged only"
-
-
-def _line(run: Run, names: dict[str, str]) -> str:
-    by_ranks: dict[tuple[int, ...], list[str]] = {}
-    for suite, ranks in run["suites"].items():
-        by_ranks.setdefault(tuple(ranks), []).append(suite)
-    most_ranks_first = sorted(by_ranks.items(), key=lambda item: -len(item[0]))
-    suites = "; ".join(f"{', '.join(suites)} ({_ranks(ranks)})" for ranks, suites in most_ranks_first)
-    on = "" if run["megatron"] == run["source"] else f" on {names[run['megatron']]}"
-    return f"{suites}{on}, {run['date']}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{', '.join(map(str, ranks))} rank{'s' if ranks != (1,) else ''}"
-
-
-def _short_name(one: Known) -> str:
-    return one.source if one.commit is None else f"{one.source} `{one.commit[:_SHORT]}`"
+    for model in models.MODELS:
+        yield {"model": model, **{promise: cell(promise, model) for promise in promises}}

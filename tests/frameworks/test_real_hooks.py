@@ -30,7 +30,7 @@ HOOK = "megatron_rl_patches.hooks.on_megatron_init"
 
 
 @pytest.mark.frameworks
-@pytest.mark.runs("switched on by its own hook", ranks=1)
+@pytest.mark.runs("its own hook", ranks=1)
 @pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
 @on_ranks(1, timeout=300)
 def test_custom_megatron_init_path(framework: str, paths: list[str]) -> None:

@@ -64,7 +64,7 @@ def test_policy_and_teacher_side_by_side(
         model.train(**arguments)
 
 
-@pytest.mark.runs("mixture of experts as teacher", ranks=2)
+@pytest.mark.runs("MoE teacher", ranks=2)
 @of_each
 @on_ranks(2, timeout=300)
 def test_a_mixture_of_experts_as_teacher(framework: str, tmp_path: Path, paths: list[str]) -> None:

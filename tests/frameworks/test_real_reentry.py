@@ -47,7 +47,7 @@ def test_rollouts_with_saves_between(framework: str, ranks: int, paths: list[str
     check_rollouts(job_of(framework, paths), framework)
 
 
-@pytest.mark.runs("mixture of experts", ranks=2)
+@pytest.mark.runs("MoE", ranks=2)
 @on_ranks(2, timeout=300)
 def test_rollouts_of_a_mixture_of_experts(framework: str, paths: list[str]) -> None:
     """Each rank has half of the experts, and both overlaps have bucket groups for them."""

@@ -157,7 +157,7 @@ def test_its_engine_never_makes_the_logits(verl: list[str], ranks: int) -> None:
     assert largest.pop("lean-head") < logits / 2 and min(largest.values()) >= logits
 
 
-@pytest.mark.runs("mixture of experts", ranks=2)
+@pytest.mark.runs("MoE", ranks=2)
 @on_ranks(2, timeout=300)
 def test_its_engine_trains_a_mixture_of_experts(verl: list[str]) -> None:
     """Each rank has half of the experts; losses, gradient norms and scores are those without patches."""

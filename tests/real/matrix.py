@@ -52,13 +52,14 @@ HALVES = (
 _EXPERTS = {"EP 2", "TP 2, expert TP 1"}
 #: For the page, in Markdown.
 REASONS = """\
-Empty cells are layouts that a model does not have: experts are divided only where there are experts, and the
-hybrid model is one chunk per pipeline stage whose state space, in plain torch in the place of a CUDA kernel,
-is not divided. A dash is a cell without a test: after an exception, stages of a pipeline wait for each other,
-so that each pair of stages at which two ranks fail has a test of its own, on the dense model.
+The layouts are 1 rank, DP 2, TP 2, PP 2, PP 2 with VPP 2, and CP 2. Models with experts are also tested on
+EP 2 and on TP 2 with expert TP 1. The hybrid model is tested on 1 rank, DP 2 and PP 2 only: its state space
+is not divided.
 
-- Up to 0.18, megatron-core trains multi-token prediction with labels only, so that a loss on logits cannot be
-  combined with it.
+- **After an exception**, the stages of a pipeline wait for each other. The dense model has a test for each
+  pair of stages at which two ranks fail; the other models have none.
+- **Multi-token prediction**: up to 0.18, megatron-core trains it with labels only, so that you cannot combine
+  it with a loss on logits.
 """
 
 

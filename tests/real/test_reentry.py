@@ -26,12 +26,12 @@ def trained(options: TinyModel, rollouts: int, steps: int) -> tuple[list[float],
     return losses, tiny_gpt.checksum(model, optimizer)
 
 
-def check_rollouts(options: TinyModel) -> None:
+def check_rollouts(options: TinyModel, rollouts: int = ROLLOUTS) -> None:
     with pytest.raises(AssertionError, match=NO_SYNC):
         trained(options, 2, STEPS)
-    uninterrupted = trained(options, 1, ROLLOUTS * STEPS)
+    uninterrupted = trained(options, 1, rollouts * STEPS)
     with applied("reentrant-train", settings=SETTINGS), tiny_gpt.counting_overlap() as overlap:
-        assert trained(options, ROLLOUTS, STEPS) == uninterrupted
+        assert trained(options, rollouts, STEPS) == uninterrupted
     assert overlap.param_gathers > 0
     assert overlap.grad_reduces + overlap.scheduled_grad_reduces > 0
 
@@ -42,6 +42,13 @@ def check_rollouts(options: TinyModel) -> None:
 def test_rollouts_equal_one_uninterrupted_run(ranks: int) -> None:
     """On other layouts, see ``test_models.py``."""
     check_rollouts(TinyModel())
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_sixty_calls_equal_one_uninterrupted_run() -> None:
+    """As many calls as the demo makes and the first page names, on DP 2 with the distributed optimizer."""
+    check_rollouts(TinyModel(), rollouts=60)
 
 
 @on_ranks(1)
