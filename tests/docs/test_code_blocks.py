@@ -128,7 +128,7 @@ def test_text_is_what_it_quotes() -> None:
     from megatron_rl_patches.frameworks.inference_roles import freeze_role
     from megatron_rl_patches.inference.models.frozen import refuse_to_train
 
-    startup = (ROOT / "startup" / "megatron_rl_patches_startup.pth").read_text()
+    startup = (ROOT / "packaging" / "megatron_rl_patches_startup.pth").read_text()
     chunk = torch.nn.Module()
     freeze_role([chunk], "prm_teacher")
     with pytest.raises(InferenceOnlyError) as caught:
