@@ -15,31 +15,36 @@ INSTALLED := $(VENV)/.installed
     docs-version options changelog screenshots clean
 
 help:
-	@echo "make venv | demo | lint | format | bench | gpu | gpu-wheels | docs | docs-version | options | changelog | screenshots | clean"
-	@echo "make test | test-slow | test-nightly | test-releases | test-oldest | test-newest | test-all (these, and docs) | test-frameworks | conformance | test-cuda-rehearsal"
-	@echo "make models | checkouts | verdicts | runs | report (main of each framework, every night)"
-	@echo "make release-check | mutation"
-	@echo "  PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) PYTEST_ARGS=$(PYTEST_ARGS)"
+	@echo "make TARGET            what it does                                             time on two cores"
+	@sed -n 's/^#: /  /p' $(firstword $(MAKEFILE_LIST))
+	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) PYTEST_ARGS=$(PYTEST_ARGS) DEMO_ARGS=$(DEMO_ARGS)"
 
+#: venv                 the environment .venv, with this tree and all tools      minutes: downloads torch
 venv: $(INSTALLED)-$(EXTRAS)
 
+#: demo                 reinforcement learning on real Megatron-core             about a minute
 demo: $(INSTALLED)-none
 	$(BIN)/megatron-rl-patches demo $(DEMO_ARGS)
 
 # What to run before every commit: a few minutes. After a failure: make test PYTEST_ARGS=--lf
+#: test                 before every commit: lint, and tests that are not slow   a few minutes
 test: lint
 	$(BIN)/python -m pytest $(PARALLEL) --dist=loadfile $(PYTEST_ARGS)
 
 # Everything that needs neither a GPU nor checkouts of frameworks: 25 to 50 minutes on two cores.
+#: test-all             what CI runs: test, and test-rest                        25 to 50 minutes
 test-all:
 	$(MAKE) test
 	$(MAKE) --keep-going test-rest
 
+#: test-rest            test-slow, test-oldest, test-newest, docs                part of test-all
 test-rest: test-slow test-oldest test-newest docs
 
+#: test-slow            slow tests                                               part of test-all
 test-slow: venv
 	$(BIN)/python -m pytest -m "slow and not nightly" $(PARALLEL) --dist=worksteal $(PYTEST_ARGS)
 
+#: test-nightly         slow tests that CI leaves out                            every night
 test-nightly: venv
 	$(BIN)/python -m pytest -m nightly $(PARALLEL) --dist=worksteal $(PYTEST_ARGS)
 
@@ -51,10 +56,12 @@ RELEASE_TESTS := models release reentry training_warnings expert_norm finite_ste
     inference_checkpoint scoring scoring_policy loss_func lean_head
 ON_RELEASE = -m pytest $(PARALLEL) --dist=worksteal $(PYTEST_ARGS) $(RELEASE_TESTS:%=tests/real/test_%.py) --megatron-core
 RELEASES ?= $(OLDEST_CORE) $(NEWEST_CORE)
+#: test-releases        real models on the oldest and the newest megatron-core   minutes
 test-releases: venv
 	set -e; for release in $(RELEASES); do $(BIN)/python $(ON_RELEASE) $$release -m "not nightly"; done
 
 # Every model on every layout takes seven minutes for each release, and is recorded every night.
+#: models               every model on every layout, on three releases           about 20 minutes
 models: venv
 	set -e; for release in $(OLDEST_CORE) 0.16.1 $(NEWEST_CORE); do \
 	    $(BIN)/python -m pytest -m "" $(PARALLEL) --dist=worksteal --megatron-core $$release \
@@ -71,6 +78,7 @@ SAME_EVERYWHERE := $(addprefix tests/unit/,common inference/memory losses/sequen
     $(patsubst %,test_%.py,architecture doctor settings startup_trigger)) \
     $(patsubst %,tests/faults/test_%.py,environment interrupts)
 OLDEST := $(VENV)-oldest
+#: test-oldest          the oldest of everything that is supported               part of test-all; 3 GB
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python $(ON_RELEASE) $(OLDEST_CORE)
 	$(OLDEST)/bin/python -m pytest $(PARALLEL) --dist=loadfile $(PYTEST_ARGS) \
@@ -80,6 +88,7 @@ test-oldest: $(OLDEST)/.installed
 # The newest also rehearses the losses for a GPU; all else of the rehearsal takes longer, and runs every night. The newest
 # packages of all kinds are here, so that the command line, of typer, stays.
 NEWEST := $(VENV)-newest
+#: test-newest          the newest of everything                                 part of test-all; 3 GB
 test-newest: $(NEWEST)/.installed
 	mkdir -p $(RECORDS)
 	$(NEWEST)/bin/python -m pip freeze --exclude-editable > $(RECORDS)/newest.txt
@@ -91,6 +100,7 @@ test-newest: $(NEWEST)/.installed
 
 # What losses and models would ask of a GPU, on fake tensors of the oldest and of the newest torch, every night. It needs
 # a C compiler, and no GPU.
+#: test-cuda-rehearsal  what a GPU would be asked for, on fake tensors           minutes
 test-cuda-rehearsal: $(OLDEST)/.installed $(NEWEST)/.installed
 	for bin in $(OLDEST)/bin $(NEWEST)/bin; do $$bin/python -m pytest $(PYTEST_ARGS) tests/lab/rehearsal || exit 1; done
 
@@ -103,23 +113,28 @@ $(VENV)-%/.installed: constraints/%.txt pyproject.toml setup.cfg
 
 # Checkouts of real frameworks: make test-frameworks SLIME_DIR=... VIME_DIR=... MILES_DIR=... MEGATRON_LM_DIR=... VERL_DIR=...
 export SLIME_DIR VIME_DIR MILES_DIR MEGATRON_LM_DIR VERL_DIR FRAMEWORK_REPOSITORIES
+#: test-frameworks      checkouts of frameworks: SLIME_DIR=... and others        minutes
 test-frameworks: venv
 	$(BIN)/python -m pytest -m frameworks tests/frameworks $(PYTEST_ARGS)
 
 # Megatron-LM's own unit tests on CPU ranks, without and with patches: make conformance MEGATRON_LM_DIR=...
 # CONFORMANCE_ARGS="--ranks 1,2 --select tests/unit_tests/models": see tests/lab/conformance/README.md.
 CONFORMANCE_ARGS ?=
+#: conformance          Megatron-LM's own unit tests: MEGATRON_LM_DIR=...        more than an hour
 conformance: venv
 	$(BIN)/python -m tests.lab.conformance $(CONFORMANCE_ARGS) $(MEGATRON_LM_DIR)
 
 # main of each framework, every night: fetched, judged, run for real. The last two write docs/compatibility.md anew.
 CHECKOUTS ?= checkouts
+#: checkouts            fetch main of every framework                            minutes
 checkouts: venv
 	$(BIN)/python -m tests.frameworks.mains fetch $(CHECKOUTS)
 
+#: verdicts             check the patches on these checkouts                     minutes
 verdicts: venv
 	$(BIN)/python -m tests.frameworks.mains judge $(CHECKOUTS)
 
+#: runs                 run them for real                                        minutes
 runs: venv
 	$(BIN)/python -m tests.frameworks.mains run $(CHECKOUTS) $(PYTEST_ARGS)
 
@@ -128,6 +143,7 @@ runs: venv
 RECORDS ?= records
 FILES := docs/compatibility.md tests/frameworks/runs.json tests/frameworks/verdicts.json
 BOT := user.name='github-actions[bot]' -c user.email='41898282+github-actions[bot]@users.noreply.github.com'
+#: report               a pull request with the records of the night (CI)        seconds
 report:
 	for file in $(FILES); do cp $(RECORDS)/$$file $$file; done
 	git diff --quiet -- $(FILES) || { \
@@ -137,27 +153,32 @@ report:
 	    { gh pr list --head=nightly-records --json=number | grep -q number || gh pr create --fill; }; }
 
 # How much of engine, reentry and frameworks may break before a unit test sees it: [tool.mutmut] in pyproject.toml.
+#: mutation             how many faults the unit tests see                       hours
 mutation: $(INSTALLED)-mutation venv
 	$(BIN)/mutmut run --max-children 2
 	$(BIN)/mutmut results
 
 # Before a release: sdist and wheel in dist/, and everything that is tested about them (docs/development/releasing.md).
+#: release-check        sdist and wheel, and all tests of them                   minutes
 release-check: venv
 	$(BIN)/python -m tests.packaging.publishable
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/python -m pytest -m "" $(PARALLEL) --dist=loadfile --artifacts=dist tests/packaging $(PYTEST_ARGS)
 
+#: lint                 ruff and mypy                                            a minute
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+#: format               correct what ruff can correct                            seconds
 format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 # BENCH_ARGS="head topk" runs some of them, BENCH_ARGS=--quick all at small sizes, writing nothing.
+#: bench                all benchmarks; some: BENCH_ARGS="head topk"             tens of minutes
 bench: venv
 	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
 
@@ -165,6 +186,7 @@ bench: venv
 # under ten minutes. `make gpu DRY=1` does the same at a small size on the CPU. GPU_ARGS="--folder FOLDER --only STEP"
 GPU_VENV ?= $(VENV)-gpu
 GPU_WHEELS ?= gpu-wheels
+#: gpu                  tests, demo and benchmarks on a GPU; DRY=1: on the CPU   10 minutes; DRY=1: 2
 gpu: $(GPU_VENV)/.installed
 	$(GPU_VENV)/bin/python -m benchmarks.gpu $(if $(DRY),--dry) $(GPU_ARGS)
 
@@ -172,6 +194,7 @@ gpu: $(GPU_VENV)/.installed
 # as a dependency of megatron-core, which is therefore downloaded alone.
 GPU_DOWNLOAD = $(PYTHON) -m pip download --quiet --dest $(GPU_WHEELS) --only-binary=:all: --python-version=3.12 \
     $(addprefix --platform=manylinux,$(addsuffix _x86_64,_2_28 _2_27 _2_26 _2_24 _2_17 2014 2010 1))
+#: gpu-wheels           what `make gpu` needs without a network, 25 MB           a minute
 gpu-wheels:
 	$(GPU_DOWNLOAD) --requirement benchmarks/gpu-requirements.txt
 	$(GPU_DOWNLOAD) --no-deps --constraint constraints/cpu.txt megatron-core
@@ -188,13 +211,16 @@ $(GPU_VENV)/.installed: pyproject.toml setup.cfg benchmarks/gpu-requirements.txt
 	@touch $@
 
 # What the next release has: changelog.d, as CHANGELOG.md will have it. RELEASE=1 writes it there.
+#: changelog            what the next release has; RELEASE=1 writes it           seconds
 changelog: $(INSTALLED)-docs
 	$(BIN)/towncrier build $(if $(RELEASE),--yes,--draft) --version $(VERSION)
 
 # Writes docs/options.md from the options that the patches declare.
+#: options              write docs/options.md                                    seconds
 options: venv
 	$(BIN)/python docs/options.py
 
+#: docs                 build the site                                           10 seconds
 docs: $(INSTALLED)-docs
 	$(BIN)/mkdocs build --strict
 
@@ -202,15 +228,18 @@ docs: $(INSTALLED)-docs
 # Needs a clone with all branches. What stands there already: mike list
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' megatron_rl_patches/__init__.py)
 DOCS_VERSION = $(shell sed -n 's/^__version__ = "\([0-9]*\.[0-9]*\).*/\1/p' megatron_rl_patches/__init__.py)
+#: docs-version         commit the site of this version to gh-pages              a minute
 docs-version: $(INSTALLED)-docs
 	PATH="$(abspath $(BIN)):$$PATH" mike deploy --update-aliases $(DOCS_VERSION) latest
 	PATH="$(abspath $(BIN)):$$PATH" mike set-default latest
 
 # Draws what docs/images has of the command line and of the estimate.
+#: screenshots          draw the pictures of the pages                           a minute
 screenshots: venv
 	$(BIN)/python docs/screenshots.py
 	$(BIN)/python -m docs.plots
 
+#: clean                remove environments, caches and builds                   seconds
 clean:
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(RECORDS) $(CHECKOUTS) $(GPU_VENV) $(GPU_WHEELS) build dist site mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 

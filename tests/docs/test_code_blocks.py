@@ -28,13 +28,14 @@ LANGUAGES = {"bash", "console", "python", "text", "toml"}
 
 ADDING, DEMO = "docs/adding-a-patch.md", "$ megatron-rl-patches demo"
 A_RECORD = "the output of a run of half a minute or more; tests/real/test_demo.py runs the command"
-QUICKSTARTS = sorted((ROOT / "docs" / "quickstart").glob("*.md"))
+LOG = "megatron_rl_patches: in place: "
+LOGS = [block.page for block in pages.blocks("text") if block.head.startswith(LOG)]
 # Blocks that another test follows, or that are not compared with anything, and why.
 ELSEWHERE = {
     (ADDING, "# tests/unit/patches/test_quiet_eval.py"): "test_examples.py",
     (ADDING, "# my_package/quiet_eval.py"): "test_examples.py",
     (ADDING, '[project.entry-points."megatron_rl_patches.patches"]'): "test_examples.py",
-    **{(pages.name_of(page), "megatron_rl_patches "): "test_records.py" for page in QUICKSTARTS},
+    **dict.fromkeys(((page, LOG) for page in LOGS), "test_records.py"),
     ("docs/demo.md", "starting 2 ranks with"): A_RECORD,
     ("docs/demo.md", "starting 1 rank with"): A_RECORD,
     ("README.md", DEMO): "test_records.py",
@@ -127,7 +128,7 @@ def test_text_is_what_it_quotes() -> None:
     from megatron_rl_patches.frameworks.inference_roles import freeze_role
     from megatron_rl_patches.inference.models.frozen import refuse_to_train
 
-    startup = (ROOT / "startup" / "megatron_rl_patches_startup.pth").read_text()
+    startup = (ROOT / "packaging" / "megatron_rl_patches_startup.pth").read_text()
     chunk = torch.nn.Module()
     freeze_role([chunk], "prm_teacher")
     with pytest.raises(InferenceOnlyError) as caught:

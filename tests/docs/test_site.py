@@ -5,6 +5,7 @@ A real browser, without a network, shows every page: on a desktop and on a phone
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -23,8 +24,10 @@ from tests.docs import pages
 from tests.docs.pages import ROOT
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-# In a page: is it wider than the window, and which images are broken?
+# In a page: is it wider than the window, which rows of tables are shown as text, which images are broken?
 SCROLLS = "document.documentElement.scrollWidth > window.innerWidth"
+ROWS_AS_TEXT = """[...document.querySelectorAll("article p")].map(p => p.textContent.trim())
+    .filter(text => text.startsWith("|"))"""
 BROKEN_IMAGES = "[...document.images].filter(image => !image.naturalWidth).map(image => image.src)"
 
 pytestmark = pytest.mark.slow
@@ -73,6 +76,22 @@ def test_no_page_shows_tex_or_loads_something_from_elsewhere(site: Path) -> None
         text = page.read_text("utf-8")
         prose = re.sub(r"<(pre|script|code)\b.*?</\1>", "", text, flags=re.DOTALL)
         assert not re.search(r"\\[a-zA-Z(\[]|\$\$", prose) and not loads.search(text), page
+
+
+def test_search_prefers_what_helps_and_every_page_can_be_edited(site: Path) -> None:
+    entries = json.loads((site / "search" / "search_index.json").read_text("utf-8"))["docs"]
+    boosts = {entry["location"].partition("#")[0]: entry.get("boost", 1) for entry in entries}
+    patch, quickstart = boosts["patches/lean-loss/"], boosts["quickstart/verl/"]
+    assert boosts["faq/"] > patch == quickstart > boosts["losses/"] == 1 > boosts["benchmarks/loss/"]
+    page = (site / "patches" / "lean-loss" / "index.html").read_text("utf-8")
+    assert "/edit/main/docs/patches/lean-loss.md" in page and '/blob/main/LICENSE">Apache License' in page
+
+
+def test_a_group_of_sections_becomes_tabs(site: Path) -> None:
+    page = (site / "quickstart" / "slime" / "index.html").read_text("utf-8")
+    labels = re.findall(r'<label for="([\w-]+)">', page)
+    assert labels == ["slime", "vime", "openclaw-rl", "miles"]
+    assert page.count('<div class="tabbed-block">') == len(labels) and "&lt;!-- tabs" not in page
 
 
 # --- in a browser
@@ -124,6 +143,8 @@ def test_every_page(site: Path, address: str, browser: Any, width: int, scheme: 
         page.goto(address + place, wait_until="load")
         if page.evaluate(SCROLLS):
             object_to("is wider than the window")
+        for text in page.evaluate(ROWS_AS_TEXT):
+            object_to(f"shows a row of a table as text: {text}")
         for image in page.evaluate(BROKEN_IMAGES):
             object_to(f"lacks {image}")
     scheme_of_page = page.evaluate("document.body.dataset.mdColorScheme")

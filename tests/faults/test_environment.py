@@ -46,7 +46,7 @@ class Environment:
         self.path = path
         venv.EnvBuilder(symlinks=True).create(path)
         [self.site_packages] = path.glob("lib/python*/site-packages")
-        for file in (ROOT / "startup" / "megatron_rl_patches_startup.pth", startup.__file__):
+        for file in (ROOT / "packaging" / "megatron_rl_patches_startup.pth", startup.__file__):
             shutil.copy(file, self.site_packages)
         for module in (megatron_rl_patches, wrapt):
             source = Path(str(module.__file__)).parent

@@ -170,7 +170,7 @@ def environ(**variables: str) -> dict[str, str]:
 
 def test_if_the_startup_file_fires(tmp_path: Path, site_packages: Path, monkeypatch: MonkeyPatch) -> None:
     """From site-packages alone, and if nothing in it fails."""
-    beside = shutil.copy(ROOT / "startup" / doctor.STARTUP_FILE, tmp_path)
+    beside = shutil.copy(ROOT / "packaging" / doctor.STARTUP_FILE, tmp_path)
     found = doctor.examine_startup(environ())
     assert (found.file, found.fires) == (str(beside), False)
     assert "Python reads no .pth file there" in found.reason

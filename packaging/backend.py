@@ -1,8 +1,9 @@
 """PEP 517 backend: setuptools, plus the startup files at the root of site-packages.
 
 setuptools has no declarative way to put a `.pth` file there that also reaches editable installs.  So the
-wheel that it builds, ordinary or editable, gets the files of `startup/` added, and recorded in RECORD so
-that uninstalling removes them.
+wheel that it builds, ordinary or editable, gets the two startup files of this folder added, and recorded in
+RECORD so that uninstalling removes them.  Their module, `_megatron_rl_patches_startup.py`, stays at the root
+of the repository, where a checkout on `PYTHONPATH` needs it: the package imports it.
 
 The package index shows the README of the wheel, without the files that the README links to.  So these links
 become links into the repository, and REPOSITORY becomes its address.
@@ -39,11 +40,9 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-ROOT = Path(__file__).parents[1]
-STARTUP_FILES = tuple(
-    ROOT / "startup" / f"megatron_rl_patches_startup.{suffix}"
-    for suffix in ("pth", "start")
-)
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+STARTUP_FILES = tuple(HERE / f"megatron_rl_patches_startup.{suffix}" for suffix in ("pth", "start"))
 
 
 def build_wheel(
@@ -79,9 +78,8 @@ def add_to_root(wheel: Path, files: tuple[Path, ...]) -> None:
             content = source.read(entry)
             if entry.filename.endswith(".dist-info/METADATA"):
                 content = links_into_the_repository(content.decode()).encode()
-                lines = re.sub(
-                    f"^{re.escape(entry.filename)},.*\n", _recorded(entry.filename, content), lines, flags=re.M
-                )
+                line = f"^{re.escape(entry.filename)},.*\n"
+                lines = re.sub(line, _recorded(entry.filename, content), lines, flags=re.MULTILINE)
             if entry is not record:
                 result.writestr(entry, content)
         for file in files:
