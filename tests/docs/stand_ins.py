@@ -185,5 +185,5 @@ SETUPS = {
     "docs/inference.md": (common, lambda names: None),
     "docs/losses.md": (losses, after_losses),
     "docs/quickstart/own-loop.md": (own_loop, after_own_loop),
-    "docs/reentry.md": (reentry_page, after_reentry_page),
+    "docs/patches/reentrant-train.md": (reentry_page, after_reentry_page),
 }

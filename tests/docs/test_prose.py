@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -106,17 +107,25 @@ def test_a_fragment_of_the_changelog_is_one_sentence_which_the_log_of_the_next_r
 # --- patches
 
 
-HEADINGS = ("What it changes", "What it does not change", "Upstream", "Is it active?", "Switch it off")
+FIRST = ["Switch it on", "What it changes", "What it does not change", "Upstream"]
+LAST = "Is it active?"
+#: How a patch is left out, by the set that it is in.
+OFF = {
+    "default": "MEGATRON_RL_PATCHES=1,-{}",
+    "all": "MEGATRON_RL_PATCHES=all,-{}",
+    "by name": "off unless it is named",
+}
+VERDICTS = json.loads((ROOT / "tests" / "frameworks" / "verdicts.json").read_text("utf-8"))
 
 
 @pytest.mark.parametrize("patch", registry.patches().values(), ids=lambda patch: patch.name)
-def test_the_page_of_a_patch_has_the_same_five_sections(patch: Patch) -> None:
+def test_the_page_of_a_patch_has_the_same_sections_in_the_same_order(patch: Patch) -> None:
     text = (ROOT / "docs" / "patches" / f"{patch.name}.md").read_text("utf-8")
     title, *parts = re.split(r"^## ", text, flags=re.MULTILINE)
     assert title.startswith(f"# `{patch.name}`\n")
-    sections = dict(part.split("\n", 1) for part in parts)
-    assert [heading for heading in sections if heading in HEADINGS] == list(HEADINGS)
-    assert all(sections[heading].strip() for heading in HEADINGS)
+    sections = {heading: " ".join(body.split()) for heading, body in (part.split("\n", 1) for part in parts)}
+    assert [*sections][:4] == FIRST and [*sections][-1] == LAST
+    assert all(sections.values())
     assert [s.target for s in patch.sites if s.qualname.split(".")[-1] not in text] == []
 
     links = re.findall(r"\[([\w.-]+/[\w.-]+#\d+)\]\(https://github\.com/(\S+?)\)", sections["Upstream"])
@@ -124,10 +133,37 @@ def test_the_page_of_a_patch_has_the_same_five_sections(patch: Patch) -> None:
     for name, target in links:
         assert re.fullmatch(name.replace("#", "/(pull|issues)/"), target)
 
-    assert "megatron_rl_patches.status()" in sections["Is it active?"]
-    off = f"all,-{patch.name}" if not patch.explicit else "off unless it is named"
-    assert off in sections["Switch it off"] and f'revert("{patch.name}")' in sections["Switch it off"]
+    on = sections["Switch it on"]
+    assert f"{VARIABLE}={patch.name}" in on and f'apply("{patch.name}"' in on
+    assert OFF[_selected_by(patch)].format(patch.name) in on and f'revert("{patch.name}")' in on
+    for option in fields(patch.options) if patch.options else ():
+        assert f"(../options.md#{patch.name})" in text
+        assert f"`{option.name}`" in text or f"`{option.name.upper()}`" in text
+
+    assert all(f"**{what}" in sections["What it does not change"] for what in ("Numbers:**", "Cost"))
+    assert {"megatron_rl_patches.status()", "megatron-rl-patches doctor"} <= _inline_code(sections[LAST])
+    _check_log_line(patch.name, sections[LAST])
     assert f"patches/{patch.name}.md" in (ROOT / "README.md").read_text("utf-8")
+
+
+def _selected_by(patch: Patch) -> str:
+    in_all = {"lean-head": "all"}  # until patches say so themselves
+    return getattr(patch, "selected_by", "by name" if patch.explicit else in_all.get(patch.name, "default"))
+
+
+def _inline_code(text: str) -> set[str]:
+    return set(re.findall(r"`([^`]+)`", text))
+
+
+def _check_log_line(patch: str, text: str) -> None:
+    """How many functions of each framework the log line counts, in the sources that the sentence names."""
+    [(sources, counts)] = re.findall(rf"\*\*Log:\*\* with (.*?), the line .*? `{patch} \((.*?)\)`", text)
+    fit: dict[str, int] = {}
+    for entry in (entry for entry in VERDICTS if entry["source"] in sources.split(" and ")):
+        for framework, patches in entry["verdicts"].items():
+            fit[framework] = list(patches.get(patch, {}).values()).count("fits")
+    counts = {name: int(number) for name, number in re.findall(r"([\w.]+) (\d+)", counts)}
+    assert counts and counts == {name: fit[name] for name in counts}
 
 
 def test_every_page_is_of_a_patch() -> None:
