@@ -28,7 +28,7 @@ apply(settings=Settings(inference_roles=["judge"], warn=False))
 
 A variable's value is text: `1` or `0` for a switch, items of a list separated by commas, `name=value` for a
 pair. If a value does not parse, one line says so and the default holds. How the variables reach a process
-is on the page [activation](activation.md).
+is on the page [activation](how-it-works.md#activation).
 
 ## Which patches
 

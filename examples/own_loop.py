@@ -1,4 +1,4 @@
-"""Three train() calls in one process, as reinforcement learning needs them; Megatron-core expects one.
+"""Three train() calls in one process, as reinforcement learning needs them; Megatron-core expects one call.
 
 python own_loop.py              # two ranks on the CPU, both overlaps, distributed optimizer
 python own_loop.py --plain      # without the package: the second call fails
@@ -55,7 +55,7 @@ def forward_step(data_iterator, chunk):
     tokens = next(data_iterator)
     length = tokens.shape[1] - 1
     positions = torch.arange(length).expand(SAMPLES, length)
-    causal = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)  # True is what must not be seen
+    causal = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)  # True: must not be seen
     losses = chunk(tokens[:, :-1], positions, causal, labels=tokens[:, 1:])
     return losses, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
 
@@ -71,7 +71,7 @@ def generate(tiny, seed):
 
 
 def run(plain):
-    """What each rank does; return the mean loss of each rollout."""
+    """Run on each rank; return the mean loss of each rollout."""
     with cpu_backend():
         from torch.distributed import get_rank
 

@@ -1,4 +1,4 @@
-"""A reward model and a critic: a head with one column in the place of the output layer, scored without DDP.
+"""A reward model and a critic: a head with one column in place of the output layer, scored without DDP.
 
 python reward_model.py      # two pipeline stages on the CPU
 """
@@ -28,7 +28,7 @@ def provider_with_head(tiny):
 
 
 def run():
-    """What each rank does; return the rewards on the last pipeline stage, None on the others."""
+    """Run on each rank; return the rewards on the last pipeline stage, None on the others."""
     with cpu_backend():
         import torch
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A launch script of slime with the patches on. What is new in it, as a diff:
+# A launch script of slime with the patches on. The new lines, as a diff:
 #
 #     "env_vars": {
 #       "PYTHONPATH": "/root/Megatron-LM/",
@@ -15,7 +15,7 @@
 #    )
 #
 # Install the package first, on every node, into the Python that Ray's workers run. Rank 0 of the actor logs one line
-# that begins with "megatron_rl_patches" before the first training step.
+# that begins with "megatron_rl_patches: in place:" before the first training step.
 set -euo pipefail
 
 MODEL=${MODEL:-/root/Qwen3-4B}

@@ -5,8 +5,8 @@
 
 Each rollout scores the student's tokens with the teacher, then trains one step on the reverse KL divergence:
 over the whole vocabulary, or over the k tokens that the student finds most probable and the tail of all
-others. No logits are materialized: the teacher is known by its hidden states, or by its probabilities of the
-k tokens, and the patch `lean-head` makes the student's logits deferred.
+others. No logits are held in memory: the teacher gives its hidden states, or its probabilities of the k
+tokens, and the patch `lean-head` makes the student's logits deferred.
 """
 
 import sys
@@ -35,7 +35,7 @@ def distributions_of(teacher, student, tokens, k):
     from megatron_rl_patches.inference import forward_hidden_states, forward_topk, output_head
     from megatron_rl_patches.losses import FullDistribution
 
-    # One entry per microbatch. "lengths" are those of whole samples, "response_lengths" of what is scored.
+    # One entry per microbatch. "lengths" counts whole samples, "response_lengths" the tokens to score.
     microbatches = [
         {"tokens": tokens, "lengths": [LENGTH] * SAMPLES, "response_lengths": [RESPONSE] * SAMPLES}
     ]
@@ -80,7 +80,7 @@ def make_forward_step(distributions):
 
 
 def run(k):
-    """What each rank does; return the divergence of each rollout, in nats per token."""
+    """Run on each rank; return the divergence of each rollout, in nats per token."""
     with cpu_backend():
         import torch
         from megatron.core.distributed import finalize_model_grads

@@ -1,9 +1,9 @@
 """Unit tests of a training loop against mocked Megatron: no GPU, no process group, milliseconds.
 
     pip install pytest pytest-mock
-    pytest test_my_loop.py
+    pytest test_my_loop.py      # or, from the root of a clone: pytest examples/test_my_loop.py
 
-`set_up` and `train` stand for your own module; everything below them is what you would write in its tests.
+`set_up` and `train` stand for your own module. The rest is what you would write in its tests.
 """
 
 import pytest
@@ -54,7 +54,7 @@ def train(model, optimizer, rollout):
 
 @pytest.fixture
 def model(mocker: MockerFixture):
-    """Your own set-up code, with the mock in the place of the class that it imports."""
+    """Your own set-up code, with the mock in place of the class that it imports."""
     mocker.patch(f"{__name__}.DDP", MockDDP)
     return set_up([torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))], MockConfig())
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# A launch script of verl's Megatron engine with the patches on. What is new in it, as a diff:
+# A launch script of verl's Megatron engine with the patches on. The new lines, as a diff:
 #
 #      python3 -m verl.trainer.main_ppo \
 #        model_engine=megatron \
-#   +    +ray_kwargs.ray_init.runtime_env.env_vars.MEGATRON_RL_PATCHES=all \
+#   +    +ray_kwargs.ray_init.runtime_env.env_vars.MEGATRON_RL_PATCHES=default \
 #   +    +actor_rollout_ref.actor.megatron.override_ddp_config.overlap_grad_reduce=True \
 #   +    +actor_rollout_ref.actor.megatron.override_ddp_config.overlap_param_gather=True \
 #
-# Write `all`, not `1`: Hydra makes an integer of `1`, and Ray refuses variables that are not strings. Install the
-# package first, on every node, into the Python that Ray's workers run. Rank 0 of the workers logs one line that begins
-# with "megatron_rl_patches" before the first training step.
+# Write `default`, which means the same as `1`: Hydra makes an integer of `1`, and Ray refuses variables that are not
+# strings. Install the package first, on every node, into the Python that Ray's workers run. Rank 0 of the workers logs
+# one line that begins with "megatron_rl_patches: in place:" before the first training step.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen3-8B}
@@ -19,7 +19,7 @@ NODES=${NODES:-1}
 
 python3 -m verl.trainer.main_ppo \
   model_engine=megatron \
-  +ray_kwargs.ray_init.runtime_env.env_vars.MEGATRON_RL_PATCHES=all \
+  +ray_kwargs.ray_init.runtime_env.env_vars.MEGATRON_RL_PATCHES=default \
   +actor_rollout_ref.actor.megatron.override_ddp_config.overlap_grad_reduce=True \
   +actor_rollout_ref.actor.megatron.override_ddp_config.overlap_param_gather=True \
   algorithm.adv_estimator=grpo \

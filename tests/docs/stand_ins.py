@@ -114,8 +114,14 @@ def after_losses(names: Names) -> None:
     names["log_probs"].sum().backward()
     assert names["hidden"].grad.any()
 
-    def packed_model(input_ids: torch.Tensor, position_ids: Any, attention_mask: Any) -> torch.Tensor:
+    def packed_model(
+        input_ids: torch.Tensor, position_ids: Any, attention_mask: Any, packed_seq_params: Any
+    ) -> torch.Tensor:
         """In place of a chunk on packed samples, for whose attention Megatron needs a GPU."""
+        first, second = LENGTHS
+        for ends in (packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_kv):
+            assert ends.tolist() == [0, first, first + second] and ends.dtype == torch.int32
+        assert packed_seq_params.max_seqlen_q == packed_seq_params.max_seqlen_kv == max(LENGTHS)
         return logits_of(input_ids.shape[1])[None]
 
     logits, loss_func = names["forward_step"](iter([names["_batch"]]), packed_model)
@@ -180,8 +186,8 @@ def docstrings() -> Names:
 
 # Page -> the names that its blocks find there, and what must hold after them.
 SETUPS = {
-    "docs/activation.md": (common, after_activation),
     "docs/distillation.md": (common, after_distillation),
+    "docs/how-it-works.md": (common, after_activation),
     "docs/inference.md": (common, lambda names: None),
     "docs/losses.md": (losses, after_losses),
     "docs/quickstart/own-loop.md": (own_loop, after_own_loop),

@@ -38,7 +38,9 @@ RECORDED = ("make", "pip", "pre-commit", "pytest", "ray", "torchrun", "uv")
 #: Training scripts of frameworks, which import Megatron and print the patches in place.
 PROGRAMS = (
     *("train.py", "train_async.py", "train_rl.py", "scripts/run_qwen3_dense.py", "examples/run_grpo.py"),
-    # Apart from the others: where a framework can be imported, its sites are judged.
+    # In place of the example, which test_examples.py runs.
+    "examples/teacher_and_distillation.py",
+    # Apart from the others: where a framework can be imported, its functions are checked.
     *("launched/train.py", "of_verl/verl/trainer/main_ppo.py"),
 )
 HOOKS = "megatron_rl_patches.hooks"

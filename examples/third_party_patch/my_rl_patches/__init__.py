@@ -1,1 +1,1 @@
-"""Our patches, beside those of megatron_rl_patches."""
+"""Our patches, in addition to those of megatron_rl_patches."""

@@ -1,9 +1,9 @@
 """Say which rank waits long for the reduction of gradients: a patch in a package of its own.
 
     pip install examples/third_party_patch
-    MEGATRON_RL_PATCHES=all,slow-reduction MEGATRON_RL_PATCHES_REDUCTION_SECONDS=5 torchrun train.py
+    MEGATRON_RL_PATCHES=1 MEGATRON_RL_PATCHES_REDUCTION_SECONDS=5 torchrun train.py
 
-`megatron-rl-patches check` judges it beside the others, and `megatron_rl_patches.revert()` takes it away.
+`megatron-rl-patches check` checks it together with the others, and `megatron_rl_patches.revert()` removes it.
 """
 
 import os
