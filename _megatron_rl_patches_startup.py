@@ -9,6 +9,12 @@ _ROOTS = ("megatron", "slime", "vime", "miles", "verl", "nemo_rl", "areal")
 # What the variables, and options of patches, understand.
 ON = ("1", "true", "on", "yes")
 OFF = ("", "0", "false", "off", "no", "none")
+#: What is logged, in the three parts of a message of :mod:`megatron_rl_patches.common.messages`.
+NOT_ACTIVATED = (
+    "not activated: {error}",
+    "The program runs without patches.",
+    "Run megatron-rl-patches doctor; MEGATRON_RL_PATCHES_STRICT=1 makes this an error.",
+)
 _PATIENCE_SECONDS = 60.0
 _FORK_PATIENCE_SECONDS = 5.0
 
@@ -311,10 +317,8 @@ def _complain(error: BaseException) -> None:
     from contextlib import suppress
 
     with suppress(Exception):  # there is no stderr, or it is closed
-        sys.stderr.write(
-            f"megatron_rl_patches: not activated: {_shown(error)}. The program runs without patches. Run "
-            "megatron-rl-patches doctor; MEGATRON_RL_PATCHES_STRICT=1 makes this an error.\n"
-        )
+        line = "megatron_rl_patches: {}. {} {}\n".format(*NOT_ACTIVATED)
+        sys.stderr.write(line.format(error=_shown(error)))
 
 
 #: Of this process; the engine registers its import hooks with it.

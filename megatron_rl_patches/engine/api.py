@@ -18,7 +18,7 @@ from .sources import Environment
 from .statuses import Statuses
 
 _BAD_VALUES = Message(
-    "{problems}",
+    "variables with bad values: {problems}",
     "These values are not used; the defaults are.",
     "Correct them; MEGATRON_RL_PATCHES_STRICT=1 makes this an error.",
 )

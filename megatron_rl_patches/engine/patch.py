@@ -131,7 +131,7 @@ class Patch:
             PatchError: ``configured`` raises.
         """
         known = {site.target for site in self.sites}
-        with third_party(f"patch {self.name!r} is left out: its function `configured`"):
+        with third_party(f"function `configured` of patch {self.name!r}"):
             configured = self.configured(options) if self.configured else ()
             sites = (*self.sites, *(site for site in configured if site.target not in known))
             return tuple(replace(site, patch=self.name) for site in sites)

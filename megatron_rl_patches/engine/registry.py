@@ -20,7 +20,7 @@ SETS = ("default", "all")
 # Options of patches cannot have these names, whose variables have a meaning of their own.
 _RESERVED_OPTIONS = ("strict", "roots")
 LEFT_OUT = Message(
-    "{error}",
+    "a patch is left out: {error}",
     "This patch is not in place; the others are.",
     "Correct its options, or ask the package that it comes from.",
 )

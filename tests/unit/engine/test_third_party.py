@@ -48,9 +48,9 @@ def test_configured(
     engine["broken"] = Patch("broken", "", options=Options, configured=function(error))
     apply()
     assert package.model.train("m") == PATCHED
-    reason = f"patch 'broken' is left out: its function `configured` raised {shown}"
+    reason = f"function `configured` of patch 'broken' raised {shown}"
     [message] = caplog.messages
-    assert message.startswith(f"megatron_rl_patches: {reason}. ")
+    assert message.startswith(f"megatron_rl_patches: a patch is left out: {reason}. ")
     for must in (lambda: apply("broken"), lambda: apply(strict=True)):
         with pytest.raises(PatchError, match=reason):
             must()
@@ -166,8 +166,8 @@ def test_the_environment_variable_never_ends_the_process(tmp_path: Path) -> None
     *lines, summary = [line.removeprefix("megatron_rl_patches: ") for line in done.stderr.splitlines()]
     assert "works (exiting_framework 1)" in summary
     assert [line.partition(". ")[0] for line in lines] == [
-        "loading patch exits of patch_that_exits:patch raised SystemExit: 0",
-        "loading patch stops of patch_that_stops:patch raised Stop: here",
+        "a patch is left out: loading patch exits of patch_that_exits:patch raised SystemExit: 0",
+        "a patch is left out: loading patch stops of patch_that_stops:patch raised Stop: here",
         "skipped judges: exiting_framework.train: failed: checking it raised SystemExit: 0",
     ]
 

@@ -1,0 +1,218 @@
+"""Parts of pages that records and the code write: ``python docs/written.py``, or ``make pages``.
+
+A part stands between ``<!-- written: NAME -->`` and ``<!-- end -->``. A test compares all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT)] * (__name__ == "__main__")
+
+import _megatron_rl_patches_startup as startup  # noqa: E402
+import megatron_rl_patches  # noqa: E402
+from megatron_rl_patches.common.messages import messages  # noqa: E402
+from megatron_rl_patches.engine import registry  # noqa: E402
+from megatron_rl_patches.engine.patch import Patch  # noqa: E402
+from tests.frameworks.page import FRAMEWORKS, NOT_CHECKED, NOT_NEEDED, matrix, runs_on_record  # noqa: E402
+from tests.frameworks.verdicts import load  # noqa: E402
+from tests.references.pages import table  # noqa: E402
+
+PAGES = (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
+_PLACE = re.compile(r"^( *)<!-- written: (.+) -->\n(.*?)^ *<!-- end -->\n", re.MULTILINE | re.DOTALL)
+
+CORE = "megatron-core 0.16.1"
+#: What a framework of a quickstart is called in the records, and the sources that its log line is of.
+SOURCES = {
+    "slime": ("slime", "slime v0.3.1", "Megatron-LM for slime v0.3"),
+    "vime": ("vime", "vime main", "Megatron-LM for slime v0.3"),
+    "openclaw-rl": ("OpenClaw-RL", "OpenClaw-RL main"),
+    "miles": ("miles", "miles main", "Megatron-LM for slime v0.3"),
+    "verl": ("verl", "verl main", CORE),
+    "nemo-rl": ("NeMo-RL", "NeMo-RL main", CORE),
+    "megatron-bridge": ("Megatron-Bridge", "Megatron-Bridge main", CORE),
+    "megatron-lm": ("Megatron-LM", "Megatron-LM main"),
+    "own-loop": ("", CORE),
+}
+_QUICKSTARTS = {"vime": "slime", "openclaw-rl": "slime", "miles": "slime"}
+_SWITCHES = {"default": "`1`", "all": "`all`", "by name": "its name"}
+
+
+def page_with_parts(page: Path) -> str:
+    """Return the page with what stands in the records and in the code now."""
+    return _PLACE.sub(lambda place: _filled(*place.groups()[:2], page), page.read_text("utf-8"))
+
+
+def _filled(indent: str, name: str, page: Path) -> str:
+    kind, *words = name.split()
+    text = PARTS[kind](*words)
+    above = "docs/" if page.parent == ROOT else "../" * (len(page.relative_to(ROOT / "docs").parts) - 1)
+    text = re.sub(r"\]\((?!https?:)", f"]({above}", text)
+    return textwrap.indent(f"<!-- written: {name} -->\n\n{text}\n\n<!-- end -->\n", indent)
+
+
+# --- patches by framework
+
+
+def _in_framework(framework: str, patch: str) -> str:
+    """Return in which releases a patch takes effect: of the framework, or of megatron-core under it."""
+    ranges = matrix(load())
+    own = ranges.get(framework, {}).get(patch, "")
+    if own in ("", NOT_NEEDED, NOT_CHECKED) and patch in ranges["megatron-core"]:
+        of_core = ranges["megatron-core"][patch]
+        is_everywhere = of_core.startswith("0.14") and of_core.endswith(_newest())
+        return "yes" if is_everywhere else f"megatron-core {of_core}"
+    return own
+
+
+def _newest() -> str:
+    return [one.source.split()[1] for one in load() if one.source.startswith("megatron-core ")][-1]
+
+
+def patches(*names: str) -> str:
+    """Return a table of patches with a column for each framework of a quickstart."""
+    columns = {SOURCES[name][0]: name for name in names}
+    rows = []
+    for patch in sorted(registry.patches().values(), key=lambda p: (_order(p), p.name)):
+        cells = {framework: _in_framework(framework, patch.name) or "–" for framework in columns}
+        if set(cells.values()) != {"–"}:
+            rows.append({**_described(patch), **cells})
+    return table(rows)
+
+
+def _order(patch: Patch) -> int:
+    return [*_SWITCHES].index(patch.selected_by)
+
+
+def _described(patch: Patch) -> dict[str, str]:
+    return {
+        "patch": f"[`{patch.name}`](patches/{patch.name}.md)",
+        "what it does": patch.summary,
+        "switched on by": _SWITCHES[patch.selected_by],
+    }
+
+
+def frameworks() -> str:
+    """Return README's table: which patches take effect under a framework, and whether it was run for real."""
+    ran = {run["source"] for run in runs_on_record()}
+    known = load()
+    rows = []
+    for framework in FRAMEWORKS:
+        if framework == "megatron-core":
+            continue
+        name = framework.lower()
+        was_run = any(one.identity in ran for one in known if one.source.lower().startswith(f"{name} "))
+        page = _QUICKSTARTS.get(name, name)
+        link = f"[{framework}](quickstart/{page}.md)" if name in SOURCES else framework
+        cell = _names(framework)
+        rows.append({"framework": link, "patches": cell, "run for real": "yes" if was_run else "no"})
+    return table(rows)
+
+
+def _names(framework: str) -> str:
+    found = {patch: _in_framework(framework, patch) for patch in registry.patches()}
+    unchecked = [f"`{patch}`" for patch in found if found[patch] == NOT_CHECKED]
+    named = [patch for patch in found if found[patch] not in ("", NOT_NEEDED, NOT_CHECKED)]
+    others = [f"`{patch}`" for patch in found if patch not in named and f"`{patch}`" not in unchecked]
+    listed = ", ".join(f"`{patch}`" for patch in named)
+    text = f"all but {', '.join(others)}" if len(others) <= 3 else listed
+    text = text if others else "all"
+    return text + (f"; not checked: {', '.join(unchecked)}" if unchecked else "")
+
+
+# --- the log line
+
+
+def log_line(name: str, value: str) -> str:
+    """Return the line that rank 0 logs, broken to fit on a page."""
+    recorded = {one.source: one.verdicts for one in load()}
+    results: dict[str, dict[str, dict[str, str]]] = {}
+    for source in SOURCES[name][1:]:
+        results |= {framework: of for framework, of in recorded[source].items() if framework not in results}
+    chosen = registry.select([value if value in registry.patches() else {"1": "default"}.get(value, value)])
+    parts = []
+    for patch in chosen:
+        places = dict.fromkeys(site.framework for site in patch.sites)
+        counts = Counter({place: _fitting(results, place, patch.name) for place in places})
+        if name == "own-loop" and patch.name == "reentrant-train":
+            counts["my_rl"] = 1
+        if counts := +counts:
+            of_patch = ", ".join(f"{place} {counts[place]}" for place in counts)
+            parts.append(f"{patch.name} ({of_patch})")
+    line = f"megatron_rl_patches: in place: {', '.join(parts)}"
+    if rest := len(chosen) - len(parts):
+        line += f"; nothing to do for {rest} other patch{'es' if rest > 1 else ''}"
+    line += f" (version {megatron_rl_patches.__version__})"
+    return f"```text\n{textwrap.fill(line, 74, break_on_hyphens=False)}\n```"
+
+
+def _fitting(results: dict[str, dict[str, dict[str, str]]], framework: str, patch: str) -> int:
+    return list(results.get(framework, {}).get(patch, {}).values()).count("fits")
+
+
+# --- what several pages share, and the messages
+
+
+def install() -> str:
+    """Return the commands of the page on installing."""
+    page = (ROOT / "docs" / "install.md").read_text("utf-8")
+    return page.partition("<!-- commands -->\n")[2].partition("<!-- end -->\n")[0].strip()
+
+
+def decisions() -> str:
+    """Return README's table of symptoms, for other pages."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    found = re.search(r"<!-- decisions -->\n\n(.*?)\n\n<!-- end -->", readme, re.DOTALL)
+    assert found
+    return found[1].replace("](docs/", "](")
+
+
+def log_messages() -> str:
+    """Return a table of everything that this package logs."""
+    for module in pkgutil.walk_packages(megatron_rl_patches.__path__, "megatron_rl_patches."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    shown = [(m.happened, m.harm, m.remedy) for m in messages] + [startup.NOT_ACTIVATED]
+    rows = ({"message": f"`{_cell(a)}`", "harmful?": _cell(b), "what to do": _cell(c)} for a, b, c in shown)
+    return table(sorted(rows, key=lambda row: row["message"].lstrip("`{").casefold()))
+
+
+def _cell(text: str) -> str:
+    """Return a text of a message with the names of its values in capital letters."""
+    return re.sub(r"\{(\w+)[^}]*\}", lambda value: value[1].upper(), text).replace("|", "\\|")
+
+
+PARTS = {
+    "decisions": decisions,
+    "frameworks": frameworks,
+    "install": install,
+    "log": log_line,
+    "messages": log_messages,
+    "patches": patches,
+}
+
+
+def stale() -> Iterator[tuple[Path, str]]:
+    """Yield each page whose parts are not those of today, and its text as it should be."""
+    for page in PAGES:
+        text = page_with_parts(page)
+        if text != page.read_text("utf-8"):
+            yield page, text
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    for page, text in stale():
+        page.write_text(text, encoding="utf-8")
+        print(page.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
