@@ -135,7 +135,7 @@ def test_the_page_of_a_patch_has_the_same_sections_in_the_same_order(patch: Patc
 
     on = sections["Switch it on"]
     assert f"{VARIABLE}={patch.name}" in on and f'apply("{patch.name}"' in on
-    assert OFF[_selected_by(patch)].format(patch.name) in on and f'revert("{patch.name}")' in on
+    assert OFF[patch.selected_by].format(patch.name) in on and f'revert("{patch.name}")' in on
     for option in fields(patch.options) if patch.options else ():
         assert f"(../options.md#{patch.name})" in text
         assert f"`{option.name}`" in text or f"`{option.name.upper()}`" in text
@@ -144,11 +144,6 @@ def test_the_page_of_a_patch_has_the_same_sections_in_the_same_order(patch: Patc
     assert {"megatron_rl_patches.status()", "megatron-rl-patches doctor"} <= _inline_code(sections[LAST])
     _check_log_line(patch.name, sections[LAST])
     assert f"patches/{patch.name}.md" in (ROOT / "README.md").read_text("utf-8")
-
-
-def _selected_by(patch: Patch) -> str:
-    in_all = {"lean-head": "all"}  # until patches say so themselves
-    return getattr(patch, "selected_by", "by name" if patch.explicit else in_all.get(patch.name, "default"))
 
 
 def _inline_code(text: str) -> set[str]:
