@@ -27,7 +27,7 @@ from tests.frameworks.verdicts import load  # noqa: E402
 from tests.references.pages import table  # noqa: E402
 
 PAGES = (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
-_PLACE = re.compile(r"^( *)<!-- written: (.+) -->\n(.*?)^ *<!-- end -->\n", re.MULTILINE | re.DOTALL)
+_PLACE = re.compile(r"^( *)<!-- written: ([^\n]+) -->\n(.*?)^ *<!-- end -->\n", re.MULTILINE | re.DOTALL)
 
 CORE = "megatron-core 0.16.1"
 #: What a framework of a quickstart is called in the records, and the sources that its log line is of.
