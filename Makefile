@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 
 .PHONY: help venv demo test test-all test-rest test-slow test-nightly test-releases test-oldest test-newest test-cuda-rehearsal \
     test-frameworks conformance models checkouts verdicts runs report release-check mutation lint format bench gpu gpu-wheels docs \
-    docs-version options changelog screenshots clean
+    docs-version pages changelog screenshots clean
 
 help:
 	@echo "make TARGET            what it does                                             time on two cores"
@@ -215,10 +215,12 @@ $(GPU_VENV)/.installed: pyproject.toml setup.cfg benchmarks/gpu-requirements.txt
 changelog: $(INSTALLED)-docs
 	$(BIN)/towncrier build $(if $(RELEASE),--yes,--draft) --version $(VERSION)
 
-# Writes docs/options.md from the options that the patches declare.
-#: options              write docs/options.md                                    seconds
-options: venv
+# Writes what stands on pages by the code and the records: options, tables, log lines, messages, compatibility.
+#: pages                write the parts of pages that code and records say      seconds
+pages: venv
 	$(BIN)/python docs/options.py
+	$(BIN)/python docs/written.py
+	$(BIN)/python -m tests.frameworks.verdicts
 
 #: docs                 build the site                                           10 seconds
 docs: $(INSTALLED)-docs

@@ -10,6 +10,7 @@ import pkgutil
 import re
 import sys
 import textwrap
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -177,9 +178,12 @@ def decisions() -> str:
 
 def log_messages() -> str:
     """Return a table of everything that this package logs."""
-    for module in pkgutil.walk_packages(megatron_rl_patches.__path__, "megatron_rl_patches."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
+    modules = (m.name for m in pkgutil.walk_packages(megatron_rl_patches.__path__, "megatron_rl_patches."))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in modules:  # hooks apply patches when they are imported
+            if not re.search(r"\.(hooks|__main__)\b", name):
+                importlib.import_module(name)
     shown = [(m.happened, m.harm, m.remedy) for m in messages] + [startup.NOT_ACTIVATED]
     rows = ({"message": f"`{_cell(a)}`", "harmful?": _cell(b), "what to do": _cell(c)} for a, b, c in shown)
     return table(sorted(rows, key=lambda row: row["message"].lstrip("`{").casefold()))

@@ -48,10 +48,10 @@ def test_values_of_variables_parse() -> None:
 
 
 def test_every_variable_is_explained() -> None:
-    """On a page that is written from what the patches declare: ``make options``."""
+    """On a page that is written from what the patches declare: ``make pages``."""
     options = runpy.run_path(str(ROOT / "docs" / "options.py"))
     text = options["PAGE"].read_text("utf-8")
-    assert text == options["page"](), "run: make options"
+    assert text == options["page"](), "run: make pages"
     assert [name for name in VARIABLES if f"`{name}`" not in text] == []
 
 
