@@ -43,8 +43,6 @@ ELSEWHERE = {
     ("docs/quickstart/megatron-bridge.md", "from megatron_rl_patches import hooks"): "the package is in no "
     "environment of these tests; tests/frameworks/test_real_bridge.py calls it",
     ("docs/losses.md", "forward                "): "a drawing",
-    ("docs/testing.md", "RanksFailed: no result after 8 s"): "has times, addresses and line numbers; "
-    "tests/unit/testing/test_ranks.py tests the message",
     ("docs/testing.md", "split     "): "what the test before it prints; that test asserts what it says",
     ("docs/testing.md", "make conformance"): "tests/lab/conformance/test_runs.py, of a checkout made up",
 }
