@@ -30,8 +30,8 @@ apply(settings=Settings(inference_roles=["judge"], warn=False))
 ```
 
 A variable's value is text: `1` or `0` for a switch, items of a list separated by commas, `name=value` for a
-pair. If a value does not parse, one line says so and the default holds. How the variables reach a process
-is in [how it works](how-it-works.md#activation).
+pair. If a value does not parse, one line says so and the default holds.
+[How it works](how-it-works.md#activation) says which processes the variables reach.
 
 ## Which patches
 

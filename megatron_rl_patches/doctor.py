@@ -148,7 +148,7 @@ def examine(environ: Mapping[str, str] = os.environ, command: str = "") -> Diagn
         selected=choice.patches,
         sites=tuple(statuses),
         startup=startup,
-        notes=tuple(notes_of(choice, statuses)),
+        notes=(*_note_of_nothing(choice, statuses), *notes_of(choice, statuses)),
         problems=tuple(problems_of(choice, statuses, None if hook else startup, wrapt)),
         hook=hook,
     )
@@ -168,8 +168,18 @@ def choice_of(environ: Mapping[str, str] = os.environ) -> Choice:
     patches, unknown = parse_selection(value)
     if unknown:
         message = f"{VARIABLE}: {registry.unknown_names(unknown)}"
-        problems.append(Problem(message, _export(VARIABLE, _without(value, unknown) or "1")))
+        problems.append(
+            Problem(message, _export(VARIABLE, ",".join(dict.fromkeys(_corrected(value, unknown))) or "1"))
+        )
     return Choice(tuple(patch.name for patch in patches), settings, tuple(problems), ours)
+
+
+def _corrected(value: str, unknown: Sequence[str]) -> Iterator[str]:
+    """Yield the items of a selection; an unknown one as the name that is nearest to it, if there is one."""
+    for item in items(value):
+        sign = "-" * item.startswith("-")
+        known = [sign + name for name in registry.patches()] if item in unknown else [item]
+        yield from difflib.get_close_matches(item, known, 1)
 
 
 def _unknown_variable(name: str, value: str) -> Problem:
@@ -259,6 +269,14 @@ def _export(variable: str, value: str) -> str:
 
 def _pip_install(arguments: str) -> str:
     return f"{shlex.quote(sys.executable)} -m pip install {arguments}"
+
+
+def _note_of_nothing(choice: Choice, statuses: Sequence[SiteStatus]) -> Iterator[str]:
+    if choice.patches and all(status.state == "absent" for status in statuses):
+        yield (
+            "No framework is in this Python, so nothing can be patched here. If the job has another "
+            "environment or another PYTHONPATH, run doctor there."
+        )
 
 
 def notes_of(choice: Choice, statuses: Sequence[SiteStatus]) -> list[str]:

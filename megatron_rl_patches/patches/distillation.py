@@ -51,7 +51,7 @@ class OpdOptions:
     Attributes:
         opd_top_k: how many of the student's most probable tokens are compared one by one; ``"full"``: all.
         opd_divergence: as in ``DistillationOptions``; ``generalized_kl`` is for a top-k only.
-        opd_teachers: name and checkpoint of each teacher. Whether a checkpoint exists is not looked at here.
+        opd_teachers: name and checkpoint of each teacher. The checkpoints are not checked here.
         opd_teacher_weights: one number per teacher, of their mixture or average; empty: all the same.
         opd_combine: several teachers are a ``"mixture"`` of distributions, or their divergences are
             averaged, or each sample has the one that its metadata names (``"route"``).

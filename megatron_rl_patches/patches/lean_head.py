@@ -75,7 +75,9 @@ def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
     losses = [s for s in sites if s.patch == "lean-loss" and s.target.endswith(_LOG_PROB_FUNCTIONS)]
     if models and not losses:
         if any(status.patch == "lean-loss" for status in statuses):
-            return [f"{_MATERIALIZED}, but for losses of this package; no others are known"]
+            return [
+                "lean-head: losses of this package compute the logits in tiles; other code gets all of them"
+            ]
         return [f"{_MATERIALIZED}: `lean-loss` is not selected"]
     notes = []
     for loss in losses:

@@ -57,7 +57,7 @@ def test_every_variable_is_explained() -> None:
 
 def test_links_of_pages_outside_the_site_lead_somewhere() -> None:
     """Links within the site are checked when it is built."""
-    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 110
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 140
     for page in (path for path in pages.paths() if path.parent == ROOT):
         link = r"\]\((?!https?:)([^)#]+)(?:#([^)]+))?\)"
         for target, anchor in re.findall(link, page.read_text("utf-8")):
@@ -172,6 +172,8 @@ def test_every_page_is_of_a_patch() -> None:
 SYMPTOMS = (
     "Parameters that are stale",
     "A hang in backward",
+    "A second line",
+    "Is it active on all ranks",
     "The learning rate is another",
     "No line in the log",
     "distillation/loss_min",

@@ -1,21 +1,17 @@
-"""Pages show what was measured, judged and drawn: the first page, objectives, quickstarts, README, pictures.
-
-README names the patches that fit a framework by the verdicts on record.
-"""
+"""Pages show what was measured, recorded and drawn, and what the code says."""
 
 from __future__ import annotations
 
 import html
-import json
 import re
 import runpy
-from collections import Counter
-from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_rl_patches import available
+from megatron_rl_patches.common import messages
+from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.settings import VARIABLE
 from tests.docs import pages
 from tests.docs.pages import ROOT
@@ -94,60 +90,55 @@ def test_before_and_after_are_of_the_demo(page: str) -> None:
     assert error and error in " ".join(recorded.split())
 
 
-VERDICTS = json.loads((ROOT / "tests" / "frameworks" / "verdicts.json").read_text("utf-8"))
-RECORDED = {entry["source"]: entry["verdicts"] for entry in VERDICTS}
 QUICKSTARTS = sorted((DOCS / "quickstart").glob("*.md"))
-
-
-def _that_fit(source: str, core: str = "") -> Counter[tuple[str, str]]:
-    """Return how many sites fit by patch and framework, as ``tests/frameworks`` recorded it."""
-    verdicts = {**RECORDED.get(core, {}), **RECORDED.get(source, {})}
-    return Counter(
-        (patch, framework)
-        for framework, of_patches in verdicts.items()
-        for patch, sites in of_patches.items()
-        for verdict in sites.values()
-        if verdict == "fits"
-    )
-
-
 # The frameworks of a page, where it has several: the first is that of its log lines.
 SLIME_LIKE = ("slime", "vime", "openclaw-rl", "miles")
+WRITTEN: dict[str, Any] = runpy.run_path(str(DOCS / "written.py"))
+
+
+def test_what_code_and_records_write_is_up_to_date() -> None:
+    """Tables of frameworks and patches, log lines, messages, and what several pages share."""
+    assert [str(page) for page, _ in WRITTEN["stale"]()] == [], "run: make pages"
 
 
 @pytest.mark.parametrize("page", QUICKSTARTS, ids=lambda page: page.stem)
 def test_a_quickstart_goes_from_the_safest_patch_to_the_default_set_to_all(page: Path) -> None:
-    to_type, *_ = pages.blocks("bash", page=pages.name_of(page))
-    assert f"{VARIABLE}=reentrant-train" in to_type.code or f'"{VARIABLE}": "reentrant-train"' in to_type.code
-    assert len(to_type.code.splitlines()) <= 5
-    text = page.read_text("utf-8")
-    assert '--8<-- "install.md:command"' in text
+    of_install, _, to_type, *_ = [block.code for block in pages.blocks("bash", page=pages.name_of(page))]
+    assert "--no-deps" in of_install
+    assert f"{VARIABLE}=reentrant-train" in to_type or f'"{VARIABLE}": "reentrant-train"' in to_type
+    assert len(to_type.splitlines()) <= 5
     frameworks = SLIME_LIKE if page.stem == "slime" else (page.stem,)
-    assert re.findall("^<!-- written: (.+) -->$", text, re.MULTILINE) == [
+    assert re.findall("^<!-- written: (.+) -->$", page.read_text("utf-8"), re.MULTILINE) == [
+        "install",
         *(f"log {frameworks[0]} {value}" for value in ("reentrant-train", "1", "all")),
         f"patches {' '.join(frameworks)}",
     ]
 
 
-def _check_names(named: set[str], framework: str) -> None:
-    """Compare with the patches that fit the framework's own code, in one of the sources on record."""
-    fit: dict[str, set[str]] = {framework: set(), "megatron-core": set()}
-    for name, source in product(fit, RECORDED):
-        if source.split()[0].casefold() == name.casefold():
-            fit[name] |= {patch for patch, _ in _that_fit(source)}
-    assert fit[framework] and fit[framework] <= named, f"{framework}: patches that fit are not named"
-    # Patches of megatron-core, on which each framework runs, may be named.
-    assert named <= set.union(*fit.values()), f"{framework}: patches that do not fit are named"
+def test_the_table_of_decisions_says_what_is_on_by_default() -> None:
+    rows = re.findall(
+        r"^\| .* \| \[([\w-]+)\]\(.*?\).*? \| (yes|no: `all`|no: its name) \|",
+        WRITTEN["decisions"](),
+        re.MULTILINE,
+    )
+    answers = {"default": "yes", "all": "no: `all`", "by name": "no: its name"}
+    assert set(rows) == {(name, answers[patch.selected_by]) for name, patch in registry.patches().items()}
 
 
-def test_the_readme_names_the_patches_that_fit() -> None:
-    readme = (ROOT / "README.md").read_text("utf-8")
-    section = readme.partition("\n## Frameworks\n")[2].partition("\n## ")[0]
-    _, _, *rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
-    for frameworks, cell, *_ in (row for row in rows if row[0] != "your own loop"):
-        named = set(re.findall(r"`([\w-]+)`", cell))
-        for framework in frameworks.split(", "):
-            _check_names(set(available()) - named if cell.startswith("all") else named, framework)
+def test_every_message_has_three_sentences_and_no_other_code_logs() -> None:
+    WRITTEN["log_messages"]()  # imports all modules
+    for message in messages.messages:
+        assert (
+            not message.happened.endswith(".") and message.harm.endswith(".") and message.remedy.endswith(".")
+        )
+    package = Path(messages.__file__).parents[1]
+    logging = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if re.search(r"getLogger|\blog\.(debug|info|warning|error|log)\(", path.read_text("utf-8"))
+    }
+    # The announcer falls back to stderr, and the CPU backend filters a message of Megatron's.
+    assert logging == {"common/messages.py", "engine/announce.py", "testing/cpu_backend.py"}
 
 
 def _text(svg: str) -> str:

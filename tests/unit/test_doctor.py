@@ -40,7 +40,7 @@ NAME, ERROR = "MEGATRON_RL_PATCHES", ": no such variable;"
     ("variable", "value", "message", "remedy"),
     [
         ("#", "lean-los,lean-loss,no", "unknown patch 'lean-los', 'no'; known: ", "export #=lean-loss"),
-        ("#", "all,-lean-los", "unknown patch '-lean-los'; known: ", "export #=all"),
+        ("#", "all,-lean-los", "unknown patch '-lean-los'; known: ", "export #=all,-lean-loss"),
         ("#", "no-patch", "unknown patch 'no-patch'; known: ", "export #=1"),
         ("#_STRICT", "maybe", "expected 1 or 0", "unset #_STRICT"),
         ("#_TRAIN_FUNCTIONS", "nonsense", "expected 'module:function'", "unset #_TRAIN_FUNCTIONS"),
@@ -264,7 +264,7 @@ def test_a_patch_whose_own_code_fails_is_alone(monkeypatch: MonkeyPatch) -> None
     broken.wrap("mrp_nowhere.model", "train")(lambda call: None)
     monkeypatch.setattr(registry, "patches", lambda: {"broken": broken})
     diagnosis = doctor.examine({NAME: "1"})
-    message = "patch 'broken' is left out: its function `configured` raised ValueError: not today"
+    message = "function `configured` of patch 'broken' raised ValueError: not today"
     assert f"broken: broken.configured: failed: {message}" in [one.message for one in diagnosis.problems]
     assert "broken: its function `notes` raised SystemExit: 0" in diagnosis.notes
 

@@ -14,7 +14,7 @@ from megatron_rl_patches.patches.lean_head import patch
 MODEL = "megatron.core.models.gpt.gpt_model.GPTModel.forward"
 SLIME = "slime.backends.megatron_utils.loss.get_log_probs_and_entropy"
 FRAMEWORKS, MATERIALIZED = ("slime", "verl"), "the logits are materialized"
-NO_OTHERS = "no others are known"
+IN_TILES = "lean-head: losses of this package compute the logits in tiles; other code gets all of them"
 VERL = "verl.utils.megatron.tensor_parallel.vocab_parallel_log_probs_from_logits"
 
 
@@ -24,7 +24,7 @@ VERL = "verl.utils.megatron.tensor_parallel.vocab_parallel_log_probs_from_logits
         ("fits", "fits", "fits", [f"{name}: its losses compute the logits in tiles" for name in FRAMEWORKS]),
         ("fits", "drifted", "absent", [f"slime: {MATERIALIZED}: lean-loss: {SLIME}: drifted: why"]),
         ("missing", "absent", "fits", [f"verl: {MATERIALIZED}: lean-head: {MODEL}: missing: why"]),
-        ("fits", "absent", "absent", [f"{MATERIALIZED}, but for losses of this package; {NO_OTHERS}"]),
+        ("fits", "absent", "absent", [IN_TILES]),
         ("absent", "absent", "absent", []),
     ],
 )
