@@ -25,15 +25,15 @@ from megatron_rl_patches.losses import (
 from tests.references import heads
 
 from .candidates import Candidate, calls, checkout, revisions
-from .measure import Call, Result, largest_error, on_ranks
-from .page import Benchmark, join, left_out, number, table
+from .measure import Call, Result, largest_error, left_out, on_ranks, rows
+from .page import Benchmark, Parts, Table
 
 REFERENCE_ROWS, TEMPERATURE = 16, 0.8
 #: How often logits of student and teacher are needed: in forward and again in backward. Jensen-Shannon's
 #: mixture needs both normalizers first.
 PASSES = {"reverse_kl": 2, "forward_kl": 2, "jensen_shannon": 3}
 BETA = 0.5
-PRODUCTS = "products"
+PRODUCTS, ERRORS = "products", dict.fromkeys(("error of values", "error of gradients"), ".0e")
 
 
 @dataclass(frozen=True)
@@ -247,8 +247,8 @@ def biases(vocabulary: int, rows: int) -> list[Bias]:
     return of_all
 
 
-def parts(results: Results) -> dict[str, str]:
-    rows = [
+def parts(results: Results) -> Parts:
+    of_biases = [
         {
             "exponent": f"{bias.exponent:g}",
             "K": str(bias.k),
@@ -265,38 +265,12 @@ def parts(results: Results) -> dict[str, str]:
     one_row = torch.zeros(1, max(KS))
     sizes |= {f"top-k and tail, K = {k}": vocab_parallel_topk(one_row, k).nbytes for k in KS}
     return {
-        "divergences": join(*map(_section, results.setups), revisions("Others", "nemo-rl", "trl")),
-        "bytes": table({"kept": name, "bytes per token": f"{size:,}"} for name, size in sizes.items()),
-        "bias": table(rows),
+        "divergences": rows(results.setups, "divergence", "way", ERRORS),
+        "peers": revisions("Others", "nemo-rl", "trl"),
+        "left out": left_out(results.setups),
+        "bytes": Table(1, [{"kept": name, "bytes per token": f"{size:,}"} for name, size in sizes.items()]),
+        "bias": Table(2, of_biases),
     }
-
-
-def _section(result: Result) -> str:
-    products = ", ".join(
-        f"{costs[PRODUCTS].milliseconds:.0f} ms ({divergence.replace('_', ' ')})"
-        for divergence, costs in result.costs.items()
-        if PRODUCTS in costs
-    )
-    rows = [
-        {
-            "divergence": divergence.replace("_", " "),
-            "way": way,
-            "memory": f"{result.memory(divergence, way):.3f}",
-            "CPU time": number(result.duration(divergence, way), ".2f"),
-            "error of values": number(value_error, ".0e"),
-            "error of gradients": number(gradient_error, ".0e"),
-        }
-        for divergence, costs in result.costs.items()
-        for way, cost in costs.items()
-        if way != PRODUCTS
-        for value_error, gradient_error in [cost.details or (math.nan, math.nan)]
-    ]
-    return join(
-        f"## {result.setup}",
-        f"The products take {products}." if products else "",
-        table(rows),
-        left_out(result.left_out),
-    )
 
 
 def plot(results: Results, figure: Any) -> None:

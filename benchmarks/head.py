@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,13 +26,14 @@ from megatron_rl_patches.losses import (
 from tests.references.heads import BASE, DEFERRED, KEPT, Setup, share_of_logits
 
 from .candidates import Candidate, calls, checkout, definition, revisions
-from .measure import DEVICE, TURNS, Call, Result, largest_error, on_ranks
-from .page import Benchmark, bars, join, left_out, number, table
+from .measure import DEVICE, TURNS, Call, Result, largest_error, left_out, on_ranks, rows
+from .page import Benchmark, Parts, Table
 
 REFERENCE_ROWS, TEMPERATURE = 64, 0.8
+ERRORS = dict.fromkeys(("error of values", "error of gradients"), ".1e")
 ALL_ROWS, HALF, FROZEN, SCORING = MODES = ("all rows", "half of the rows", "frozen head", "scoring")
-#: On the CPU, memory and errors alone.
-ENTROPY = "entropy"
+#: On the CPU, memory and errors alone; and of both at once memory alone, compared with stock code.
+ENTROPY, BOTH = "entropy", "log-probs and entropy"
 
 
 SETUPS = (
@@ -51,7 +53,7 @@ class Inputs:
     Attributes:
         hidden: hidden states [T, h].
         weight: [V, h].
-        entropy: whether the step is that of the entropies, not of the log-probabilities.
+        mode: says whether log-probabilities, entropies or both are trained.
     """
 
     hidden: Tensor
@@ -59,7 +61,16 @@ class Inputs:
     targets: Tensor
     advantages: Tensor
     rows: Tensor | None = None
-    entropy: bool = False
+    mode: str = ALL_ROWS
+
+    @property
+    def entropy(self) -> bool:
+        """Whether there are entropies besides the log-probabilities."""
+        return self.mode in (ENTROPY, BOTH)
+
+    @property
+    def temperature(self) -> float:
+        return 1.0 if self.mode == BOTH else TEMPERATURE  # stock code would copy the logits to divide them
 
     @property
     def used(self) -> Tensor:
@@ -82,7 +93,7 @@ def inputs_of(setup: Setup, mode: str) -> Inputs:
         torch.randint(setup.vocabulary, (n,), **options),
         torch.randn(n, **options),
         rows,
-        mode == ENTROPY,
+        mode,
     )
 
 
@@ -98,7 +109,7 @@ def naive(x: Inputs) -> Values:
 
 
 def _formula(logits: Tensor, x: Inputs) -> Values:
-    log_p = (logits / TEMPERATURE).log_softmax(-1)
+    log_p = (logits / x.temperature).log_softmax(-1)
     log_probs = log_p.gather(1, x.targets[:, None]).squeeze(1)
     return (log_probs, -(log_p.exp() * log_p).sum(-1)) if x.entropy else (log_probs,)
 
@@ -118,10 +129,19 @@ def deferred_keeping(x: Inputs, share: float) -> Values:
 
 
 def _ours(logits: Tensor, x: Inputs) -> Values:
-    options: dict[str, Any] = {"rows": x.rows, "temperature": TEMPERATURE}
+    options: dict[str, Any] = {"rows": x.rows, "temperature": x.temperature}
     if x.entropy:
         return vocab_parallel_log_probs_and_entropy(logits, x.targets, entropy_grad=True, **options)
     return (vocab_parallel_log_probs(logits, x.targets, **options),)
+
+
+def slime(module: Any, x: Inputs) -> Values:
+    """Stock code: float32 logits, and slime's own function of them."""
+    logits = linear(x.hidden, x.weight).float()
+    log_probs, entropies = module.calculate_log_probs_and_entropy(
+        logits, x.targets, dist.group.WORLD, with_entropy=True, with_entropy_grad=True
+    )
+    return log_probs.view(-1), entropies
 
 
 def nemo_rl(module: Any, x: Inputs) -> Values:
@@ -176,7 +196,6 @@ OURS = (
     Candidate(DEFERRED, deferred),
     *(Candidate(name, partial(deferred_keeping, share=share)) for name, share in KEPT.items()),
 )
-WAYS = [candidate.name for candidate in OURS]
 SKYRL = checkout("SkyRL", "skyrl.backends.skyrl_train.distributed.megatron.model_utils")
 OTHERS = (
     Candidate(NEMO_RL, nemo_rl, checkout("nemo-rl", "nemo_rl.distributed.model_utils")),
@@ -199,13 +218,19 @@ CANDIDATES = {
     SCORING: [candidate for candidate in OURS if candidate.name not in KEPT],
     ENTROPY: [candidate for candidate in OURS + OTHERS if candidate.name not in (*KEPT, NEMO_RL)],
 }
+#: What a user has: without patches, with `lean-loss`, and with `lean-head`.
+STOCK = (
+    Candidate("stock code (slime)", slime, checkout("slime", "slime.utils.ppo_utils")),
+    *(candidate for candidate in OURS if candidate.name in (BASE, DEFERRED)),
+)
 
 
 def step(x: Inputs, head: Head) -> list[Tensor]:
     """Forward and backward; return log-probabilities or entropies, and gradients."""
     trained = [tensor for tensor in (x.hidden, x.weight) if tensor.requires_grad]
     with torch.set_grad_enabled(bool(trained)):
-        values = head(x)[int(x.entropy)]
+        of_both = head(x)
+        values = torch.stack(of_both).sum(0) if x.mode == BOTH else of_both[int(x.entropy)]
     gradients = torch.autograd.grad((values * x.advantages).sum(), trained) if trained else ()
     return [values.detach(), *gradients]
 
@@ -230,7 +255,7 @@ def measure(quick: bool) -> Results:
     turns = 1 if quick else TURNS
     without_naive = [candidate for candidate in OURS + OTHERS if candidate.name != NAIVE]
     return Results(
-        on_ranks(partial(_measure, {ALL_ROWS: without_naive}), large, turns=0),
+        on_ranks(partial(_measure, {ALL_ROWS: without_naive, BOTH: STOCK}), large, turns=0),
         on_ranks(partial(_measure, CANDIDATES), setups, turns),
     )
 
@@ -274,8 +299,8 @@ def _expected(setup: Setup, mode: str) -> tuple[Inputs, list[Tensor]]:
     return x, step(replace(x, hidden=hidden, weight=weight, advantages=x.advantages.double()), exact)
 
 
-def _computes_frozen(setup: Setup, mode: str, head: Head) -> tuple[float]:
-    """Return 1 if backward makes a gradient of the weight that nobody asked for."""
+def _computes_frozen(setup: Setup, mode: str, head: Head) -> tuple[float, float, float]:
+    """Return no errors, and 1 if backward makes a gradient of the weight that nobody asked for."""
     x = inputs_of(replace(setup, rows=8), mode)
     made: list[Tensor] = []
 
@@ -289,61 +314,22 @@ def _computes_frozen(setup: Setup, mode: str, head: Head) -> tuple[float]:
             node.register_hook(hook)
             nodes.extend(following for following, _ in node.next_functions)
     torch.autograd.grad(log_probs.sum(), x.hidden)
-    return (float(bool(made)),)
+    return math.nan, math.nan, float(bool(made))
 
 
-def parts(results: Results) -> dict[str, str]:
-    setups, everything = results.setups, results.large + results.setups
-    missing = {name: why for result in everything for name, why in result.left_out.items()}
+def parts(results: Results) -> Parts:
+    everything = [*results.large, *results.setups]
+    lacking = [
+        {"set-up": str(result.setup), "head": name, "leaves out": "; ".join(_leaves_out(result, name)) or "–"}
+        for result in results.setups
+        for name in result.costs[ALL_ROWS]
+    ]
     return {
-        "memory": table(
-            {"setup": str(result.setup), **{way: _memory(result, ALL_ROWS, way) for way in WAYS}}
-            for result in everything
-        ),
-        "time": table(
-            {"setup": str(result.setup), "rows": mode, **{way: _time(result, mode, way) for way in WAYS}}
-            for result in setups
-            for mode in MODES
-        ),
-        "errors": table(
-            {"setup": str(result.setup), **{way: _both_errors(result, ALL_ROWS, way) for way in WAYS}}
-            for result in setups
-        ),
-        "others": join(
-            table(row for result in everything for row in _beside(result)),
-            revisions("Others", "nemo-rl", "SkyRL", "trl"),
-            left_out(missing),
-        ),
+        "heads": rows(everything, "mode", "head", ERRORS),
+        "leaves out": Table(2, lacking),
+        "peers": revisions("Others", "slime", "nemo-rl", "SkyRL", "trl"),
+        "left out": left_out(everything),
     }
-
-
-def _memory(result: Result, mode: str, way: str) -> str:
-    return number(result.memory(mode, way), ".3f")
-
-
-def _time(result: Result, mode: str, way: str) -> str:
-    return number(result.duration(mode, way), ".2f")
-
-
-def _both_errors(result: Result, mode: str, way: str) -> str:
-    cost = result.cost(mode, way)
-    return "{:.1e}, {:.1e}".format(*cost.details) if cost and cost.details else "–"
-
-
-def _beside(result: Result) -> Iterator[dict[str, str]]:
-    for name in result.costs[ALL_ROWS]:
-        if name not in KEPT:
-            yield {
-                "setup": str(result.setup),
-                "head": name,
-                "memory": _memory(result, ALL_ROWS, name),
-                "time": _time(result, ALL_ROWS, name),
-                "time, frozen head": _time(result, FROZEN, name),
-                "log-probs, gradients: errors": _both_errors(result, ALL_ROWS, name),
-                "entropy, gradient: errors": _both_errors(result, ENTROPY, name),
-                "memory with the entropy's gradient": _memory(result, ENTROPY, name),
-                "leaves out": "; ".join(_leaves_out(result, name)) or "–",
-            }
 
 
 def _leaves_out(result: Result, name: str) -> Iterator[str]:
@@ -362,20 +348,8 @@ def _leaves_out(result: Result, name: str) -> Iterator[str]:
         yield "the entropy's gradient"
     elif entropy.peak_bytes > 1.5 * cost.peak_bytes:
         yield "the entropy's gradient in chunks"
-    if frozen and frozen.details[0]:
+    if frozen and frozen.details[-1]:
         yield "the saving of a frozen weight"
 
 
-def plot(results: Results, figure: Any) -> None:
-    memory, duration = figure.subplots(2, 1)
-    of_setup = {str(result.setup): result for result in results.large + results.setups}
-    first = results.setups[0]
-    label = "peak beyond gradients, in float32 logits"
-    bars(memory, label, WAYS, of_setup, lambda way, setup: of_setup[setup].memory(ALL_ROWS, way))
-    label = "time, logits materialized with lean-loss = 1"
-    bars(duration, label, WAYS, MODES, lambda way, mode: first.duration(mode, way))
-    duration.set_title(str(first.setup))
-    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower left")
-
-
-BENCHMARK = Benchmark(measure, parts, plot, image="head_memory_and_time.svg", height=8)
+BENCHMARK = Benchmark(measure, parts)

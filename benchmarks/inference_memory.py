@@ -14,7 +14,7 @@ from megatron_rl_patches.inference.memory.estimate import OptimizerSettings, Sta
 from tests.references import memory_cases
 from tests.references.memory_cases import EXPERTS, TIED, Case, Measured
 
-from .page import Benchmark, table
+from .page import Benchmark, Parts, Table
 
 TOLERANCE = 0.01
 PARTS = ("parameters", "gradients", "main_parameters", "main_gradients", "exp_avg", "exp_avg_sq")
@@ -75,10 +75,10 @@ def _difference(measured: int, estimated: int) -> float:
     return estimated / measured - 1
 
 
-def parts(results: Sequence[Result]) -> dict[str, str]:
+def parts(results: Sequence[Result]) -> Parts:
     return {
-        "memory": table({"set-up": result.name, **compared(result)} for result in results),
-        "parts": table({"set-up": result.name, **_by_part(result)} for result in results),
+        "memory": Table(1, [{"set-up": result.name, **compared(result)} for result in results]),
+        "parts": Table(1, [{"set-up": result.name, **_by_part(result)} for result in results]),
     }
 
 

@@ -21,11 +21,11 @@ from tests.references.dense import dense_log_probs_and_entropy
 from .candidates import Candidate, calls, revisions
 from .candidates import checkout as of_checkout
 from .logits import REFERENCE_ROWS, Logits, LogitsSetup
-from .measure import COPY, TURNS, Call, Result, largest_error, on_ranks
-from .page import Benchmark, bars, join, left_out, met, number, table
+from .measure import TURNS, Call, Result, largest_error, left_out, on_ranks, rows
+from .page import Benchmark, Parts, Table, bars
 
 LOG_PROBS, ENTROPY, ENTROPY_GRAD = MODES = ("log-probs", "+ entropy", "+ entropy with gradient")
-SHORT = dict(zip(("lp", "ent", "grad"), MODES, strict=True))
+ERRORS = dict.fromkeys(("gradient error", "log-prob error", "entropy error"), ".0e")
 # The larger vocabulary and two ranks in float32 alone, so that a run takes a few minutes.
 SETUPS = (
     LogitsSetup(1, 2048, 32768),
@@ -45,7 +45,6 @@ Loss = Callable[[Tensor, Tensor, Group, str], Values]
 @dataclass(frozen=True)
 class LossCandidate(Candidate):
     modes: tuple[str, ...] = MODES
-    destroys_logits: bool = False
 
 
 def ours(logits: Tensor, targets: Tensor, group: Group, mode: str, **options: Any) -> Values:
@@ -169,7 +168,7 @@ NEMO_RL_MODULE = of_checkout("nemo-rl", "nemo_rl.distributed.model_utils")
 NAIVE, SLIME, PLAIN, COMPILED = "naive autograd", "slime", "ours, plain", "ours, compiled"
 MINIMAL = "minimal, compiled"
 COMPILED_IN_PLACE, PLAIN_IN_PLACE = f"{COMPILED}, in place", f"{PLAIN}, in place"
-ALONE: dict[str, Any] = {"modes": (LOG_PROBS,), "destroys_logits": True}
+ALONE: dict[str, Any] = {"modes": (LOG_PROBS,)}
 CANDIDATES = (
     LossCandidate(COMPILED, partial(ours, fused=True)),
     LossCandidate(COMPILED_IN_PLACE, partial(ours, fused=True, inplace_backward=True)),
@@ -184,7 +183,7 @@ CANDIDATES = (
     LossCandidate("Megatron fused cross entropy", megatron_fused_cross_entropy, **ALONE),
     LossCandidate(SLIME, slime, SLIME_MODULE),
     LossCandidate("slime, chunks of 1024", partial(slime, chunk_size=1024), SLIME_MODULE),
-    LossCandidate("verl (Megatron)", verl, VERL_MODULE, destroys_logits=True),
+    LossCandidate("verl (Megatron)", verl, VERL_MODULE),
     LossCandidate("NeMo-RL, chunks of 128", partial(nemo_rl, chunk_size=128), NEMO_RL_MODULE),
     LossCandidate("Liger", liger, _liger_module, splits_vocabulary=False, **ALONE),
 )
@@ -264,7 +263,7 @@ HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 #: By how much the first must be faster than the second, by mode.
 SPEEDS = {
     "compiled, compared with slime": (COMPILED, SLIME, (1.5, 1.8, 3.5 if HAS_AVX512 else 2.0)),
-    "compiled, in place, beside slime": (COMPILED_IN_PLACE, SLIME, (2.0, 2.0, 2.0)),
+    "compiled, in place, compared with slime": (COMPILED_IN_PLACE, SLIME, (2.0, 2.0, 2.0)),
     "compiled, compared with naive autograd": (COMPILED, NAIVE, (0.9, 2.0, 2.5)),
     "plain, compared with naive autograd": (PLAIN, NAIVE, (0.9, 0.9, 0.9)),
 }
@@ -274,7 +273,8 @@ def claims(results: Sequence[Result]) -> Iterator[dict[str, str]]:
     """Compare memory and speed of float32 logits on one rank with what is claimed."""
 
     def row(what: str, where: str, measured: str, claim: str, is_met: bool) -> dict[str, str]:
-        return {"": what, "set-up": where, "found": measured, "claim": claim, "met": met(is_met)}
+        reached = "yes" if is_met else "no"
+        return {"claim": what, "set-up": where, "measured": measured, "limit": claim, "met": reached}
 
     for result in _in_float32(results):
         for what, (names, most) in MEMORY.items():
@@ -307,42 +307,13 @@ def _in_float32(results: Sequence[Result]) -> list[Result]:
     return [r for r in results if r.setup.dtype == torch.float32 and r.setup.tp_size == 1]
 
 
-def parts(results: Sequence[Result]) -> dict[str, str]:
+def parts(results: Sequence[Result]) -> Parts:
     return {
         "peers": revisions("Compared with", "slime", "verl", "nemo-rl", "liger-kernel"),
-        "claims": table(claims(results)),
-        "losses": join(*map(_section, results)),
+        "claims": Table(2, [*claims(results)]),
+        "losses": rows(results, "mode", "loss", ERRORS),
+        "left out": left_out(results),
     }
-
-
-def _section(result: Result) -> str:
-    return join(
-        f"## {result.setup}",
-        f"One copy of a rank's logits takes {result.costs[ENTROPY_GRAD][COPY].milliseconds:.1f} ms.",
-        table(_rows(result)),
-        left_out(result.left_out),
-    )
-
-
-def _rows(result: Result) -> Iterator[dict[str, str]]:
-    def cells(title: str, value: Callable[[str, str], float], prefix: str = "") -> dict[str, str]:
-        return {
-            f"{title}: {short}": number(value(prefix + mode, name), ".2f") for short, mode in SHORT.items()
-        }
-
-    for candidate in CANDIDATES:
-        name = candidate.name
-        if costs := [cost for mode in MODES if (cost := result.cost(mode, name))]:
-            gradient_error, log_prob_error, *entropy_errors = costs[-1].details
-            yield {
-                "loss": name + (" (!)" if candidate.destroys_logits else ""),
-                **cells("memory", result.memory),
-                **cells("forward", result.duration, FORWARD),
-                **cells("forward + backward", result.duration),
-                "log-prob error": f"{log_prob_error:.0e}",
-                "entropy error": f"{entropy_errors[0]:.0e}" if entropy_errors else "–",
-                "gradient error": f"{gradient_error:.0e}",
-            }
 
 
 def plot(results: Sequence[Result], figure: Any) -> None:
@@ -363,5 +334,5 @@ BENCHMARK = Benchmark(
     plot,
     image="loss_memory_and_time.svg",
     height=9,
-    is_met=lambda results: all(claim["met"] == met(True) for claim in claims(results)),
+    is_met=lambda results: all(claim["met"] == "yes" for claim in claims(results)),
 )

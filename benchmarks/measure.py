@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl_patches.testing import spawn_ranks
 from tests.references.live_bytes import live_bytes
+
+from .page import Table, number
 
 #: Known from the start, since ``cpu_backend`` later makes torch say that there is a GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -156,6 +159,41 @@ def on_ranks(
         of_ranks = spawn_ranks(function, ranks, setup, turns, timeout=3600, env=WARM_HEAP)
         results.append(max(of_ranks, key=milliseconds))
     return results
+
+
+def rows(
+    results: Iterable[Result],
+    mode_title: str,
+    way_title: str,
+    details: Mapping[str, str] = MappingProxyType({}),
+) -> Table:
+    """Return all costs, a row for each way of each mode of each set-up.
+
+    Args:
+        details: titles and formats of the calls' other numbers.
+    """
+
+    def row(result: Result, mode: str, way: str, cost: Cost) -> dict[str, str]:
+        others = zip(details.items(), cost.details, strict=False)
+        return {
+            "set-up": str(result.setup),
+            mode_title: mode,
+            way_title: way,
+            "memory": f"{result.memory(mode, way):.3f}",
+            "MiB": f"{cost.peak_bytes / (1 << 20):.1f}",
+            "time": number(result.duration(mode, way), ".2f"),
+            "ms": number(cost.milliseconds, ".1f"),
+            **{title: number(value, form) for (title, form), value in others},
+        }
+
+    costs = ((result, mode, of_mode) for result in results for mode, of_mode in result.costs.items())
+    return Table(3, [row(result, mode, *pair) for result, mode, of_mode in costs for pair in of_mode.items()])
+
+
+def left_out(results: Iterable[Result]) -> Table:
+    """Return a row for each way that was not measured, with the reason."""
+    pairs = ((result, *pair) for result in results for pair in result.left_out.items())
+    return Table(2, [{"set-up": str(r.setup), "left out": way, "why": reason} for r, way, reason in pairs])
 
 
 def why(error: Exception) -> str:

@@ -25,7 +25,7 @@ from megatron_rl_patches.testing import spawn_ranks
 from tests.references.live_bytes import live_bytes
 
 from .candidates import CHECKOUTS, definition, revisions
-from .page import Benchmark, join, number, table
+from .page import Benchmark, Parts, Table, number
 
 K, HIDDEN = 16, 4096  # the hidden size is for the payload alone
 NOISE = 0.5  # of the student's logits, in nats
@@ -183,7 +183,7 @@ def verl(of: Problem) -> Objective:
     return lambda x: function.apply(x[None], *teacher)[0][0].clamp(min=0.0)
 
 
-def parts(measured: list[Row]) -> dict[str, str]:
+def parts(measured: list[Row]) -> Parts:
     rows = [
         {
             "objective": row.name,
@@ -196,7 +196,7 @@ def parts(measured: list[Row]) -> dict[str, str]:
         }
         for row in measured
     ]
-    return {"objectives": join(table(rows), revisions("Others", "verl"))}
+    return {"objectives": Table(1, rows), "peers": revisions("Others", "verl")}
 
 
 def is_met(measured: list[Row]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import io
+import json
 import math
 import os
 import platform
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,13 +40,38 @@ _THEMES = """
   </style>"""
 
 
+class Table(NamedTuple):
+    """Rows that were measured; their first columns, ``keys`` of them, say what a row is of."""
+
+    keys: int
+    rows: list[dict[str, str]]
+
+    def shown(self, before: str) -> str:
+        """Return a table of a page with its rows and columns, and a dash for what was not measured."""
+        if not before:
+            return table(self.rows)
+        header, _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in before.splitlines())
+        found = {tuple(row.values())[: self.keys]: row for row in self.rows}
+        names = [*self.rows[0]][: self.keys]
+        shown = [dict(zip(header, cells, strict=True)) for cells in rows]
+        measured = (found.get(tuple(row[name] for name in names), {}) for row in shown)
+        return table(
+            {name: row[name] if name in names else new.get(name, "–") for name in header}
+            for row, new in zip(shown, measured, strict=True)
+        )
+
+
+Parts = Mapping[str, str | Table]
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """How something is measured, and what shows the result.
 
     Attributes:
         measure: takes whether to be quick, that is, to measure next to nothing; returns the result.
-        parts: what the page shows of the result, in Markdown, by the name of the place (see :func:`fill`).
+        parts: the result for the JSON file, tables and sentences by name. The page shows some of them, in the
+            places with their names (see :func:`filled`), and of the tables the rows and columns that it has.
         plot: draws the result on a matplotlib figure.
         image: the file of the plot, in ``docs/images``.
         height: of the plot, in inches.
@@ -53,11 +79,26 @@ class Benchmark:
     """
 
     measure: Callable[[bool], Any]
-    parts: Callable[[Any], dict[str, str]]
+    parts: Callable[[Any], Parts]
     plot: Callable[[Any, Any], None] | None = None
     image: str = ""
     height: float = 6
     is_met: Callable[[Any], bool] = lambda result: True
+
+
+def filled(page: str, parts: Parts) -> str:
+    """Return the page with what was measured in its places, of which ``NAME: TITLE`` shows a part of NAME."""
+    places = re.findall(r"<!-- measured: (.+?) -->\n\n(?:(.*?)\n\n)?<!-- end -->\n", page, re.DOTALL)
+    known = ((place, before, parts.get(place.partition(":")[0])) for place, before in places)
+    shown = (
+        (place, part.shown(before) if isinstance(part, Table) else part) for place, before, part in known
+    )
+    return fill(page, {place: text for place, text in shown if text is not None})
+
+
+def as_json(parts: Parts) -> str:
+    rows = {name: part.rows if isinstance(part, Table) else part for name, part in parts.items()}
+    return json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
 
 
 def machine() -> str:

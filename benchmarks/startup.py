@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .measure import added
-from .page import Benchmark, table
+from .page import Benchmark, Parts, Table
 
 ROOT = Path(__file__).parents[1]
 PAIRS, LIMIT_MS, DRAWS = 300, 1.0, 1000
@@ -80,7 +80,7 @@ def start_ms(python: Path, environment: dict[str, str]) -> float:
     return (time.perf_counter() - begin) * 1000
 
 
-def parts(results: Sequence[Result]) -> dict[str, str]:
+def parts(results: Sequence[Result]) -> Parts:
     rows = [
         {
             "": result.case,
@@ -90,7 +90,7 @@ def parts(results: Sequence[Result]) -> dict[str, str]:
         }
         for result in results
     ]
-    return {"startup": table(rows)}
+    return {"startup": Table(1, rows)}
 
 
 BENCHMARK = Benchmark(measure, parts, is_met=lambda results: all(r.added_ms < LIMIT_MS for r in results))

@@ -12,7 +12,7 @@ import torch
 
 from tests.references.distillation_task import Student, distill
 
-from .page import Benchmark, table
+from .page import Benchmark, Parts, Table
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "DP 2": {},
@@ -68,7 +68,7 @@ def measure(quick: bool) -> list[Run]:
     return runs
 
 
-def parts(runs: Sequence[Run]) -> dict[str, str]:
+def parts(runs: Sequence[Run]) -> Parts:
     rows = [
         {
             "target": run.target,
@@ -80,7 +80,7 @@ def parts(runs: Sequence[Run]) -> dict[str, str]:
         }
         for run in runs
     ]
-    return {"students": table(rows)}
+    return {"students": Table(3, rows)}
 
 
 def plot(runs: Sequence[Run], figure: Any) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from tests.references.heads import Setup
 
 from .head import ALL_ROWS, QUICK, SCORING, SETUPS, call, deferred, inputs_of
-from .measure import TURNS, Result, on_ranks
-from .page import Benchmark, table
+from .measure import TURNS, Result, on_ranks, rows
+from .page import Benchmark, Parts
 
 SIZES = {f"{mib} MiB": mib << 20 for mib in (2, 8, 32, 64, 128, 512)}
 DEFAULT = "64 MiB"
@@ -30,21 +30,8 @@ def _measure(setup: Setup, turns: int) -> Result:
     return result
 
 
-def parts(results: Sequence[Result]) -> dict[str, str]:
-    return {
-        "time": _table(results, lambda result, mode, size: f"{result.duration(mode, size):.2f}"),
-        "memory": _table(
-            results, lambda result, mode, size: f"{result.costs[mode][size].peak_bytes / 2**20:.0f}"
-        ),
-    }
-
-
-def _table(results: Sequence[Result], cell: Callable[[Result, str, str], str]) -> str:
-    return table(
-        {"setup": str(result.setup), "rows": mode, **{size: cell(result, mode, size) for size in SIZES}}
-        for result in results
-        for mode in result.costs
-    )
+def parts(results: Sequence[Result]) -> Parts:
+    return {"tiles": rows(results, "mode", "tile")}
 
 
 BENCHMARK = Benchmark(measure, parts)

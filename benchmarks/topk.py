@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,8 +20,8 @@ from tests.references.sent_bytes import sent_bytes
 
 from .candidates import Candidate, calls, checkout
 from .logits import REFERENCE_ROWS, Logits, LogitsSetup
-from .measure import COPY, DEVICE, Call, Result, largest_error, on_ranks
-from .page import Benchmark, bars, join, left_out, number, table
+from .measure import DEVICE, Call, Result, largest_error, left_out, on_ranks, rows
+from .page import Benchmark, Parts
 
 Group = dist.ProcessGroup
 #: Log-probs [T, K] and, where there is one, the tail's [T].
@@ -92,6 +92,9 @@ SELECTIONS = (
 
 # Probability of the tail in the rows by which errors are measured.
 TAILS = (1e-1, 1e-4, 1e-7, 1e-9)
+#: Per row, what a rank sends; and errors.
+DETAILS = {"bytes sent": ",.0f", "collectives": ".0f"}
+DETAILS |= dict.fromkeys(("gradient error", *(f"tail {tail:g}" for tail in TAILS)), ".0e")
 AT_GIVEN_IDS, SELECTION = "at given ids", "selection"
 
 
@@ -124,7 +127,7 @@ class Inputs(Logits):
 
         def details() -> tuple[float, ...]:
             errors = [self._gradient_error(at_ids), *(self._tail_error(at_ids, tail) for tail in TAILS)]
-            return *_sent(partial(run, self.fresh())), *errors
+            return *self._sent(partial(run, self.fresh())), *errors
 
         return Call(run, self.fresh, least_bytes=3 * self.pristine.nbytes, details=details)
 
@@ -132,7 +135,13 @@ class Inputs(Logits):
         def run(_: object) -> Tensor:
             return select(self.pristine, self.k, self.group)
 
-        return Call(run, least_bytes=self.pristine.nbytes, details=lambda: _sent(partial(run, None)))
+        return Call(run, least_bytes=self.pristine.nbytes, details=lambda: self._sent(partial(run, None)))
+
+    def _sent(self, call: Callable[[], object]) -> tuple[float, float]:
+        """Return how many bytes per row a rank gives to collectives, and how many it calls."""
+        with sent_bytes() as sent:
+            call()
+        return sum(nbytes for _, nbytes in sent) / len(self.ids), len(sent)
 
     def _gradient_error(self, at_ids: AtIds) -> float:
         """Of log-probabilities, and of the tail where there is one, relative to the largest value."""
@@ -164,13 +173,6 @@ class Inputs(Logits):
         return measured.cpu(), expected[:, self.columns]
 
 
-def _sent(call: Any) -> tuple[float, float]:
-    """Return how many bytes a rank gives to collectives, and how many it calls."""
-    with sent_bytes() as sent:
-        call()
-    return sum(nbytes for _, nbytes in sent), len(sent)
-
-
 def measure(quick: bool) -> list[Result]:
     return on_ranks(_measure, QUICK, turns=1) if quick else on_ranks(_measure, SETUPS)
 
@@ -186,48 +188,8 @@ def _measure(setup: Setup, turns: int) -> Result:
     return result
 
 
-def parts(results: Sequence[Result]) -> dict[str, str]:
-    return {"top-k": join(*map(_section, results))}
+def parts(results: Sequence[Result]) -> Parts:
+    return {"top-k": rows(results, "mode", "way", DETAILS), "left out": left_out(results)}
 
 
-def _section(result: Result) -> str:
-    return join(
-        f"## {result.setup}",
-        f"One copy of a rank's logits takes {result.costs[AT_GIVEN_IDS][COPY].milliseconds:.1f} ms.",
-        table(_rows(result, AT_GIVEN_IDS)),
-        table(_rows(result, SELECTION)),
-        left_out(result.left_out),
-    )
-
-
-def _rows(result: Result, mode: str) -> Iterator[dict[str, str]]:
-    for name, cost in result.costs[mode].items():
-        if name == COPY:
-            continue
-        nbytes, collectives, *errors = cost.details
-        row = {
-            mode: name,
-            "memory": f"{result.memory(mode, name):.3f}",
-            "time": f"{result.duration(mode, name):.1f}",
-        }
-        if result.setup.tp_size > 1:
-            row |= {"sent": f"{nbytes / result.setup.rows:,.0f}", "collectives": f"{collectives:.0f}"}
-        titles = ["gradient error", *(f"tail {tail:g}" for tail in TAILS)]
-        yield row | {title: number(error, ".0e") for title, error in zip(titles, errors, strict=False)}
-
-
-def plot(results: Sequence[Result], figure: Any) -> None:
-    result = results[0]
-    names = [candidate.name for candidate in AT_IDS]
-    memory, duration = figure.subplots(2, 1)
-    bars(memory, "extra memory, × logits", [AT_GIVEN_IDS], names, result.memory)
-    bars(duration, "forward + backward, × one copy of the logits", [AT_GIVEN_IDS], names, result.duration)
-    for axes in (memory, duration):
-        axes.bar_label(axes.containers[0], fmt="%.3g", padding=3)
-        axes.set(xscale="log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.margins(x=0.2)
-    figure.suptitle(f"Log-probabilities at given ids, and the tail\n{result.setup}")
-
-
-BENCHMARK = Benchmark(measure, parts, plot, image="topk_memory_and_time.svg")
+BENCHMARK = Benchmark(measure, parts)

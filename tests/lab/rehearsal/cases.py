@@ -2,7 +2,7 @@
 
 A case gets a dtype, and runs forward and backward. In those of :data:`CONDITIONS_HOLD` the GPU's answer is
 that conditions hold: there are ties, an id is ruled out, tokens count, or another rank was interrupted. What
-the head takes at sizes that others have published is counted, as a part of its page.
+the head takes at sizes that others have published is counted, as a file beside its page.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from megatron_rl_patches.losses.deferred.tiles import add_product
 from megatron_rl_patches.losses.objectives.divergences import DIVERGENCES
 from tests.lab.rehearsal.recorder import Recorder, recording
 from tests.references.heads import BASE, DEFERRED, KEPT, Setup, share_of_logits
-from tests.references.pages import join, table
 
 SETUPS = Setup(8192, 4096, 151936, torch.bfloat16), Setup(4096, 4096, 131072, torch.bfloat16)
 
@@ -73,8 +72,8 @@ def count(setup: Setup, head: str, compiling_fails: bool = False) -> tuple[Recor
         return recorder, inputs, recorder.peak - 2 * inputs
 
 
-def part() -> str:
-    """Return the part of the page, in Markdown."""
+def heads() -> dict[str, list[dict[str, str]]]:
+    """Return what each head takes, and the products of deferred logits."""
     memory, products = [], []
     for setup, head in product(SETUPS, HEADS):
         record, inputs, peak = count(setup, head)
@@ -82,14 +81,14 @@ def part() -> str:
         sizes["with inputs and gradients"] = peak + 2 * inputs
         passes = ", ".join(f"{n} × `{name}`" for name, n in record.row_passes.items())
         memory.append(
-            {"setup": str(setup), "head": head}
+            {"set-up": str(setup), "head": head, "products": str(record.products.total())}
             | {name: f"{n / 2**30:.2f} GiB, {n / setup.logits_bytes:.3f}" for name, n in sizes.items()}
-            | {"products": str(record.products.total()), "row passes": passes}
+            | {"row passes": passes}
         )
         for shapes, number in record.products.items() if head == DEFERRED else ():
-            row = {"setup": str(setup), "products, deferred": shapes, "how often": str(number)}
+            row = {"set-up": str(setup), "products, deferred": shapes, "how often": str(number)}
             products.append(row)
-    return join(table(memory), table(products))
+    return {"heads": memory, "products": products}
 
 
 def where_compiling_fails() -> list[tuple[int, dict[str, int]]]:
@@ -332,7 +331,7 @@ def records(cases: dict[str, tuple[Case, int | None]]) -> dict[str, dict[str, An
 PARTS: dict[str, Callable[[], Any]] = {
     "losses": partial(records, LOSSES),
     "models": partial(records, MODELS),
-    "counted": part,
+    "counted": heads,
     "compiling fails": where_compiling_fails,
 }
 

@@ -18,9 +18,14 @@ from typing import Any
 
 import torch
 
-from tests.references.pages import fill
+from tests.references.heads import BASE, DEFERRED
+from tests.references.pages import fill, table
 
 PAGE = Path(__file__).parents[3] / "docs" / "benchmarks" / "head.md"
+COUNTED = PAGE.with_name("head_counted.json")
+#: What the page shows of the file.
+HEADS = (BASE, DEFERRED)
+COLUMNS = ("set-up", "head", "products", "beyond gradients", "with inputs and gradients")
 
 # What torch reads after the call: an output parameter, by its position, and its value.
 _RUNTIME_OUTPUTS = {
@@ -61,6 +66,15 @@ def rehearsed(part: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def texts(counted: dict[str, list[dict[str, str]]], page: str) -> dict[Path, str]:
+    """Return the file and the page with what is counted."""
+    shown = ({name: row[name] for name in COLUMNS} for row in counted["heads"] if row["head"] in HEADS)
+    return {
+        COUNTED: json.dumps(counted, indent=1, ensure_ascii=False) + "\n",
+        PAGE: fill(page, {"counted": table(shown)}),
+    }
+
+
 def _environment(torch_libraries: Path, folder: Path) -> dict[str, str]:
     """Compile the libraries into a folder, and return the variables with which a process uses them.
 
@@ -97,4 +111,5 @@ def _compile(library: Path, lines: list[str], *options: str) -> None:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(fill(PAGE.read_text("utf-8"), {"counted": rehearsed("counted")}), "utf-8")
+    for file, text in texts(rehearsed("counted"), PAGE.read_text("utf-8")).items():
+        file.write_text(text, "utf-8")

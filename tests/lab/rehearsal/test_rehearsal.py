@@ -14,7 +14,6 @@ import torch
 from megatron_rl_patches.losses.deferred import tiles
 from tests.lab.rehearsal import stand_ins
 from tests.lab.rehearsal.cases import CASES, DTYPES, LOSSES, MODELS, PLAIN
-from tests.references.pages import fill
 
 ROOT = Path(__file__).parents[3]
 _ONE_PASS = {"_local_scalar_dense in full_divergence.py:forward": 1}
@@ -86,8 +85,8 @@ def check(records: dict[str, Any], case: str, dtype: str) -> None:
 
 @pytest.mark.skipif(tiles._TORCH < (2, 10), reason="the page has the newest torch, with fewer tensors")
 def test_the_page_of_the_head_has_what_is_counted() -> None:
-    page = stand_ins.PAGE.read_text("utf-8")
-    assert fill(page, {"counted": rehearsed("counted")}) == page, (
+    expected = stand_ins.texts(rehearsed("counted"), stand_ins.PAGE.read_text("utf-8"))
+    assert {file: file.read_text("utf-8") for file in expected} == expected, (
         "run: python -m tests.lab.rehearsal.stand_ins"
     )
 
