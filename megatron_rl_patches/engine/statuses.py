@@ -18,7 +18,7 @@ State = Literal[Fault, "fits", "absent", "applied", "waiting", "not needed", "lo
 class SiteStatus:
     """The state of one site, and why it is in that state.
 
-    ``docs/how-it-works.md`` lists the states in a running process. Judged from source alone it is ``fits``
+    ``docs/how-it-works.md`` lists the states in a running process. By its source alone it is ``fits``
     (the patch has work to do, and can), ``absent`` (there is no such framework), ``not needed`` or a fault.
     ``detail`` says what an applied site has done in this process, such as steps that were skipped. A site
     that fits by itself, and has the state of another one that cannot take effect, names it in ``because_of``.

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 import textwrap
+import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -87,7 +88,9 @@ _LITERAL = re.compile(r"::\n\n((?:[ ]+.*\n|\n)+)")
 
 
 def packages() -> list[Any]:
-    return [importlib.import_module(f"megatron_rl_patches{name}") for name in PUBLIC]
+    with warnings.catch_warnings():  # the first import of torch and Megatron gives some
+        warnings.simplefilter("ignore")
+        return [importlib.import_module(f"megatron_rl_patches{name}") for name in PUBLIC]
 
 
 def public_names() -> dict[str, Any]:

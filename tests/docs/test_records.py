@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 import runpy
 from pathlib import Path
@@ -35,42 +36,52 @@ def _cell(page: str, section: str, row: str | tuple[str, ...], column: str) -> s
     return cell
 
 
-def test_the_numbers_are_those_that_were_measured() -> None:
-    """Of each card: the large number, the number that it replaces, and the text below it."""
-    cards = re.search(
-        r'<div class="grid cards" markdown>(.*?)</div>', (DOCS / "index.md").read_text("utf-8"), re.DOTALL
+# A number with a unit, or in words.
+_NUMBER = re.compile(r"(\d[\d.,]*)\W{0,3} ?(?:calls|GB|MiB|×|µs|ms|%)|\b(\w+) times\b")
+_LINK = re.compile(r"\]\((?:docs/)?([\w/-]+\.md)[^)]*\)")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_a_number_is_next_to_a_link_to_the_page_that_has_it(page: str) -> None:
+    prose = re.sub(
+        r"^```.*?^```$|<!--.*?-->", "", (ROOT / page).read_text("utf-8"), flags=re.MULTILINE | re.DOTALL
     )
-    line = r"- \*\*([\d.]+) \S+\*\*[^\n]* instead of ([\d.]+) [^\n]+\n"
-    calls, teacher, loss, head = re.findall(rf"{line}(.*?)(?=\n- |\Z)", cards[1] if cards else "", re.DOTALL)
+    counted = 0
+    for part in re.split(r"\n(?=- |\| )|\n\n(?! )", prose):
+        linked = (DOCS / target for target in _LINK.findall(part))
+        texts = [target.read_text("utf-8") for target in linked if target.exists()]
+        for number, word in _NUMBER.findall(part):
+            counted += 1
+            assert any(word in text if word else _has(text, number) for text in texts), (part, number or word)
+    assert counted >= 2
 
-    demo = (DOCS / "demo.md").read_text("utf-8")
-    (rollouts,) = re.findall(r"^(\d+) rollouts, one train\(\) call each", demo, re.MULTILINE)
-    assert calls[:2] == (rollouts, "1")
 
-    counted = ("memory.md", "The case of a 27B teacher")
+def _has(text: str, number: str) -> bool:
+    """Return whether a page has a number that rounds to this one."""
+    digits = len(number.partition(".")[2])
+    numbers = (float(found) for found in re.findall(r"\d+(?:\.\d+)?", text.replace(",", "")))
+    return any(abs(found - float(number.replace(",", ""))) <= 0.5 * 10**-digits + 1e-9 for found in numbers)
+
+
+def test_the_cards_are_what_was_measured() -> None:
+    cards = (DOCS / "index.md").read_text("utf-8")
+    setup = ("[8192, 256] × 65536, float32", "log-probs and entropy")
+    names = ("stock code (slime)", "logits materialized, `lean-loss`", "deferred")
+    memory = [float(_cell("benchmarks/head.md", "Memory", (*setup, name), "memory")) for name in names]
+    stock, loss, head = (f"{one + 1e-9:.2f} ×" for one in memory)
+    assert f"**{loss}** the logits instead of {stock}" in cards
+    assert f"**{head}** the logits instead of {stock}" in cards
+    table = ("memory.md", "The case of a 27B teacher")
     column = "counted: Megatron-LM's `--bf16`"
-    assert teacher[:2] == (_cell(*counted, "inference-only", column), _cell(*counted, "total", column))
-    assert "(memory.md)" in teacher[2] and "(benchmarks/inference_memory.md)" in teacher[2]
-    (claimed,) = re.findall(r"within ([\d.]+)%", " ".join(teacher[2].split()))
+    lean, total = (_cell(*table, (row,), column) for row in ("inference-only", "total"))
+    assert f"**{lean} GB** instead of {total} GB" in cards
+    calls = (ROOT / "tests" / "real" / "test_reentry.py").read_text("utf-8")
+    assert re.findall(r"\*\*(\d+) calls\*\*", cards) == re.findall(r"rollouts=(\d\d)\b", calls)
+    (claimed,) = re.findall(r"within ([\d.]+)%", cards)
     record = json.loads((DOCS / "benchmarks" / "inference_memory.json").read_text("utf-8"))
     uses = ("training: difference", "inference-only: difference")
     differences = [abs(float(row[use].rstrip("%"))) for row in record["memory"] for use in uses]
     assert differences and max(differences) <= float(claimed)
-
-    setup = ("TP 1, float32 [2048, 32768]", "+ entropy with gradient")
-    section = "Log-probabilities and entropy, with both gradients"
-    ours, in_place, stock = (
-        _cell("benchmarks/loss.md", section, (*setup, name), "memory")
-        for name in ("ours, compiled", "ours, compiled, in place", "slime")
-    )
-    assert loss[:2] == (ours, stock) and f"In place: {in_place} ×" in loss[2]
-    assert "(benchmarks/loss.md)" in loss[2]
-
-    setup = ("[8192, 256] × 65536, float32", "log-probs and entropy")
-    heads = ("deferred", "logits materialized, `lean-loss`")
-    memory = [float(_cell("benchmarks/head.md", "Memory", (*setup, name), "memory")) for name in heads]
-    assert head[:2] == tuple(f"{one + 1e-9:.2f}" for one in memory)
-    assert "8,192 tokens and 65,536 ids" in head[2] and "(benchmarks/head.md)" in head[2]
 
 
 def test_bias_variance_and_memory_of_objectives() -> None:

@@ -335,6 +335,14 @@ def screen(show: object, *facts: object, width: int = 80, terminal: bool = False
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
+BY = {"default": "1", "all": "all", "by name": "its name"}
+NOT_SELECTED = ", ".join(
+    f"{name} ({BY[patch.selected_by]} selects it)"
+    for name, patch in registry.patches().items()
+    if name != "lean-loss"
+)
+
+
 def test_a_row_for_each_patch_and_framework_and_reasons_for_the_rest() -> None:
     assert screen(show_diagnosis, DIAGNOSIS) == [
         "megatron-rl-patches 0.2.0, Python 3.11.7, torch absent, wrapt 2.5.2",
@@ -345,9 +353,10 @@ def test_a_row_for_each_patch_and_framework_and_reasons_for_the_rest() -> None:
         "absent: verl",
         "",
         "MEGATRON_RL_PATCHES_STRICT=1",
-        "MEGATRON_RL_PATCHES=lean-loss: selected: lean-loss",
+        "MEGATRON_RL_PATCHES=lean-loss selects lean-loss",
+        "not selected: " + NOT_SELECTED,
         "",
-        "patch      framework      sites",
+        "patch      framework      patched functions",
         "lean-loss  slime          2 fit, 1 not needed",
         "lean-head  megatron.core  2 drifted (not selected)",
         "without a framework: distillation",

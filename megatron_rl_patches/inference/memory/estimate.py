@@ -1,4 +1,4 @@
-"""How many bytes a Megatron model takes on each rank: training, scoring, and training beside teachers.
+"""How many bytes a Megatron model takes on each rank: training, scoring, and training next to teachers.
 
 Source of what training takes: megatron-core's ``DistributedDataParallel`` and ``_ParamAndGradBuffer``,
 ``DistributedOptimizer``, ``Float16OptimizerWithFloat16Params`` and ``HybridDeviceOptimizer``, and
@@ -91,7 +91,7 @@ class Memory:
 class StageEstimate:
     """Memory of one rank of a pipeline stage; ranks of a stage differ by no more than a shard's padding.
 
-    ``with_teachers`` is training beside a pool of models: the device holds one, host memory all. Layers of
+    ``with_teachers`` is training next to a pool of models: the device holds one, host memory all. Layers of
     multi-token prediction are part of ``training`` and of the numbers of parameters, but not of
     ``inference_only`` and of teachers, as :func:`.build_inference_model` builds them.
     """
@@ -134,7 +134,7 @@ def estimate_memory(
     teacher_heads: bool = False,
     **described: Any,
 ) -> MemoryEstimate:
-    """Estimate the memory of each rank for training, for scoring only, and for training beside teachers.
+    """Estimate the memory of each rank for training, for scoring only, and for training next to teachers.
 
     A described model is the real ``GPTModel`` of the installed megatron-core: a child process builds it for
     each pipeline stage on the meta device, with local layers and experts, which have the parameters of

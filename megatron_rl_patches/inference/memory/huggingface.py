@@ -63,7 +63,7 @@ class _Family(NamedTuple):
     queries, keys and values.
     """
 
-    #: As ``_NAMES``, beside which they are.
+    #: As ``_NAMES``, in addition to them.
     names: Mapping[str, str] = _GROUPED_ATTENTION
     #: Fields that have the same value in all of these models.
     fixed: Mapping[str, Any] = {}
