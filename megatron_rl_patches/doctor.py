@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 import shlex
@@ -12,14 +11,12 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 import _megatron_rl_patches_startup as startup_trigger
 
 from . import __version__
+from .common.distributions import version_of
 from .engine import registry
 from .engine.judge import judge_all
 from .engine.patch import Patch, third_party
@@ -135,13 +132,13 @@ def examine(environ: Mapping[str, str] = os.environ, command: str = "") -> Diagn
     patches = registry.patches().values()
     statuses = judge_all(Environment(), patches, choice.settings)
     startup = examine_startup(environ)
-    wrapt = _version_of("wrapt")
+    wrapt = version_of("wrapt")
     return Diagnosis(
         version=__version__,
         path=str(Path(__file__).parent),
         python=sys.version.split()[0],
         executable=sys.executable,
-        torch=_version_of("torch"),
+        torch=version_of("torch"),
         wrapt=wrapt,
         frameworks=tuple(examine_framework(name) for name in framework_names(patches, statuses)),
         variables=dict(choice.variables),
@@ -310,7 +307,7 @@ def framework_names(patches: Iterable[Patch], statuses: Iterable[SiteStatus]) ->
 
 def examine_framework(name: str) -> Framework:
     file = Environment().file_of(name)
-    version = _version_of(name.replace(".", "-"), file) if file else None
+    version = version_of(name.replace(".", "-"), file) if file else None
     return Framework(name, file and str(Path(file).parent), version)
 
 
@@ -340,26 +337,3 @@ def examine_startup(environ: Mapping[str, str] = os.environ) -> Startup:
         return Startup(file, False, f"{reason}: Python reads no .pth file there")
     complaint = child.stderr.strip().splitlines()[-1:] or ["a new process of this Python ignores it"]
     return Startup(file, False, complaint[0])
-
-
-def _version_of(distribution: str, file: str | None = None) -> str | None:
-    """Return the version of what is installed; ``None`` if ``file`` is not a part of it.
-
-    A folder on PYTHONPATH hides an installed package whose version is another one.
-    """
-    try:
-        installed = metadata.distribution(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-    folders = [str(installed.locate_file("")), _editable_folder(installed)]
-    is_of_it = file is None or any(folder and Path(file).is_relative_to(folder) for folder in folders)
-    return installed.version if is_of_it else None
-
-
-def _editable_folder(distribution: metadata.Distribution) -> str | None:
-    """Return the folder that an editable install leads to."""
-    try:
-        url = json.loads(distribution.read_text("direct_url.json") or "{}")
-    except ValueError:
-        return None
-    return url2pathname(urlsplit(url["url"]).path) if url.get("dir_info", {}).get("editable") else None

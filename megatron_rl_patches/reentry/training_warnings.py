@@ -182,7 +182,7 @@ def report(
 ) -> None:
     """Keep the message about a setting, unless there is one already; ranks where ``says()`` holds log it."""
     if setting not in messages:
-        messages[setting] = message.text(**values)
+        messages[setting] = message.text(**values).removeprefix("megatron_rl_patches: ")
         if says():
             message.log(**values)
 

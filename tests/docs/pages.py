@@ -88,14 +88,14 @@ _LITERAL = re.compile(r"::\n\n((?:[ ]+.*\n|\n)+)")
 
 
 def packages() -> list[Any]:
-    with warnings.catch_warnings():  # the first import of torch and Megatron gives some
-        warnings.simplefilter("ignore")
-        return [importlib.import_module(f"megatron_rl_patches{name}") for name in PUBLIC]
+    return [importlib.import_module(f"megatron_rl_patches{name}") for name in PUBLIC]
 
 
 def public_names() -> dict[str, Any]:
     """Return what the public packages offer."""
-    return {name: getattr(package, name) for package in packages() for name in package.__all__}
+    with warnings.catch_warnings():  # names are imported when they are asked for, with torch and Megatron
+        warnings.simplefilter("ignore")
+        return {name: getattr(package, name) for package in packages() for name in package.__all__}
 
 
 def examples() -> dict[str, str]:

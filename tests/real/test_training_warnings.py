@@ -100,8 +100,8 @@ def _warned(
         assert form == "alone" or doctor.notes_of(doctor.choice_of(), []) == training_warnings.reported()
     logger.removeHandler(handler)
     messages = [record.getMessage() for record in handler.buffer]
-    prefix = "megatron_rl_patches: "  # the summary of what is applied has another one
-    lines = [message.removeprefix(prefix) for message in messages if message.startswith(prefix)]
+    messages = [message.removeprefix("megatron_rl_patches: ") for message in messages]
+    lines = [message for message in messages if not message.startswith("in place: ")]
     assert set(lines) <= set(training_warnings.reported())
     return result, lines
 

@@ -47,11 +47,8 @@ def test_the_largest_dropout_of_the_chunks_is_reported_once(caplog: LogCaptureFi
         for _ in range(2):
             train(model, [])
     [message] = reported()
-    assert (
-        message.startswith("megatron_rl_patches: attention_dropout=0.2: ")
-        and "--attention-dropout 0 " in message
-    )
-    assert [record.getMessage() for record in caplog.records] == [message]
+    assert message.startswith("attention_dropout=0.2: ") and "--attention-dropout 0 " in message
+    assert [record.getMessage() for record in caplog.records] == [f"megatron_rl_patches: {message}"]
 
 
 @pytest.mark.parametrize(
