@@ -70,7 +70,7 @@ def _in_framework(framework: str, patch: str) -> str:
     if own in ("", NOT_NEEDED, NOT_CHECKED) and patch in ranges["megatron-core"]:
         of_core = ranges["megatron-core"][patch]
         is_everywhere = of_core.startswith("0.14") and of_core.endswith(_newest())
-        return "yes" if is_everywhere else f"megatron-core {of_core}"
+        return "all" if is_everywhere else f"megatron-core {of_core}"
     return own
 
 
@@ -79,42 +79,16 @@ def _newest() -> str:
 
 
 def patches(*names: str) -> str:
-    """Return a table of patches with a column for each framework of a quickstart."""
-    columns = {SOURCES[name][0]: name for name in names}
+    """Return a table of the patches that take effect under the frameworks of a quickstart."""
     rows = []
     for patch in sorted(registry.patches().values(), key=lambda p: (_order(p), p.name)):
-        cells = {framework: _in_framework(framework, patch.name) or "–" for framework in columns}
-        if set(cells.values()) != {"–"}:
-            rows.append({**_described(patch), **cells})
-    return table(rows)
-
-
-def _order(patch: Patch) -> int:
-    return [*_SWITCHES].index(patch.selected_by)
-
-
-def _described(patch: Patch) -> dict[str, str]:
-    return {
-        "patch": f"[`{patch.name}`](patches/{patch.name}.md)",
-        "what it does": patch.summary,
-        "switched on by": _SWITCHES[patch.selected_by],
-    }
-
-
-def frameworks() -> str:
-    """Return README's table: which patches take effect under a framework, and whether it was run for real."""
-    ran = {run["source"] for run in runs_on_record()}
-    known = load()
-    rows = []
-    for framework in FRAMEWORKS:
-        if framework == "megatron-core":
-            continue
-        name = framework.lower()
-        was_run = any(one.identity in ran for one in known if one.source.lower().startswith(f"{name} "))
-        page = _QUICKSTARTS.get(name, name)
-        link = f"[{framework}](quickstart/{page}.md)" if name in SOURCES else framework
-        cell = _names(framework)
-        rows.append({"framework": link, "patches": cell, "run for real": "yes" if was_run else "no"})
+        places: dict[str, list[str]] = {}
+        for framework in (SOURCES[name][0] for name in names):
+            places.setdefault(_in_framework(framework, patch.name), []).append(framework)
+        if places.keys() - {""}:
+            texts = [f"{', '.join(of)}: {where}" for where, of in places.items() if where]
+            where = "; ".join(texts) if len(names) > 1 else next(iter(places))
+            rows.append({**_described(patch), "takes effect in": where})
     return table(rows)
 
 

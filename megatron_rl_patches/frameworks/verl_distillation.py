@@ -107,7 +107,7 @@ def _losses(own: Callable[..., Any], name: str, **arguments: Any) -> tuple[Tenso
     if _TRUNCATED not in output and name != FORWARD_KL:
         raise InvalidInputError(
             f"loss_mode={name} is for Megatron workers, and the patch `distillation` has to be selected in "
-            "their environment, too: MEGATRON_RL_PATCHES=all,distillation; or choose another loss_mode"
+            "their environment, too: MEGATRON_RL_PATCHES=1,distillation; or choose another loss_mode"
         )
     losses, metrics = own(**arguments)
     if _TRUNCATED in output:
