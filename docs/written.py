@@ -92,6 +92,35 @@ def patches(*names: str) -> str:
     return table(rows)
 
 
+def _order(patch: Patch) -> int:
+    return [*_SWITCHES].index(patch.selected_by)
+
+
+def _described(patch: Patch) -> dict[str, str]:
+    return {
+        "patch": f"[`{patch.name}`](patches/{patch.name}.md)",
+        "what it does": patch.summary,
+        "switched on by": _SWITCHES[patch.selected_by],
+    }
+
+
+def frameworks() -> str:
+    """Return README's table: which patches take effect under a framework, and whether it was run for real."""
+    ran = {run["source"] for run in runs_on_record()}
+    known = load()
+    rows = []
+    for framework in FRAMEWORKS:
+        if framework == "megatron-core":
+            continue
+        name = framework.lower()
+        was_run = any(one.identity in ran for one in known if one.source.lower().startswith(f"{name} "))
+        page = _QUICKSTARTS.get(name, name)
+        link = f"[{framework}](quickstart/{page}.md)" if name in SOURCES else framework
+        cell = _names(framework)
+        rows.append({"framework": link, "patches": cell, "run for real": "yes" if was_run else "no"})
+    return table(rows)
+
+
 def _names(framework: str) -> str:
     found = {patch: _in_framework(framework, patch) for patch in registry.patches()}
     unchecked = [f"`{patch}`" for patch in found if found[patch] == NOT_CHECKED]
