@@ -59,8 +59,8 @@ reason, [each run](../tests/frameworks/runs.json), and [each model](../tests/rea
 
 ## Sources
 
-All sources are unmodified. The last column names the [suites](frameworks.md#what-each-suite-shows) that ran on
-them, on one and two CPU ranks.
+All sources are unmodified. The last column names the [suites](frameworks.md#what-each-suite-shows) that ran
+on them, on one and two CPU ranks.
 
 {sources}
 
