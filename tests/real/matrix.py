@@ -55,8 +55,8 @@ REASONS = """\
 The layouts are 1 rank, DP 2, TP 2, PP 2, PP 2 with VPP 2, and CP 2. Models with experts also run on EP 2 and
 on TP 2 with expert TP 1. The hybrid model runs on 1 rank, DP 2 and PP 2 only: its state space is not divided.
 
-- **After an exception**, the stages of a pipeline wait for each other. For pipelines, only the dense model has
-  tests: one for each pair of stages at which two ranks fail.
+- **After an exception**, the stages of a pipeline wait for each other. For pipelines, only the dense model
+  has tests: one for each pair of stages at which two ranks fail.
 - **Multi-token prediction**: up to 0.18, megatron-core trains it with labels only, so you cannot combine it
   with a loss on logits.
 """
