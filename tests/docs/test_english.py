@@ -43,7 +43,8 @@ def _strings() -> Iterator[tuple[str, str]]:
 
 def test_pages() -> None:
     bad = []
-    for path in pages.paths():
+    changes = [ROOT / "CHANGELOG.md", *sorted((ROOT / "changelog.d").glob("*.md"))]
+    for path in (*pages.paths(), *changes):
         name, prose = pages.name_of(path), _prose(path.read_text("utf-8"))
         found = [*WORDS.finditer(prose), *SENTENCES.finditer(prose)]
         found += [] if name.startswith(OF_SITES) else SITE.finditer(prose)

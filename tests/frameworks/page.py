@@ -40,7 +40,7 @@ hide:
 in tests/frameworks, and from tests/real/models.json. -->
 
 The table shows in which releases each patch takes effect. `main` is the commit in the list of sources below.
-For the code that you have, run `megatron-rl-patches check`: it compares the code itself, not its version.
+For your own code, run `megatron-rl-patches check`: it compares the code itself, not its version.
 
 <div class="matrix" markdown>
 
@@ -48,20 +48,19 @@ For the code that you have, run `megatron-rl-patches check`: it compares the cod
 
 </div>
 
-- **core**: all functions that the patch changes are in megatron-core, on which the framework runs. Look at
-  the row megatron-core.
-- **not needed**: the framework does not have the bug. The patch leaves it alone.
+- **core**: what the patch changes is in megatron-core, on which the framework runs. Look at the row
+  megatron-core.
+- **not needed**: the framework does not have the fault, and the patch leaves it alone.
 - **not checked**: the patch is newer than the record of this commit, which can no longer be fetched.
 - **–**: the patch changes nothing in the framework.
 
 The full records are JSON: [each patched function](../tests/frameworks/verdicts.json) with its result and the
-reason, [each run](../tests/frameworks/runs.json) with ranks and versions, and
-[each model](../tests/real/models.json).
+reason, [each run](../tests/frameworks/runs.json), and [each model](../tests/real/models.json).
 
 ## Sources
 
-All sources are unmodified. The last column names the suites that ran on them, on one and two CPU ranks;
-[Frameworks, run for real](frameworks.md#what-each-suite-shows) says what each suite shows.
+All sources are unmodified. The last column names the [suites](frameworks.md#what-each-suite-shows) that ran
+on them, on one and two CPU ranks.
 
 {sources}
 
@@ -188,16 +187,18 @@ def _source_rows(table: Sequence[Known], runs: Sequence[Run]) -> Iterator[dict[s
     for framework in FRAMEWORKS:
         of_framework = [one for one in table if _split(one)[0] == framework]
         for (_, ran), group in groupby(of_framework, key):
-            listed = ", ".join(f"{_link(one)} ({one.date})" for one in group)
+            listed = ", ".join(map(_link, group))
             yield {"framework": framework, "releases": listed, "run for real": ran}
 
 
 def _link(one: Known) -> str:
+    """Return the release, with its date where its name does not tell which commit it is."""
     release = _split(one)[1]
     if one.commit is None:
         return release
     repository = REPOSITORIES[one.source.split()[0]]
-    return f"[{release}](https://github.com/{repository}/commit/{one.commit})"
+    date = f" ({one.date})" if release == "main" else ""
+    return f"[{release}](https://github.com/{repository}/commit/{one.commit}){date}"
 
 
 def _left_alone(table: Sequence[Known]) -> Iterator[dict[str, str]]:
@@ -224,7 +225,7 @@ def _reason(one: Known, patch: str) -> str:
 
 
 def _model_rows(record: Mapping[str, Mapping[str, list[str]]]) -> Iterator[dict[str, str]]:
-    """Yield a row for each model, with what passed for each promise."""
+    """Yield a row for all models with the same results: what passed for each promise."""
 
     def cell(promise: str, model: str) -> str:
         by_releases: dict[str, list[str]] = {}
@@ -236,5 +237,8 @@ def _model_rows(record: Mapping[str, Mapping[str, list[str]]]) -> Iterator[dict[
         return "; ".join(texts) + (f" but {' and '.join(untested)}" if untested else "")
 
     promises = dict.fromkeys(promise for cells in record.values() for promise in cells)
+    rows: dict[tuple[str, ...], list[str]] = {}
     for model in models.MODELS:
-        yield {"model": model, **{promise: cell(promise, model) for promise in promises}}
+        rows.setdefault(tuple(cell(promise, model) for promise in promises), []).append(model)
+    for cells, of_row in rows.items():
+        yield {"models": "; ".join(of_row), **dict(zip(promises, cells, strict=True))}

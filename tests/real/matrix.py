@@ -52,14 +52,13 @@ HALVES = (
 _EXPERTS = {"EP 2", "TP 2, expert TP 1"}
 #: For the page, in Markdown.
 REASONS = """\
-The layouts are 1 rank, DP 2, TP 2, PP 2, PP 2 with VPP 2, and CP 2. Models with experts are also tested on
-EP 2 and on TP 2 with expert TP 1. The hybrid model is tested on 1 rank, DP 2 and PP 2 only: its state space
-is not divided.
+The layouts are 1 rank, DP 2, TP 2, PP 2, PP 2 with VPP 2, and CP 2. Models with experts also run on EP 2 and
+on TP 2 with expert TP 1. The hybrid model runs on 1 rank, DP 2 and PP 2 only: its state space is not divided.
 
-- **After an exception**, the stages of a pipeline wait for each other. The dense model has a test for each
-  pair of stages at which two ranks fail; the other models have none.
-- **Multi-token prediction**: up to 0.18, megatron-core trains it with labels only, so that you cannot combine
-  it with a loss on logits.
+- **After an exception**, the stages of a pipeline wait for each other. For pipelines, only the dense model
+  has tests: one for each pair of stages at which two ranks fail.
+- **Multi-token prediction**: up to 0.18, megatron-core trains it with labels only, so you cannot combine it
+  with a loss on logits.
 """
 
 
