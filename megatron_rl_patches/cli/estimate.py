@@ -66,7 +66,7 @@ def estimate(
     plot: Annotated[Path | None, output_file("--plot", _PLOT_HELP, check_plot, _OUTPUT)] = None,
     json: Annotated[bool, _option(_OUTPUT, "--json", "Write JSON to stdout, all in bytes.")] = False,
 ) -> None:
-    """Say how much memory a model takes on each rank: training, inference-only, and training beside teachers.
+    """Say how much memory a model takes on each rank: training, inference-only, and training with teachers.
 
     Parameters are counted in the real GPTModel, built without memory for each pipeline stage. Needs torch and
     megatron-core, but no GPU. Activations are not part of it.
