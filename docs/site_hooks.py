@@ -25,7 +25,7 @@ SEARCH_BOOSTS = {
     ),
     "development/": 0.3,
 }
-_OF_REPOSITORY = re.compile(r"\]\((?:\.\./)+((?:examples|tests)/[^)]+)\)")
+_OF_REPOSITORY = re.compile(r"\]\((?:\.\./)+((?:examples/|tests/|SECURITY\.md)[^)]*)\)")
 _REPOSITORY = re.compile(r'^Repository = "(.+)"$', re.MULTILINE)
 _TABS = re.compile(r"^<!-- tabs -->\n(.*?)^<!-- end tabs -->\n", re.DOTALL | re.MULTILINE)
 _EQUATION = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
