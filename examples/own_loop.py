@@ -1,4 +1,4 @@
-"""Three train() calls in one process, as reinforcement learning needs them; Megatron-core expects one call.
+"""Three train() calls in one process, as reinforcement learning needs them. Megatron-core expects one call.
 
 python own_loop.py              # two ranks on the CPU, both overlaps, distributed optimizer
 python own_loop.py --plain      # without the package: the second call fails
@@ -11,7 +11,7 @@ from megatron_rl_patches.reentry import reentrant_train
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks, tiny_model
 
 STEPS, MICROBATCHES, SAMPLES = 2, 2, 4
-QUIET = {"PYTHONWARNINGS": "ignore"}  # Megatron names the optional packages that are not installed
+QUIET = {"PYTHONWARNINGS": "ignore"}  # Megatron warns of optional packages that are not installed
 
 
 def train(model, optimizer, rollout):
@@ -27,7 +27,7 @@ def train(model, optimizer, rollout):
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
 
-    # The first step runs without the hooks that gather parameters, as upstream has it.
+    # The first step runs without the hooks that gather parameters, as in Megatron-LM.
     chunk.disable_forward_pre_hook(param_sync=False)
     for step in range(STEPS):
         chunk.zero_grad_buffer()
@@ -61,7 +61,7 @@ def forward_step(data_iterator, chunk):
 
 
 def generate(tiny, seed):
-    """Stand in for the rollout engine: rows of ascending tokens, a list of microbatches for each step."""
+    """Take the place of the rollout engine: return microbatches of ascending tokens, a list for each step."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -79,8 +79,8 @@ def run(plain):
         model, optimizer = tiny.build()
         loop = train
         if not plain:
-            megatron_rl_patches.apply("reentrant-train")  # hooks may be disabled twice
-            loop = reentrant_train(train)  # and the loop may install no_sync_func again
+            megatron_rl_patches.apply("reentrant-train")  # now hooks can be disabled twice
+            loop = reentrant_train(train)  # and the loop can install no_sync_func again
         return [loop(model, optimizer, generate(tiny, 10 * rollout + get_rank())) for rollout in range(3)]
 
 

@@ -1,11 +1,11 @@
-"""A reward model and a critic: a head with one column in place of the output layer, scored without DDP.
+"""A reward model or a critic, without DDP and optimizer: its output layer is a head with one column.
 
 python reward_model.py      # two pipeline stages on the CPU
 """
 
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks, tiny_model
 
-QUIET = {"PYTHONWARNINGS": "ignore"}  # Megatron names the optional packages that are not installed
+QUIET = {"PYTHONWARNINGS": "ignore"}  # Megatron warns of optional packages that are not installed
 
 
 def provider_with_head(tiny):
@@ -13,7 +13,7 @@ def provider_with_head(tiny):
     import torch
 
     class ValueHead(torch.nn.Linear):
-        """GPTModel expects of its output layer a result and a bias; [s, b, h] becomes [s, b, 1]."""
+        """Map [s, b, h] to [s, b, 1]. GPTModel expects that its output layer returns a pair with a bias."""
 
         def forward(self, hidden, weight=None, runtime_gather_output=None):
             return super().forward(hidden), None
@@ -37,7 +37,7 @@ def run():
         tiny = tiny_model("dense", pp=2)
         tiny.initialize()
         model = build_inference_model(provider_with_head(tiny), tiny.transformer_config(), dtype="fp32")
-        # In your job: load_inference_checkpoint(model, "checkpoints/reward"). Here: weights at random.
+        # In your job: load_inference_checkpoint(model, "checkpoints/reward"). Here the weights are random.
         for number, parameter in enumerate(model[0].parameters()):
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))
 

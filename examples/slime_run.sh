@@ -49,7 +49,7 @@ PERF_ARGS=(
   --sequence-parallel
   --use-dynamic-batch-size
   --max-tokens-per-gpu 9216
-  --overlap-grad-reduce  # possible since train() is re-entrant
+  --overlap-grad-reduce  # possible because train() can be called again
   --overlap-param-gather
 )
 TRAIN_ARGS=(
@@ -57,7 +57,7 @@ TRAIN_ARGS=(
   --optimizer adam
   --lr 1e-6
   --lr-decay-style constant
-  --attention-dropout 0.0 # Megatron's default is 0.1, which spoils log-probabilities
+  --attention-dropout 0.0 # with Megatron's default, 0.1, training and scoring give different log-probabilities
   --hidden-dropout 0.0
 )
 

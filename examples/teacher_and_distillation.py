@@ -3,10 +3,10 @@
     python teacher_and_distillation.py      # two tensor-parallel ranks on the CPU
     python teacher_and_distillation.py 24   # the same with a top-k of 24 of the 32 tokens
 
-Each rollout scores the student's tokens with the teacher, then trains one step on the reverse KL divergence:
-over the whole vocabulary, or over the k tokens that the student finds most probable and the tail of all
-others. No logits are held in memory: the teacher gives its hidden states, or its probabilities of the k
-tokens, and the patch `lean-head` makes the student's logits deferred.
+In each rollout, the teacher scores the student's tokens, and the student trains one step on the reverse KL
+divergence. The divergence is over the whole vocabulary, or over the student's k most probable tokens and the
+tail of all others. No logits are in memory: the teacher returns its hidden states, or the probabilities of
+the k tokens, and the patch `lean-head` makes the student's logits deferred.
 """
 
 import sys
@@ -16,7 +16,7 @@ from megatron_rl_patches.testing import cpu_backend, spawn_ranks, tiny_model
 
 ROLLOUTS, SAMPLES, PROMPT, RESPONSE = 30, 8, 4, 12
 LENGTH = PROMPT + RESPONSE
-QUIET = {"PYTHONWARNINGS": "ignore"}  # Megatron names the optional packages that are not installed
+QUIET = {"PYTHONWARNINGS": "ignore"}  # Megatron warns of optional packages that are not installed
 
 
 def build_teacher(tiny):
@@ -24,14 +24,14 @@ def build_teacher(tiny):
     from megatron_rl_patches.inference import build_inference_model
 
     teacher = build_inference_model(tiny.provider, tiny.transformer_config(), dtype="fp32")
-    # In your job: load_inference_checkpoint(teacher, "checkpoints/math"). Here: weights at random.
+    # In your job: load_inference_checkpoint(teacher, "checkpoints/math"). Here the weights are random.
     [weights] = tiny_model("dense", tp=tiny.tp, seed=99, config={"init_method_std": 0.3}).chunks()
     teacher[0].load_state_dict(weights.state_dict())
     return teacher
 
 
 def distributions_of(teacher, student, tokens, k):
-    """Return the teacher's distribution of each response: of k tokens, or of the whole vocabulary."""
+    """Return the teacher's distributions for each response: over k tokens, or over the whole vocabulary."""
     from megatron_rl_patches.inference import forward_hidden_states, forward_topk, output_head
     from megatron_rl_patches.losses import FullDistribution
 
@@ -48,7 +48,7 @@ def distributions_of(teacher, student, tokens, k):
 
 
 def make_forward_step(distributions):
-    """Return Megatron's forward step for a microbatch whose teacher has these distributions."""
+    """Return Megatron's forward step for a microbatch. The distributions are those of the teacher."""
     import torch
     from megatron.core import parallel_state
 

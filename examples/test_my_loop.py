@@ -54,14 +54,14 @@ def train(model, optimizer, rollout):
 
 @pytest.fixture
 def model(mocker: MockerFixture):
-    """Your own set-up code, with the mock in place of the class that it imports."""
+    """Run your own set-up code, with the mock in place of the class that it imports."""
     mocker.patch(f"{__name__}.DDP", MockDDP)
     return set_up([torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))], MockConfig())
 
 
 @pytest.fixture(autouse=True)
 def patched():
-    """Hooks may be disabled twice, as in your job."""
+    """Put the patch in place, as in your job, so that hooks can be disabled twice."""
     with megatron_rl_patches.applied("reentrant-train"):
         yield
 

@@ -7,9 +7,9 @@
 #   +    +actor_rollout_ref.actor.megatron.override_ddp_config.overlap_grad_reduce=True \
 #   +    +actor_rollout_ref.actor.megatron.override_ddp_config.overlap_param_gather=True \
 #
-# Write `default`, which means the same as `1`: Hydra makes an integer of `1`, and Ray refuses variables that are not
-# strings. Install the package first, on every node, into the Python that Ray's workers run. Rank 0 of the workers logs
-# one line that begins with "megatron_rl_patches: in place:" before the first training step.
+# Write `default`, which means the same as `1`: Hydra turns `1` into an integer, and Ray refuses variables that are
+# not strings. Install the package first, on every node, into the Python that Ray's workers run. Rank 0 of the workers
+# logs one line that begins with "megatron_rl_patches: in place:" before the first training step.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen3-8B}

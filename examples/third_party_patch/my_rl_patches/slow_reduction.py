@@ -1,4 +1,4 @@
-"""Say which rank waits long for the reduction of gradients: a patch in a package of its own.
+"""A patch in a package of its own: a rank that waits long for the reduction of gradients says so.
 
     pip install examples/third_party_patch
     MEGATRON_RL_PATCHES=1 MEGATRON_RL_PATCHES_REDUCTION_SECONDS=5 torchrun train.py
@@ -31,7 +31,7 @@ patch = Patch(
 @patch.wrap(
     "megatron.core.distributed.finalize_model_grads",  # the module that defines the function
     "finalize_model_grads",  # or "Class.method"
-    parameters=("model",),  # what the adapter reads; a release without it is left alone, and reported
+    parameters=("model",),  # what the adapter reads; without it nothing is patched
     skip_if=lambda target: "it warns by itself" if target.calls("warn_if_slow") else None,
 )
 def finalize_model_grads(call):
