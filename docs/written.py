@@ -44,7 +44,7 @@ SOURCES = {
     "own-loop": ("", CORE),
 }
 _QUICKSTARTS = {"vime": "slime", "openclaw-rl": "slime", "miles": "slime"}
-_SWITCHES = {"default": "`1`", "all": "`all`", "by name": "its name"}
+_SWITCHES = {"default": "`1`", "all": "`all`", "by name": "`{}`"}
 
 
 def page_with_parts(page: Path) -> str:
@@ -97,7 +97,7 @@ def _described(patch: Patch) -> dict[str, str]:
     return {
         "patch": f"[`{patch.name}`](patches/{patch.name}.md)",
         "what it does": patch.summary,
-        "switched on by": _SWITCHES[patch.selected_by],
+        "switched on by": _SWITCHES[patch.selected_by].format(patch.name),
     }
 
 
