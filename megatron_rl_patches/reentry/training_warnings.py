@@ -25,7 +25,7 @@ from ..common.text import one_line
 
 _UNREDUCED = Message(
     "finalize_model_grads_func=None: the config that Megatron's schedules read, get_model_config(model[0]), "
-    "has no function that reduces gradients, and {elsewhere}",
+    "has no function that reduces gradients ({elsewhere})",
     "{ranks} data-parallel ranks step with gradients that are not reduced, so their weights drift apart.",
     "Set get_model_config(model[0]).finalize_model_grads_func = "
     "megatron.core.distributed.finalize_model_grads.",
@@ -131,8 +131,8 @@ class Watch:
         is_elsewhere = any(getattr(config, setting, None) for config in self._other_configs)
         groups = [group for chunk in chunks for group in bucket_groups(chunk) if _size(group) > 1]
         if any(_is_unreduced(group, is_elsewhere) for group in groups):
-            elsewhere = "another config has it (the model has a copy)" if is_elsewhere else "no other has it"
-            report(setting, _UNREDUCED, elsewhere=elsewhere, ranks=max(map(_size, groups)))
+            which = "another config has one" if is_elsewhere else "no other config has one"
+            report(setting, _UNREDUCED, elsewhere=which, ranks=max(map(_size, groups)))
 
     def _check_token_weights(self) -> None:
         """Report microbatches of different lengths, each of whose losses is divided by its own length."""
