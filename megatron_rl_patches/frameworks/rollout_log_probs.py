@@ -17,8 +17,8 @@ _DIFFERENT_POLICIES = Message(
     "rollout_log_probs: the log-probs of the inference engine and of Megatron differ by {mean:.2g} nats per "
     "token on average and {largest:.2g} at most, on {tokens} tokens of this rank",
     f"Above {_MAX_DIFFERENCE:g} on average, the policy that samples is not the policy that is trained.",
-    "Compare precision, temperature and expert routing of both, and check that weights are gathered before "
-    "they are sent. If the run samples with older weights by design, ignore it.",
+    "Compare precision, temperature and expert routing of both, and gather weights before you send them. If "
+    "the run samples with older weights by design, ignore it.",
 )
 
 

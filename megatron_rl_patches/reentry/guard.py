@@ -21,7 +21,7 @@ from .training_warnings import Watch
 _CLEAN_UP_FAILED = Message(
     "clean-up after an exception in train() failed: {failure}",
     "train() raises its own exception; another train() in this process may fail.",
-    "Find the cause in that exception, and restart the process: its process group is probably broken.",
+    "Find the cause in that exception, and restart the process.",
 )
 _NOT_INSTALLED = Message(
     "a re-entrant train() did not install no_sync_func, which was set at entry",

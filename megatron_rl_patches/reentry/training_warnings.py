@@ -44,8 +44,7 @@ _AUXILIARY_LOSSES = Message(
     "(config.calculate_per_token_loss=False). Megatron-Bridge sets it if context_parallel_size is above 1.",
 )
 _STALE_PARAMETERS = Message(
-    "overlap_param_gather=True: train() left the forward pre-hooks on and returned before the parameters of "
-    "its last step were gathered",
+    "overlap_param_gather=True: train() returned before the parameters of its last step were gathered",
     "Weights that are sent or saved before the next forward pass mix two steps.",
     "At the end of train(), call disable_forward_pre_hook() of each chunk, as Megatron's train() does.",
 )

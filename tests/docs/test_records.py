@@ -138,7 +138,9 @@ def test_the_table_of_decisions_says_what_is_on_by_default() -> None:
         re.MULTILINE,
     )
     answers = {"default": "yes", "all": "no, write `all`", "by name": "no, write `{}`"}
-    assert set(rows) == {(name, answers[patch.selected_by].format(name)) for name, patch in registry.patches().items()}
+    assert set(rows) == {
+        (name, answers[patch.selected_by].format(name)) for name, patch in registry.patches().items()
+    }
 
 
 def test_every_message_has_three_sentences_and_no_other_code_logs() -> None:
