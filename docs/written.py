@@ -44,7 +44,7 @@ SOURCES = {
     "own-loop": ("", CORE),
 }
 _QUICKSTARTS = {"vime": "slime", "openclaw-rl": "slime", "miles": "slime"}
-_SWITCHES = {"default": "`1`", "all": "`all`", "by name": "its name"}
+_SWITCHES = {"default": "`1`", "all": "`all`", "by name": "`{}`"}
 
 
 def page_with_parts(page: Path) -> str:
@@ -100,24 +100,22 @@ def _described(patch: Patch) -> dict[str, str]:
     return {
         "patch": f"[`{patch.name}`](patches/{patch.name}.md)",
         "what it does": patch.summary,
-        "switched on by": _SWITCHES[patch.selected_by],
+        "switched on by": _SWITCHES[patch.selected_by].format(patch.name),
     }
 
 
 def frameworks() -> str:
     """Return README's table: which patches take effect under a framework, and whether it was run for real."""
-    ran = {run["source"] for run in runs_on_record()}
-    known = load()
-    rows = []
-    for framework in FRAMEWORKS:
-        if framework == "megatron-core":
-            continue
+    runs, known, rows = runs_on_record(), load(), []
+    for framework in (name for name in FRAMEWORKS if name != "megatron-core"):
         name = framework.lower()
-        was_run = any(one.identity in ran for one in known if one.source.lower().startswith(f"{name} "))
-        page = _QUICKSTARTS.get(name, name)
-        link = f"[{framework}](quickstart/{page}.md)" if name in SOURCES else framework
-        cell = _names(framework)
-        rows.append({"framework": link, "patches": cell, "run for real": "yes" if was_run else "no"})
+        sources = {one.identity for one in known if one.source.lower().startswith(f"{name} ")}
+        suites = {suite for run in runs if run["source"] in sources for suite in run["suites"]}
+        ran = "yes" if suites & {"rollouts", "losses"} else "in part" if suites else "no"
+        link = (
+            f"[{framework}](quickstart/{_QUICKSTARTS.get(name, name)}.md)" if name in SOURCES else framework
+        )
+        rows.append({"framework": link, "patches": _names(framework), "run for real": ran})
     return table(rows)
 
 

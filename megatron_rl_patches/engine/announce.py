@@ -15,8 +15,8 @@ from .statuses import SiteStatus, grouped
 _SKIPPED = Message(
     "skipped {patch}: {functions}: {state}: {reason}",
     "This framework runs its own code, with the fault that the patch fixes.",
-    "Use a release of it that docs/compatibility.md names, and report this one; -{patch} in the variable "
-    "MEGATRON_RL_PATCHES leaves the patch out.",
+    "Use a release that docs/compatibility.md names, and report this one; to leave the patch out, add "
+    "-{patch} to MEGATRON_RL_PATCHES.",
 )
 _NEVER_IMPORTED = Message(
     "these were never imported by this process, so nothing was patched there: {functions}",

@@ -27,7 +27,7 @@ from .statuses import SiteStatus, Statuses, status_of
 _INTERNAL_ERROR = Message(
     "internal error: {reason}",
     "The program continues without patches here.",
-    "Install the package again, since a file may be damaged; if that does not help, report this.",
+    "Install the package again; if that does not help, report this.",
 )
 #: Calls that stay until a revert, by whether they are required.
 _LASTING = {required: ApplyCall(required, lasts=True) for required in (True, False)}

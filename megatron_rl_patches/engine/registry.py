@@ -22,7 +22,7 @@ _RESERVED_OPTIONS = ("strict", "roots")
 LEFT_OUT = Message(
     "a patch is left out: {error}",
     "This patch is not in place; the others are.",
-    "Correct its options, or ask the package that it comes from.",
+    "Correct its options, or report this to the package that provides it.",
 )
 
 

@@ -24,7 +24,7 @@ from ..inference.models.provider import without_training
 
 _BUILT_FOR_TRAINING = Message(
     "the model of role {role!r} was built for training, as without the patch: {reason}",
-    "It works, and takes the memory of gradient buffers and an optimizer.",
+    "It works, but takes memory for gradient buffers and an optimizer.",
     "Change what the reason names, or leave the role out of MEGATRON_RL_PATCHES_INFERENCE_ROLES.",
 )
 

@@ -30,8 +30,8 @@ from .microbatch_layout import Groups, groups_of, layout_of
 
 _OTHER_SCORES = Message(
     "lean-loss leaves {function} alone, since on a small microbatch it computes something else",
-    "The result is that of the framework's own function, which takes the memory that lean-loss would save.",
-    "If you have changed that function, nothing has to be done; else report it.",
+    "The framework's own function runs, and no memory is saved.",
+    "If you changed that function, ignore this; if not, report it.",
 )
 _NEEDED = {"logits", "args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy"}
 #: A call that passes anything else runs the framework's own code.

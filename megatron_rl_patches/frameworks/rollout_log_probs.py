@@ -16,9 +16,9 @@ _MAX_DIFFERENCE = 0.1
 _DIFFERENT_POLICIES = Message(
     "rollout_log_probs: the log-probs of the inference engine and of Megatron differ by {mean:.2g} nats per "
     "token on average and {largest:.2g} at most, on {tokens} tokens of this rank",
-    f"Up to {_MAX_DIFFERENCE:g} on average is usual. The policy that samples is not the one that is trained.",
-    "Look for weights that were sent before they were gathered, another precision, another temperature, "
-    "experts that are chosen differently, or a run that samples with older weights by design.",
+    f"Above {_MAX_DIFFERENCE:g} on average, the policy that samples is not the policy that is trained.",
+    "Compare precision, temperature and expert routing of both, and gather weights before you send them. If "
+    "the run samples with older weights by design, ignore it.",
 )
 
 

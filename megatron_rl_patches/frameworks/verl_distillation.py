@@ -38,8 +38,8 @@ from .verl_losses import tensor_parallel_group
 _NEGATIVE_SUM = Message(
     "{name} with its tail is {loss:.4g} nats per token; verl's own, the sum over the top-k, is never less "
     "than zero and would be {truncated:.4g}",
-    "That sum is negative at {share:.0f}% of the tokens, which have no gradient in verl. Here they have one.",
-    "Nothing has to be done; do not compare this loss with runs without the patch.",
+    "In verl, {share:.0f}% of the tokens have a negative sum and so no gradient; here they have one.",
+    "Do not compare this loss with runs without the patch.",
 )
 #: verl's own name, and what the others begin with.
 FORWARD_KL, OURS = "forward_kl_topk", "megatron_rl_patches."

@@ -29,7 +29,7 @@ from .logits.log_probs import vocab_parallel_log_probs
 
 _MATERIALIZED = Message(
     "the output layer materializes the logits: {reason}",
-    "The result is right; the logits take as much memory as without lean-head.",
+    "The result is right, but lean-head saves no memory.",
     "If memory runs out, change that setting of the layer.",
 )
 #: Attributes of Megatron's linear layer, or of its config, with which its forward does more than to multiply.

@@ -49,12 +49,12 @@ class OpdOptions:
     """Options of the patch.
 
     Attributes:
-        opd_top_k: how many of the student's most probable tokens are compared one by one; ``"full"``: all.
-        opd_divergence: as in ``DistillationOptions``; ``generalized_kl`` is for a top-k only.
-        opd_teachers: name and checkpoint of each teacher. The checkpoints are not checked here.
-        opd_teacher_weights: one number per teacher, of their mixture or average; empty: all the same.
-        opd_combine: several teachers are a ``"mixture"`` of distributions, or their divergences are
-            averaged, or each sample has the one that its metadata names (``"route"``).
+        opd_top_k: number of the student's most probable tokens that are compared one by one; ``"full"``: all.
+        opd_divergence: a divergence of ``DistillationOptions``; ``generalized_kl`` needs a top-k.
+        opd_teachers: name and checkpoint folder of each teacher.
+        opd_teacher_weights: one number per teacher, for the mixture or average; empty: equal weights.
+        opd_combine: with several teachers, ``"mixture"`` mixes their distributions, ``"average"`` averages
+            their divergences, and ``"route"`` uses the teacher that a sample's metadata names.
 
     Raises:
         PatchError: a value is out of its range.
@@ -84,7 +84,7 @@ class OpdOptions:
 
 patch = Patch(
     name="distillation",
-    summary="--loss-type opd_loss: on-policy distillation from one or several teachers, top-k or exact",
+    summary="on-policy distillation from one or several teachers, over the top-k or the whole vocabulary",
     upstream=("THUDM/slime#2033", "verl-project/verl#7855", "verl-project/verl#7856"),
     options=OpdOptions,
     selected_by="by name",

@@ -32,7 +32,7 @@ def _knows_the_expert_group(target: TargetSource) -> str | None:
 
 patch = Patch(
     name="expert-norm",
-    summary="the gradient norm, clipping and the count of zeros see every expert, and each parameter once",
+    summary="the gradient norm and clipping include every expert, and count each parameter once",
     upstream=("NVIDIA/Megatron-LM#5916", "radixark/Megatron-LM#80", "ROCm/TransformerEngine#715"),
 )
 

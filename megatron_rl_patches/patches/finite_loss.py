@@ -60,7 +60,7 @@ def _end(node: ast.Call) -> tuple[int, int]:
 
 patch = Patch(
     name="finite-loss",
-    summary="masked tokens, overflowing ratios and terms with the coefficient 0 leave gradients finite",
+    summary="masked tokens, overflowing ratios and zero coefficients no longer make gradients NaN",
     upstream=("THUDM/slime#2258", "THUDM/slime#2198", "radixark/miles#1363"),
     last=True,  # lean-loss replaces get_log_probs_and_entropy, unless something wraps it already
 )

@@ -89,7 +89,7 @@ def _does_not_advance(target: TargetSource) -> str | None:
 
 patch = Patch(
     name="finite-step",
-    summary="a step with a gradient norm that is not finite is skipped, reported, and not the end of the job",
+    summary="a step whose gradient norm is NaN or infinite is skipped, and training continues",
     upstream=("radixark/miles#2198", "THUDM/slime#1762", "NVIDIA/Megatron-LM#3460"),
     options=FiniteStepOptions,
 )

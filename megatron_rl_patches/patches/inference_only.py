@@ -42,7 +42,7 @@ class InferenceOnlyOptions:
     """Options of the patch.
 
     Attributes:
-        inference_roles: roles of a framework whose models only score: built with neither DDP nor optimizer.
+        inference_roles: roles of a framework whose models only score: they get no DDP and no optimizer.
     """
 
     inference_roles: tuple[str, ...] = ("prm_teacher", "teacher", "ref", "reward")
@@ -73,7 +73,7 @@ def _passes_wrap_with_ddp(target: TargetSource) -> str | None:
 
 patch = Patch(
     name="inference-only",
-    summary="roles that only score get no DDP, no gradient buffers, no optimizer",
+    summary="models that only score get no DDP, no gradient buffers and no optimizer",
     upstream=("Gen-Verse/OpenClaw-RL#115", "NVIDIA-NeMo/RL#3697", "THUDM/slime#2296"),
     options=InferenceOnlyOptions,
 )

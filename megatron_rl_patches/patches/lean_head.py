@@ -38,11 +38,9 @@ class LeanHeadOptions:
     """Options of the patch.
 
     Attributes:
-        lean_head_tile_bytes: how much memory the logits of one tile take; 0: 64 MiB on a CPU, 512 MiB on a
-            GPU.
-        lean_head_keep_bytes: how much memory forward may fill with logits in each call of a loss, which
-            backward then need not compute again; ``auto``: half of what is free on a GPU at the first
-            backward, and never more later.
+        lean_head_tile_bytes: the memory of the logits of one tile; 0: 64 MiB on a CPU, 512 MiB on a GPU.
+        lean_head_keep_bytes: the most memory for logits that each call of a loss keeps, so that backward
+            does not compute them again; ``auto``: half of what is free on a GPU at the first backward.
 
     Raises:
         PatchError: a number is negative.
@@ -89,7 +87,7 @@ def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
 
 patch = Patch(
     name="lean-head",
-    summary="the logits are never materialized: the loss computes the output layer's product in tiles",
+    summary="the logits are never in memory: the loss computes them tile by tile",
     upstream=("THUDM/slime#2253", "THUDM/slime#2383", "radixark/miles#1068", "radixark/miles#1136"),
     options=LeanHeadOptions,
     notes=_notes,

@@ -62,7 +62,7 @@ def _placeholder_follows_values(target: TargetSource) -> str | None:
 
 patch = Patch(
     name="lean-loss",
-    summary="log-probs and entropy of policy losses at the memory floor, without reentrant checkpointing",
+    summary="log-probs and entropy take less memory; recomputed losses get the right gradients",
     upstream=("THUDM/slime#1788", "THUDM/slime#1822", "THUDM/slime#2123", "THUDM/slime#2152"),
 )
 

@@ -51,11 +51,10 @@ class ReentrantTrainOptions:
     """Options of the patch.
 
     Attributes:
-        train_functions: ``"package.module:function"`` of further ``train``-like functions, for frameworks
-            that this package has never seen. Each takes the list of model chunks as a parameter named
-            ``model``. One in the file that Python runs as the program cannot be named; decorate it with
-            :func:`megatron_rl_patches.reentry.reentrant_train`.
-        warn: look for settings that silently spoil reinforcement learning, and warn once of each.
+        train_functions: ``"package.module:function"`` of your own functions that train. Each takes the list
+            of model chunks as a parameter named ``model``. A function of the file that Python runs cannot be
+            named here: decorate it with :func:`megatron_rl_patches.reentry.reentrant_train`.
+        warn: warn once of each setting that silently spoils reinforcement learning.
 
     Raises:
         PatchError: a function is named in another way.
@@ -156,7 +155,7 @@ def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
 
 patch = Patch(
     name="reentrant-train",
-    summary="train(), save() and evaluation can be called again and again on the same model",
+    summary="you can call train(), save() and evaluation again and again on the same model",
     upstream=(
         "THUDM/slime#1857",
         "THUDM/slime#1779",

@@ -40,7 +40,7 @@ def _clears_routes(target: TargetSource) -> str | None:
 
 patch = Patch(
     name="router-replay",
-    summary="replayed MoE routes belong to one model and one step, and a fused router does not ignore them",
+    summary="MoE routing replay uses only the routes of its own model and step",
     upstream=("NVIDIA/Megatron-LM#4168", "NVIDIA/Megatron-LM#2693", "verl-project/verl#7106"),
 )
 

@@ -32,7 +32,7 @@ def _leaves_the_schedule_alone(target: TargetSource) -> str | None:
 
 patch = Patch(
     name="scheduler-resume",
-    summary="the learning-rate schedule goes on where the checkpoint left it, not at twice that step",
+    summary="after a resume, the learning rate continues where the checkpoint left it",
     upstream=("THUDM/slime#1546", "THUDM/slime#1761", "THUDM/slime#1775", "radixark/miles#1627"),
 )
 

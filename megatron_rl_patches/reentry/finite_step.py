@@ -26,12 +26,12 @@ from ..errors import NonFiniteGradients
 _SKIPPED = Message(
     "step {step} skipped: the norm of its gradients is {norm} ({in_a_row} skipped in a row)",
     "Weights, optimizer state and schedule are as before the step.",
-    "Look at the parameters that other ranks name, and at the data of this step.",
+    "Look at the parameters that the ranks name, and at the data of this step.",
 )
 _BAD_GRADIENTS = Message(
     "parameters with gradients that are not finite here: {names}",
     "This step is skipped.",
-    "Look at the losses and at the data of this rank.",
+    "Look at the losses and the data of this rank.",
 )
 #: After so many skipped steps in a row training ends.
 LIMIT = 10

@@ -20,14 +20,13 @@ from .training_warnings import Watch
 
 _CLEAN_UP_FAILED = Message(
     "clean-up after an exception in train() failed: {failure}",
-    "The exception of the training step is raised as ever; another train() in this process may fail.",
-    "Look for the cause in that exception, and restart the process: most often its process group is broken.",
+    "train() raises its own exception; another train() in this process may fail.",
+    "Find the cause in that exception, and restart the process.",
 )
 _NOT_INSTALLED = Message(
     "a re-entrant train() did not install no_sync_func, which was set at entry",
     "Gradients were reduced after every microbatch, which is slow and may make them wrong.",
-    "Install it inside, as Megatron's own train() does, or guard the loop with reentrant_train(..., "
-    "installs=False).",
+    "Set it inside train(), as Megatron's own train() does, or use reentrant_train(..., installs=False).",
 )
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -23,7 +23,7 @@ from .forward_pre_hooks import synchronize
 _NOT_RECOVERED = Message(
     "recovering a bucket group failed after an exception in train(): {failure}",
     "Another train() in this process may fail or hang.",
-    "Look for the cause in that exception, and restart the process: most often its process group is broken.",
+    "Find the cause in that exception, and restart the process.",
 )
 _interrupted: weakref.WeakSet[Any] = weakref.WeakSet()
 

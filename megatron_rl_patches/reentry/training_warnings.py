@@ -25,42 +25,38 @@ from ..common.text import one_line
 
 _UNREDUCED = Message(
     "finalize_model_grads_func=None: the config that Megatron's schedules read, get_model_config(model[0]), "
-    "has no function that reduces gradients{elsewhere}",
-    "The optimizer takes a step on gradients that {ranks} data-parallel ranks have not reduced, so their "
-    "weights drift apart.",
-    "Install it on the model's own config: get_model_config(model[0]).finalize_model_grads_func = "
+    "has no function that reduces gradients ({elsewhere})",
+    "{ranks} data-parallel ranks step with gradients that are not reduced, so their weights drift apart.",
+    "Set get_model_config(model[0]).finalize_model_grads_func = "
     "megatron.core.distributed.finalize_model_grads.",
 )
 _TOKEN_WEIGHTS = Message(
     "calculate_per_token_loss=False: the loss function returns its number of tokens, and Megatron divides "
     "the loss of each microbatch by it. Microbatches had {least:g} to {most:g} tokens",
-    "A token of one counts {ratio:.2g} times as much as a token of another.",
+    "A token of the smallest microbatch counts {ratio:.2g} times as much as one of the largest.",
     "Set --calculate-per-token-loss (config.calculate_per_token_loss=True).",
 )
 _AUXILIARY_LOSSES = Message(
     "calculate_per_token_loss=True: the loss function returns no number of tokens, so gradients are not "
     "divided by it, but Megatron has multiplied the auxiliary loss of {names} by it",
-    "That loss counts thousands of times too much.",
+    "The auxiliary loss counts thousands of times too much.",
     "Return the sum over the tokens, their number, and the metrics, or leave out --calculate-per-token-loss "
-    "(config.calculate_per_token_loss=False). Megatron-Bridge sets it where context_parallel_size is above "
-    "1.",
+    "(config.calculate_per_token_loss=False). Megatron-Bridge sets it if context_parallel_size is above 1.",
 )
 _STALE_PARAMETERS = Message(
-    "overlap_param_gather=True: train() left the forward pre-hooks on and returned before the parameters of "
-    "its last step were gathered",
-    "Until the next forward pass every rank has new values of its own share alone, so weights that are sent "
-    "or saved now mix two steps.",
-    "Call disable_forward_pre_hook() of each chunk at the end of train(), as Megatron's train() does.",
+    "overlap_param_gather=True: train() returned before the parameters of its last step were gathered",
+    "Weights that are sent or saved before the next forward pass mix two steps.",
+    "At the end of train(), call disable_forward_pre_hook() of each chunk, as Megatron's train() does.",
 )
 _DROPOUT = Message(
     "{name}={rate:g}: dropout is on while the policy trains and off while it samples and scores",
-    "Their log-probs differ even with the same weights, and ratios of probabilities are wrong.",
+    "Log-probs differ even with the same weights, so ratios of probabilities are wrong.",
     "Megatron's default is 0.1: set --{argument} 0 (config.{name}=0).",
 )
 _CHECK_FAILED = Message(
     "a check of training failed: {error}",
-    "This is harmless: only the warning that it might have given is missing.",
-    "Nothing has to be done.",
+    "This is harmless: training goes on without this check.",
+    "Ignore it.",
     logging.DEBUG,
 )
 #: At most so many microbatches of a call of ``train()`` are looked at, its first ones.
@@ -134,8 +130,8 @@ class Watch:
         is_elsewhere = any(getattr(config, setting, None) for config in self._other_configs)
         groups = [group for chunk in chunks for group in bucket_groups(chunk) if _size(group) > 1]
         if any(_is_unreduced(group, is_elsewhere) for group in groups):
-            elsewhere = "; another config has one, since the model has a copy" if is_elsewhere else ""
-            report(setting, _UNREDUCED, elsewhere=elsewhere, ranks=max(map(_size, groups)))
+            which = "another config has one" if is_elsewhere else "no other config has one"
+            report(setting, _UNREDUCED, elsewhere=which, ranks=max(map(_size, groups)))
 
     def _check_token_weights(self) -> None:
         """Report microbatches of different lengths, each of whose losses is divided by its own length."""

@@ -133,12 +133,14 @@ def test_a_quickstart_goes_from_the_safest_patch_to_the_default_set_to_all(page:
 
 def test_the_table_of_decisions_says_what_is_on_by_default() -> None:
     rows = re.findall(
-        r"^\| .* \| \[([\w-]+)\]\(.*?\).*? \| (yes|no: `all`|no: its name) \|",
+        r"^\| .* \| \[([\w-]+)\]\(.*?\).*? \| (yes|no, write `[\w-]+`) \|",
         WRITTEN["decisions"](),
         re.MULTILINE,
     )
-    answers = {"default": "yes", "all": "no: `all`", "by name": "no: its name"}
-    assert set(rows) == {(name, answers[patch.selected_by]) for name, patch in registry.patches().items()}
+    answers = {"default": "yes", "all": "no, write `all`", "by name": "no, write `{}`"}
+    assert set(rows) == {
+        (name, answers[patch.selected_by].format(name)) for name, patch in registry.patches().items()
+    }
 
 
 def test_every_message_has_three_sentences_and_no_other_code_logs() -> None:

@@ -29,7 +29,7 @@ _PADDED = Message(
 _WITHOUT_MTP = Message(
     "{number} tensors of multi-token prediction ({prefix}*) are not loaded",
     "This is harmless: a model that only scores has no such layers.",
-    "Nothing has to be done.",
+    "Ignore it.",
     logging.INFO,
 )
 _MTP = "mtp."

@@ -49,7 +49,7 @@ _State = dict[str, Any]
 _WITHOUT_SCALES = Message(
     "scales of Transformer Engine (_extra_state) are not loaded",
     "The model keeps its own scales, which is harmless unless it computes in FP8.",
-    "In FP8, load such a model with Megatron's own loader.",
+    "For FP8, load the model with Megatron's own loader.",
 )
 
 

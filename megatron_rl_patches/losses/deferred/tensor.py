@@ -27,7 +27,7 @@ aten = torch.ops.aten
 _PACKAGE, _TORCH = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
 _MATERIALIZED = Message(
     "{operation} at {file}:{line} has materialized deferred logits {shape}",
-    "The result is right; these logits stay in memory as long as somebody may read them.",
+    "The result is right, but these logits stay in memory until nothing refers to them.",
     "If memory runs out, use a loss of this package there, or leave out lean-head.",
 )
 _warned: set[tuple[str, str, int]] = set()

@@ -27,8 +27,8 @@ _DISABLING_VARIABLES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 
 _NOT_COMPILED = Message(
     "torch.compile failed for {function}: {error}",
-    "The result is right; plain operators compute it, which is slower.",
-    "Nothing has to be done: compiling is tried again after five minutes. fused=True raises the error.",
+    "The result is right, but slower: plain operators compute it.",
+    "Ignore it: the package tries again after five minutes. To get the error raised, pass fused=True.",
 )
 _no_retry_before = 0.0
 
