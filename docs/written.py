@@ -67,7 +67,7 @@ def _in_framework(framework: str, patch: str) -> str:
     """Return in which releases a patch takes effect: of the framework, or of megatron-core under it."""
     ranges = matrix(load())
     own = ranges.get(framework, {}).get(patch, "")
-    if own in ("", NOT_NEEDED, NOT_CHECKED) and patch in ranges["megatron-core"]:
+    if own in ("", NOT_NEEDED) and patch in ranges["megatron-core"]:
         of_core = ranges["megatron-core"][patch]
         is_everywhere = of_core.startswith("0.14") and of_core.endswith(_newest())
         return "all" if is_everywhere else f"megatron-core {of_core}"
