@@ -46,19 +46,22 @@ class Table(NamedTuple):
     keys: int
     rows: list[dict[str, str]]
 
-    def shown(self, before: str) -> str:
-        """Return a table of a page with its rows and columns, and a dash for what was not measured."""
+    def shown(self, before: str, title: str = "") -> str:
+        """Return a table of a page with its rows and columns, and a dash for what was not measured.
+
+        Args:
+            title: if rows have it, only these are shown, and the column that has it may be left out.
+        """
         if not before:
             return table(self.rows)
-        header, _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in before.splitlines())
-        found = {tuple(row.values())[: self.keys]: row for row in self.rows}
-        names = [*self.rows[0]][: self.keys]
-        shown = [dict(zip(header, cells, strict=True)) for cells in rows]
-        measured = (found.get(tuple(row[name] for name in names), {}) for row in shown)
-        return table(
-            {name: row[name] if name in names else new.get(name, "–") for name in header}
-            for row, new in zip(shown, measured, strict=True)
-        )
+        header, _, *lines = ([cell.strip() for cell in line[1:-1].split("|")] for line in before.splitlines())
+        names = [name for name in [*self.rows[0]][: self.keys] if name in header]
+        rows = [row for row in self.rows if title in row.values()] or self.rows
+        found = {tuple(row[name] for name in names): row for row in rows}
+        shown = [{name: line[header.index(name)] for name in names} for line in lines]
+        empty = dict.fromkeys(header, "–")
+        measured = ({**empty, **found.get(tuple(row.values()), {}), **row} for row in shown)
+        return table({name: row[name] for name in header} for row in measured)
 
 
 Parts = Mapping[str, str | Table]
@@ -89,11 +92,12 @@ class Benchmark:
 def filled(page: str, parts: Parts) -> str:
     """Return the page with what was measured in its places, of which ``NAME: TITLE`` shows a part of NAME."""
     places = re.findall(r"<!-- measured: (.+?) -->\n\n(?:(.*?)\n\n)?<!-- end -->\n", page, re.DOTALL)
-    known = ((place, before, parts.get(place.partition(":")[0])) for place, before in places)
-    shown = (
-        (place, part.shown(before) if isinstance(part, Table) else part) for place, before, part in known
-    )
-    return fill(page, {place: text for place, text in shown if text is not None})
+    shown = {}
+    for place, before in places:
+        name, _, title = place.partition(": ")
+        if (part := parts.get(name)) is not None:
+            shown[place] = part.shown(before, title) if isinstance(part, Table) else part
+    return fill(page, shown)
 
 
 def as_json(parts: Parts) -> str:
