@@ -29,9 +29,9 @@ from megatron_rl_patches import Settings, apply
 apply(settings=Settings(inference_roles=["judge"], warn=False))
 ```
 
-In a variable, write `1` or `0` for a switch, commas between the items of a list, and `name=value` for a pair. If a
-value does not parse, one line says so, and the default is used. [How it works](how-it-works.md#activation) says which
-processes the variables reach.
+In a variable, write `1` or `0` for a switch, commas between the items of a list, and `name=value` for a pair.
+If a value does not parse, one line says so, and the default is used. [How it
+works](how-it-works.md#activation) says which processes the variables reach.
 
 ## Which patches
 
@@ -44,8 +44,8 @@ processes the variables reach.
 | `1,-lean-loss` | the default set without `lean-loss` |
 | `1,distillation` | the default set, and {_listed("by name")}, which must be selected by name |
 
-`apply()` switches on the default set, and takes the same names: `apply("all")`, `apply("reentrant-train")`. Patches of
-other installed packages are in the default set, unless they say otherwise.
+`apply()` switches on the default set, and takes the same names: `apply("all")`, `apply("reentrant-train")`.
+Patches of other installed packages are in the default set, unless they say otherwise.
 
 - **`strict`** (`bool`, default `0`): a patch that cannot take effect is an error where its framework is
   imported, not a warning. Variable `{STRICT_VARIABLE}`.
