@@ -21,7 +21,7 @@ def _head() -> str:
 
 <!-- `make pages` writes this page from what the patches declare. Do not edit it. -->
 
-An option is a field of `Settings`, and a variable:
+Each option is a field of `Settings` and a variable:
 
 ```python
 from megatron_rl_patches import Settings, apply
@@ -29,9 +29,9 @@ from megatron_rl_patches import Settings, apply
 apply(settings=Settings(inference_roles=["judge"], warn=False))
 ```
 
-A variable's value is text: `1` or `0` for a switch, items of a list separated by commas, `name=value` for a
-pair. If a value does not parse, one line says so and the default holds.
-[How it works](how-it-works.md#activation) says which processes the variables reach.
+In a variable, write `1` or `0` for a switch, commas between the items of a list, and `name=value` for a pair.
+If a value does not parse, one line says so, and the default is used. [How it
+works](how-it-works.md#activation) says which processes the variables reach.
 
 ## Which patches
 
@@ -40,16 +40,16 @@ pair. If a value does not parse, one line says so and the default holds.
 | unset, empty, `0`, `false`, `off`, `no`, `none` | nothing happens, nothing is loaded |
 | `1`, `true`, `on`, `yes`, `default` | the default set: {_listed("default")} |
 | `all` | the default set, and {_listed("all")} |
-| `reentrant-train` | this one; write commas between several |
-| `1,-lean-loss` | the default set without this one |
-| `1,distillation` | the default set, and a patch that only its name selects: {_listed("by name")} |
+| `reentrant-train` | only this patch; write commas between several |
+| `1,-lean-loss` | the default set without `lean-loss` |
+| `1,distillation` | the default set, and {_listed("by name")}, which must be selected by name |
 
-`apply()` takes the same names: `apply()` is the default set, `apply("all")`, `apply("reentrant-train")`.
+`apply()` switches on the default set, and takes the same names: `apply("all")`, `apply("reentrant-train")`.
 Patches of other installed packages are in the default set, unless they say otherwise.
 
 - **`strict`** (`bool`, default `0`): a patch that cannot take effect is an error where its framework is
   imported, not a warning. Variable `{STRICT_VARIABLE}`.
-- Variable **`{ROOTS_VARIABLE}`** (list of names, default empty): further packages whose import switches
+- Variable **`{ROOTS_VARIABLE}`** (list of names, default empty): more packages whose import switches
   the patches on. Only patches of other packages need it.
 """
 

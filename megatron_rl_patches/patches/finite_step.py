@@ -43,8 +43,8 @@ class FiniteStepOptions:
     """Options of the patch.
 
     Attributes:
-        finite_step_limit: training ends with ``NonFiniteGradients`` after so many skipped steps in a row; 0:
-            never.
+        finite_step_limit: after so many skipped steps in a row, training ends with ``NonFiniteGradients``;
+            0: never.
 
     Raises:
         PatchError: it is negative.

@@ -209,7 +209,7 @@ def _check_pip(arguments: list[str]) -> None:
     names = [a for a in arguments if not a.startswith("-") and a not in ("pip", "install")]
     assert "install" in arguments and names
     for name in names:
-        own = re.fullmatch(r"\.(?:\[(\w+)\])?", name)  # a checkout
+        own = re.fullmatch(r"\.(?:\[(\w+)\])?|git\+REPOSITORY@COMMIT", name)  # a checkout
         if own:
             assert own[1] is None or own[1] in project["optional-dependencies"]
         else:  # what is installed in place of the dependencies is among them
