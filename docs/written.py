@@ -11,8 +11,9 @@ import re
 import sys
 import textwrap
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -22,7 +23,10 @@ import _megatron_rl_patches_startup as startup  # noqa: E402
 import megatron_rl_patches  # noqa: E402
 from megatron_rl_patches.common.messages import messages  # noqa: E402
 from megatron_rl_patches.engine import registry  # noqa: E402
+from megatron_rl_patches.engine.announce import summary  # noqa: E402
 from megatron_rl_patches.engine.patch import Patch  # noqa: E402
+from megatron_rl_patches.engine.settings import parse_selection  # noqa: E402
+from megatron_rl_patches.engine.statuses import SiteStatus  # noqa: E402
 from tests.frameworks.page import FRAMEWORKS, NOT_CHECKED, NOT_NEEDED, matrix, runs_on_record  # noqa: E402
 from tests.frameworks.verdicts import load  # noqa: E402
 from tests.references.pages import table  # noqa: E402
@@ -65,13 +69,18 @@ def _filled(indent: str, name: str, page: Path) -> str:
 
 def _in_framework(framework: str, patch: str) -> str:
     """Return in which releases a patch takes effect: of the framework, or of megatron-core under it."""
-    ranges = matrix(load())
+    ranges = _ranges()
     own = ranges.get(framework, {}).get(patch, "")
     if own in ("", NOT_NEEDED) and patch in ranges["megatron-core"]:
         of_core = ranges["megatron-core"][patch]
         is_everywhere = of_core.startswith("0.14") and of_core.endswith(_newest())
         return "all" if is_everywhere else f"megatron-core {of_core}"
     return own
+
+
+@cache
+def _ranges() -> dict[str, dict[str, str]]:
+    return matrix(load())
 
 
 def _newest() -> str:
@@ -135,29 +144,31 @@ def _names(framework: str) -> str:
 
 def log_line(name: str, value: str) -> str:
     """Return the line that rank 0 logs, broken to fit on a page."""
-    recorded = {one.source: one.verdicts for one in load()}
-    results: dict[str, dict[str, dict[str, str]]] = {}
+    recorded: dict[str, list[SiteStatus]] = {}
     for source in SOURCES[name][1:]:
-        results |= {framework: of for framework, of in recorded[source].items() if framework not in results}
-    chosen = registry.select([value if value in registry.patches() else {"1": "default"}.get(value, value)])
-    parts = []
-    for patch in chosen:
-        places = dict.fromkeys(site.framework for site in patch.sites)
-        counts = Counter({place: _fitting(results, place, patch.name) for place in places})
+        for framework, of in _by_framework(source).items():
+            recorded.setdefault(framework, of)
+    statuses: list[SiteStatus] = []
+    for patch in parse_selection(value)[0]:
+        own = [s for place in _places(patch) for s in recorded.get(place, ()) if s.patch == patch.name]
         if name == "own-loop" and patch.name == "reentrant-train":
-            counts["my_rl"] = 1
-        if counts := +counts:
-            of_patch = ", ".join(f"{place} {counts[place]}" for place in counts)
-            parts.append(f"{patch.name} ({of_patch})")
-    line = f"megatron_rl_patches: in place: {', '.join(parts)}"
-    if rest := len(chosen) - len(parts):
-        line += f"; nothing to do for {rest} other patch{'es' if rest > 1 else ''}"
-    line += f" (version {megatron_rl_patches.__version__})"
+            own.append(SiteStatus(patch.name, "my_rl", "my_rl.model.train", "fits", ""))
+        statuses += own or [SiteStatus(patch.name, "", "", "absent", "")]
+    in_place = [replace(s, state="applied") if s.state == "fits" else s for s in statuses]
+    line = summary(in_place, megatron_rl_patches.__version__)
     return f"```text\n{textwrap.fill(line, 74, break_on_hyphens=False)}\n```"
 
 
-def _fitting(results: dict[str, dict[str, dict[str, str]]], framework: str, patch: str) -> int:
-    return list(results.get(framework, {}).get(patch, {}).values()).count("fits")
+def _places(patch: Patch) -> list[str]:
+    return list(dict.fromkeys(site.framework for site in patch.sites))
+
+
+def _by_framework(source: str) -> dict[str, list[SiteStatus]]:
+    """Return what is on record about a source, by the packages in it."""
+    groups: dict[str, list[SiteStatus]] = {}
+    for status in next(one for one in load() if one.source == source).judged():
+        groups.setdefault(status.framework, []).append(status)
+    return groups
 
 
 # --- what several pages share, and the messages

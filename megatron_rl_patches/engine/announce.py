@@ -14,14 +14,14 @@ from .statuses import SiteStatus, grouped
 
 _SKIPPED = Message(
     "skipped {patch}: {functions}: {state}: {reason}",
-    "This framework runs its own code, with the fault that the patch fixes.",
+    "This framework runs its own code there, as without the patch.",
     "Use a release that docs/compatibility.md names, and report this one; to leave the patch out, add "
     "-{patch} to MEGATRON_RL_PATCHES.",
 )
 _NEVER_IMPORTED = Message(
     "these were never imported by this process, so nothing was patched there: {functions}",
     "This is harmless in a process that does not train.",
-    "If this one trains, name its train function in MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS.",
+    "If this one trains with another function than these, name it in MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS.",
 )
 
 
@@ -69,12 +69,15 @@ def summary(statuses: Sequence[SiteStatus], version: str) -> str:
         f"{patch} ({', '.join(f'{framework} {len(own)}' for framework, own in frameworks.items())})"
         for patch, frameworks in in_place.items()
     ]
-    skipped = {status.patch for status in statuses if status.is_fault or status.state == "lost"}
+    skipped = {status.patch for status in statuses if status.is_fault}
+    lost = {status.patch for status in statuses if status.state == "lost"}
     line = f"megatron_rl_patches: in place: {', '.join(parts) or 'nothing'}"
     if skipped:
         line += f"; skipped, see the warnings: {', '.join(sorted(skipped))}"
-    if rest := len(grouped(statuses).keys() - in_place.keys() - skipped):
-        line += f"; nothing to do for {rest} other patch{'es' if rest > 1 else ''}"
+    if lost:
+        line += f"; overwritten by other code: {', '.join(sorted(lost))}"
+    if rest := len(grouped(statuses).keys() - in_place.keys() - skipped - lost):
+        line += f"; nothing to do so far for {rest} other patch{'es' if rest > 1 else ''}"
     return f"{line} (version {version})"
 
 

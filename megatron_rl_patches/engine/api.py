@@ -19,8 +19,8 @@ from .statuses import Statuses
 
 _BAD_VALUES = Message(
     "variables with bad values: {problems}",
-    "These values are not used; the defaults are.",
-    "Correct them; MEGATRON_RL_PATCHES_STRICT=1 makes this an error.",
+    "An unknown patch is not in place, and an option with a bad value keeps its default.",
+    "Run megatron-rl-patches doctor, which prints what to write; MEGATRON_RL_PATCHES_STRICT=1 makes it an error.",
 )
 
 
@@ -42,7 +42,7 @@ def apply(
         strict: overrides ``settings.strict``.
 
     Returns:
-        the state of every selected site.
+        the state of every function of the selected patches.
 
     Raises:
         PatchError: unknown name, a patch that must take effect cannot, or a patch is in a running
@@ -57,7 +57,7 @@ def apply(
 def applied(
     *names: str, exclude: Collection[str] = (), settings: Settings | None = None, strict: bool | None = None
 ) -> Iterator[Statuses]:
-    """:func:`apply` for the length of a ``with`` block. Sites that another call asks for stay after it, and
+    """:func:`apply` for the length of a ``with`` block. Patches that another call asks for stay after it, and
     the options of the last :func:`apply` are back. Blocks that overlap must agree about the options.
     """
     apply_call = _apply(names, exclude, settings, strict, lasts=False)
@@ -86,7 +86,7 @@ def _apply(
 
 
 def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
-    """Put in place what the variable ``MEGATRON_RL_PATCHES`` selects; no site is judged before its import.
+    """Put in place what the variable ``MEGATRON_RL_PATCHES`` selects; nothing is checked before its import.
 
     Raises:
         PatchError: only with ``MEGATRON_RL_PATCHES_STRICT=1``; otherwise bad values cost one warning, and
@@ -115,9 +115,9 @@ def revert(*names: str) -> None:
 
 
 def status() -> Statuses:
-    """Return the state of every site of the patches selected so far, read from the live objects.
+    """Return the state of every function of the patches selected so far, read from the live objects.
 
-    Printed it is a table of patches and frameworks; the list has one :class:`.SiteStatus` for each site.
+    Printed it is a table of patches and frameworks; the list has one :class:`.SiteStatus` for each function.
     """
     return installer.installer.status()
 
@@ -128,7 +128,7 @@ def available() -> dict[str, str]:
 
 
 def verify_ranks(group: Any = None) -> None:
-    """Check that every rank of the group has the same sites in the same state on the same code.
+    """Check that every rank of the group has the same patched functions in the same state on the same code.
 
     A patch on some ranks only makes the job hang in the first collective that the patch adds or leaves out.
     Collective: one ``all_gather_object``. Call it after the frameworks are imported on all ranks.
@@ -138,7 +138,7 @@ def verify_ranks(group: Any = None) -> None:
 
     Raises:
         PatchError: no process group is initialized; or ranks differ, and then on every rank of the group
-            alike, with the sites, their states and the ranks, those that few ranks have first.
+            alike, with the functions, their states and the ranks, those that few ranks have first.
     """
     import torch.distributed as dist
 

@@ -55,7 +55,7 @@ def select(names: Collection[str] = SETS[:1], exclude: Collection[str] = ()) -> 
     if unknown := [name for name in names if name not in (*SETS, *known)]:
         raise PatchError(unknown_names(unknown))
     if unknown := [name for name in exclude if name not in known]:
-        raise PatchError(unknown_names(unknown))
+        raise PatchError(f"exclude: unknown patch {', '.join(map(repr, unknown))}; known: {', '.join(known)}")
     members = {name: (name,) for name in known} | {name: patches_of(name) for name in SETS}
     chosen = dict.fromkeys(patch for name in names for patch in members[name])
     return sorted((known[name] for name in chosen if name not in exclude), key=lambda patch: patch.last)

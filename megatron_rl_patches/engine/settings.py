@@ -130,7 +130,7 @@ def parse_selection(value: str) -> tuple[list[Patch], list[str]]:
     known = registry.patches()
     names = [word for word in words if word in (*registry.SETS, *known)]
     excluded = [word[1:] for word in words if word.startswith("-") and word[1:] in known]
-    unknown = [word for word in words if word not in names and word[1:] not in excluded]
+    unknown = [word for word in words if word not in names and not (word[0] == "-" and word[1:] in known)]
     if excluded and not names:
         names = [registry.SETS[0]]
     return registry.select(names, excluded), unknown

@@ -16,12 +16,12 @@ State = Literal[Fault, "fits", "absent", "applied", "waiting", "not needed", "lo
 
 @dataclass(frozen=True)
 class SiteStatus:
-    """The state of one site, and why it is in that state.
+    """The state of one function that a patch is for, and why it is in that state.
 
     ``docs/how-it-works.md`` lists the states in a running process. By its source alone it is ``fits``
     (the patch has work to do, and can), ``absent`` (there is no such framework), ``not needed`` or a fault.
-    ``detail`` says what an applied site has done in this process, such as steps that were skipped. A site
-    that fits by itself, and has the state of another one that cannot take effect, names it in ``because_of``.
+    ``detail`` says what an applied patch has done in this process, such as steps that were skipped. A
+    function that fits by itself, and has the state of another one that does not, names it in ``because_of``.
     """
 
     patch: str
@@ -43,9 +43,9 @@ class SiteStatus:
 
 
 class Statuses(list[SiteStatus]):
-    """States of sites. Printed they are a table, patches by frameworks, and lines for faults and details.
+    """States of patched functions, printed as a table of patches and frameworks, with faults and details.
 
-    Frameworks that are not there have no column; the list has their sites all the same.
+    Frameworks that are not there have no column; the list has their functions all the same.
     """
 
     def __str__(self) -> str:

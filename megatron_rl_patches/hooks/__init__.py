@@ -8,9 +8,9 @@ Megatron-Bridge        ``cfg.model.register_pre_wrap_hook(megatron_rl_patches.ho
 verl                   ``actor_rollout_ref.model.external_lib=megatron_rl_patches.hooks.verl``
 =====================  ==========================================================================
 
-Each applies all patches but ``distillation``, or those that ``MEGATRON_RL_PATCHES`` names where it is set.
+Each applies the default set of patches, or what ``MEGATRON_RL_PATCHES`` selects where it is set.
 NeMo-RL has no such place, but its configuration sets variables of the workers:
-``policy.megatron_cfg.env_vars.MEGATRON_RL_PATCHES=all``.
+``policy.megatron_cfg.env_vars.MEGATRON_RL_PATCHES=default``.
 """
 
 from __future__ import annotations

@@ -16,5 +16,6 @@ if os.environ.get("MEGATRON_RL_PATCHES", "").strip() and not startup.has_fired()
     try:
         startup.activate()
     except Exception as error:
-        print(f"megatron_rl_patches: not activated: {error}", file=sys.stderr)
+        end = "The program ends, because MEGATRON_RL_PATCHES_STRICT is set. Run megatron-rl-patches doctor."
+        print(f"megatron_rl_patches: not activated: {error}. {end}", file=sys.stderr)
         raise SystemExit(1) from error

@@ -47,7 +47,7 @@ def test_rollouts_equal_one_uninterrupted_run(ranks: int) -> None:
 @pytest.mark.slow
 @on_ranks(2)
 def test_sixty_calls_equal_one_uninterrupted_run() -> None:
-    """As many calls as the demo makes and the first page names, on DP 2 with the distributed optimizer."""
+    """As many calls as the first page names, on DP 2 with the distributed optimizer."""
     check_rollouts(TinyModel(), rollouts=60)
 
 

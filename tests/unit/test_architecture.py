@@ -69,7 +69,7 @@ LINES = {
     ("__init__", "__main__", "errors"): 90,
     ("common",): 410,  # agreement of ranks, devices and messages, which four parts had
     ("hooks",): 100,
-    ("engine",): 2_180,  # sites that help others, blocks that overlap, code put on top of a wrapper
+    ("engine",): 2_185,  # sites that help others, blocks that overlap, code put on top of a wrapper
     ("patches",): 1_300,
     ("frameworks",): 2_400,  # a framework's function is tried before it is replaced
     ("reentry",): 1_670,  # warnings of settings, finite steps, the norm of experts, calls within calls

@@ -144,8 +144,9 @@ def test_summary_counts_states_by_framework() -> None:
     ]
     assert summary(statuses, "1.2") == (
         "megatron_rl_patches: in place: one (slime 2); skipped, see the warnings: one; "
-        "nothing to do for 1 other patch (version 1.2)"
+        "nothing to do so far for 1 other patch (version 1.2)"
     )
+    assert "; overwritten by other code: one (" in summary([site("one", "slime", "lost")], "1.2")
     assert summary([], "1.2") == "megatron_rl_patches: in place: nothing (version 1.2)"
 
 
