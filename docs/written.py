@@ -47,6 +47,8 @@ SOURCES = {
     "megatron-lm": ("Megatron-LM", "Megatron-LM main"),
     "own-loop": ("", CORE),
 }
+#: Patches whose functions in megatron-core are wrapped under a framework that has no use for them.
+_IDLE = {("verl", "inference-only"), ("NeMo-RL", "lean-head")}
 _QUICKSTARTS = {"vime": "slime", "openclaw-rl": "slime", "miles": "slime"}
 _SWITCHES = {"default": "`1`", "all": "`all`", "by name": "`{}`"}
 
@@ -73,6 +75,8 @@ def _in_framework(framework: str, patch: str) -> str:
     own = ranges.get(framework, {}).get(patch, "")
     if own in ("", NOT_NEEDED) and patch in ranges["megatron-core"]:
         of_core = ranges["megatron-core"][patch]
+        if (framework, patch) in _IDLE:
+            return "in place, with nothing to do"
         is_everywhere = of_core.startswith("0.14") and of_core.endswith(_newest())
         return "all" if is_everywhere else f"megatron-core {of_core}"
     return own
@@ -131,7 +135,8 @@ def frameworks() -> str:
 def _names(framework: str) -> str:
     found = {patch: _in_framework(framework, patch) for patch in registry.patches()}
     unchecked = [f"`{patch}`" for patch in found if found[patch] == NOT_CHECKED]
-    named = [patch for patch in found if found[patch] not in ("", NOT_NEEDED, NOT_CHECKED)]
+    idle = ("", NOT_NEEDED, NOT_CHECKED, "in place, with nothing to do")
+    named = [patch for patch in found if found[patch] not in idle]
     others = [f"`{patch}`" for patch in found if patch not in named and f"`{patch}`" not in unchecked]
     listed = ", ".join(f"`{patch}`" for patch in named)
     text = f"all but {', '.join(others)}" if len(others) <= 3 else listed

@@ -118,6 +118,14 @@ def read_command(command: str) -> tuple[dict[str, str], str | None]:
     return variables, hook and hook[0]
 
 
+def _numbers_in(command: str) -> Iterator[Problem]:
+    """Yield a variable that becomes a number in Hydra's options, or in JSON, where Ray takes only text."""
+    if found := re.search(rf"\.{VARIABLE}\w*=\d+\b|\"{VARIABLE}\w*\"\s*:\s*\d", command):
+        written = found[0].lstrip(".")
+        remedy = 'write default in options of Hydra, and "1" in JSON'
+        yield Problem(f"{written} in the command is a number, and Ray takes only text", remedy)
+
+
 def examine(environ: Mapping[str, str] = os.environ, command: str = "") -> Diagnosis:
     """Gather everything; this starts one child process.
 
@@ -146,7 +154,7 @@ def examine(environ: Mapping[str, str] = os.environ, command: str = "") -> Diagn
         sites=tuple(statuses),
         startup=startup,
         notes=(*_note_of_nothing(choice, statuses), *notes_of(choice, statuses)),
-        problems=tuple(problems_of(choice, statuses, None if hook else startup, wrapt)),
+        problems=(*_numbers_in(command), *problems_of(choice, statuses, None if hook else startup, wrapt)),
         hook=hook,
     )
 

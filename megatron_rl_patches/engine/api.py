@@ -20,7 +20,7 @@ from .statuses import Statuses
 _BAD_VALUES = Message(
     "variables with bad values: {problems}",
     "An unknown patch is not in place, and an option with a bad value keeps its default.",
-    "Run megatron-rl-patches doctor, which prints what to write; MEGATRON_RL_PATCHES_STRICT=1 makes it an error.",
+    "megatron-rl-patches doctor prints what to write; MEGATRON_RL_PATCHES_STRICT=1 makes this an error.",
 )
 
 
@@ -75,8 +75,8 @@ def _apply(
     lasts: bool,
 ) -> ApplyCall:
     chosen = settings or Settings.from_environment()
-    required = not {*names} <= {*registry.SETS} or (chosen.strict if strict is None else strict)
     patches = registry.select(names or registry.SETS[:1], exclude)
+    required = not {*names} <= {*registry.SETS} or (chosen.strict if strict is None else strict)
     if required:
         # Judged by source before anything is changed, frameworks that are not imported yet included.
         refuse_faults(judge_all(Environment(), patches, chosen))

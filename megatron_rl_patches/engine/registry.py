@@ -52,6 +52,9 @@ def select(names: Collection[str] = SETS[:1], exclude: Collection[str] = ()) -> 
     """Return the patches of these names, or of the sets ``default`` and ``all``, minus ``exclude``."""
     exclude = (exclude,) if isinstance(exclude, str) else exclude
     known = patches()
+    if wrong := [name for name in (*names, *exclude) if not isinstance(name, str)]:
+        how = f"a package registers its patch as an entry point of {ENTRY_POINT_GROUP}"
+        raise PatchError(f"expected the name of a patch, not a {type(wrong[0]).__name__}; {how}")
     if unknown := [name for name in names if name not in (*SETS, *known)]:
         raise PatchError(unknown_names(unknown))
     if unknown := [name for name in exclude if name not in known]:

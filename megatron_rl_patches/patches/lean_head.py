@@ -76,7 +76,7 @@ def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
             return [
                 "lean-head: losses of this package compute the logits in tiles; other code gets all of them"
             ]
-        return [f"{_MATERIALIZED}: `lean-loss` is not selected"]
+        return [f"{_MATERIALIZED} for losses of frameworks: `lean-loss` is not selected"]
     notes = []
     for loss in losses:
         against = next((status for status in (*models, loss) if status.state != "fits"), None)

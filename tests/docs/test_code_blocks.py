@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import traceback
+import warnings
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -123,8 +124,10 @@ def test_tests_that_pages_show(tmp_path: Path) -> None:
 
 def test_text_is_what_it_quotes() -> None:
     """A text is the error of a model that only scores."""
-    from megatron_rl_patches.frameworks.inference_roles import freeze_role
-    from megatron_rl_patches.inference.models.frozen import refuse_to_train
+    with warnings.catch_warnings():  # the first import of Megatron gives some
+        warnings.simplefilter("ignore")
+        from megatron_rl_patches.frameworks.inference_roles import freeze_role
+        from megatron_rl_patches.inference.models.frozen import refuse_to_train
 
     chunk = torch.nn.Module()
     freeze_role([chunk], "prm_teacher")

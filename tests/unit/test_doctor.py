@@ -300,6 +300,21 @@ def test_a_hook_needs_neither_variable_nor_startup_file(monkeypatch: MonkeyPatch
     assert [p for p in doctor.examine({NAME: "1"}).problems if "startup" in p.message]
 
 
+@pytest.mark.parametrize(
+    ("command", "is_number"),
+    [
+        (f"python3 -m verl +ray_kwargs.ray_init.runtime_env.env_vars.{NAME}=1", True),
+        (f"python3 -m verl +ray_kwargs.ray_init.runtime_env.env_vars.{NAME}=default", False),
+        (f"""python3 train.py --train-env-vars '{{"{NAME}": 1}}'""", True),
+        (f"""python3 train.py --train-env-vars '{{"{NAME}": "1"}}'""", False),
+        (f"{NAME}=1 torchrun train.py", False),
+    ],
+)
+def test_ray_takes_no_numbers(command: str, is_number: bool) -> None:
+    problems = [p.message for p in doctor._numbers_in(command)]
+    assert bool(problems) is is_number and all("Ray takes only text" in message for message in problems)
+
+
 FITS = SiteStatus("lean-loss", "slime", "slime.loss.log_probs", "fits", "has the bug that the patch fixes")
 SITES = (
     FITS,

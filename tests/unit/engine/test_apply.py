@@ -169,6 +169,10 @@ def test_selection_by_name_and_exclusion(engine: Engine, tagged: Framework) -> N
     for call in (apply, revert):
         with pytest.raises(PatchError, match=r"unknown patch 'othr'; known: default, all, tagging, other"):
             call("othr")
+    with pytest.raises(PatchError, match="expected the name of a patch, not a Patch; a package registers"):
+        apply(engine["other"])  # type: ignore[arg-type]
+    with pytest.raises(PatchError, match="exclude: unknown patch 'all'; known: tagging, other"):
+        apply(exclude=["all"])
 
 
 def test_the_built_in_patches_are_the_files() -> None:
