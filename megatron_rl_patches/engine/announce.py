@@ -85,7 +85,7 @@ def _version() -> str:
     try:
         return metadata.version("megatron-rl-patches")
     except metadata.PackageNotFoundError:
-        return "(not installed)"
+        return "unknown"
 
 
 def _log_line(level: int, line: str) -> None:
