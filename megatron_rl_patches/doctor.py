@@ -183,7 +183,8 @@ def _corrected(value: str, unknown: Sequence[str]) -> Iterator[str]:
     """Yield the items of a selection; an unknown one as the name that is nearest to it, if there is one."""
     for item in items(value):
         sign = "-" * item.startswith("-")
-        known = [sign + name for name in registry.patches()] if item in unknown else [item]
+        names = (*registry.SETS, *registry.patches())
+        known = [sign + name for name in names] if item in unknown else [item]
         yield from difflib.get_close_matches(item, known, 1)
 
 

@@ -173,7 +173,10 @@ def _show_selected(console: Console, diagnosis: Diagnosis) -> None:
     variable, names = diagnosis.variables.get(VARIABLE), diagnosis.selected
     value = f"{VARIABLE}={variable}" if variable else f"{VARIABLE} is not set"
     if diagnosis.hook:
-        _show(console, f"The command names {diagnosis.hook}, which applies what the variable selects.")
+        _show(
+            console,
+            f"The command names {diagnosis.hook}, which applies what the variable selects, by default 1.",
+        )
     if names:
         _show(console, f"{value} selects {', '.join(sorted(names))}")
         by = {"default": "1", "all": "all", "by name": "its name"}
