@@ -6,7 +6,6 @@ A part stands between ``<!-- written: NAME -->`` and ``<!-- end -->``. A test co
 from __future__ import annotations
 
 import importlib
-import pkgutil
 import re
 import sys
 import textwrap
@@ -195,12 +194,12 @@ def decisions() -> str:
 
 def log_messages() -> str:
     """Return a table of everything that this package logs."""
-    modules = (m.name for m in pkgutil.walk_packages(megatron_rl_patches.__path__, "megatron_rl_patches."))
+    package = ROOT / megatron_rl_patches.__name__
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in modules:  # hooks apply patches when they are imported
-            if not re.search(r"\.(hooks|__main__)\b", name):
-                importlib.import_module(name)
+        for path in package.rglob("*.py"):
+            if "= Message(" in path.read_text("utf-8"):
+                importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     shown = [(m.happened, m.harm, m.remedy) for m in messages] + [startup.NOT_ACTIVATED]
     rows = ({"message": f"`{_cell(a)}`", "harmful?": _cell(b), "what to do": _cell(c)} for a, b, c in shown)
     return table(sorted(rows, key=lambda row: row["message"].lstrip("`{").casefold()))
