@@ -33,7 +33,6 @@ from .candidates import calls
 from .head import ALL_ROWS, ENTROPY, HALF, LIGER, NAIVE, VERL
 from .logits import LogitsSetup
 from .measure import COPY, DEVICE, ON_GPU, Call, Result, kernels
-from .page import met
 
 DRY = not ON_GPU
 GIB = 1 << 30
@@ -70,7 +69,8 @@ class StepResult(Result):
         self, what: str, measured: float, unit: str, targets: Mapping[str, float], peers: Mapping[str, float]
     ) -> None:
         """Compare what was measured with the most that each target allows, and with what peers take."""
-        of_targets = (f"{name} <= {most:.4g}: {met(measured <= most)}" for name, most in targets.items())
+        met = ("**no**", "yes")
+        of_targets = (f"{name} <= {most:.4g}: {met[measured <= most]}" for name, most in targets.items())
         of_peers = (f"{measured / of:.2f} × {peer} ({of:.3g})" for peer, of in peers.items())
         row = {"claim": what, "measured": f"{measured:.4g} {unit}", "targets": "; ".join(of_targets)}
         self.claims.append({**row, "measured / peer": "; ".join(of_peers) or "–"})

@@ -27,7 +27,7 @@ from tests.references.heads import BASE, DEFERRED, KEPT, Setup, share_of_logits
 
 from .candidates import Candidate, calls, checkout, definition, revisions
 from .measure import DEVICE, TURNS, Call, Result, largest_error, left_out, on_ranks, rows
-from .page import Benchmark, Parts, Table
+from .page import Benchmark, Parts, Table, number
 
 REFERENCE_ROWS, TEMPERATURE = 64, 0.8
 ERRORS = dict.fromkeys(("error of values", "error of gradients"), ".1e")
@@ -35,12 +35,7 @@ ALL_ROWS, HALF, FROZEN, SCORING = MODES = ("all rows", "half of the rows", "froz
 #: On the CPU, memory and errors alone; and of both at once memory alone, compared with stock code.
 ENTROPY, BOTH = "entropy", "log-probs and entropy"
 
-
-SETUPS = (
-    Setup(1024, 1024, 32768),
-    Setup(512, 512, 151936),
-    Setup(512, 512, 151936, torch.bfloat16),
-)
+SETUPS = (Setup(1024, 1024, 32768), Setup(512, 512, 151936), Setup(512, 512, 151936, torch.bfloat16))
 # Memory alone, at the sizes of real runs.
 LARGE = (Setup(8192, 256, 65536), Setup(4096, 256, 151936, torch.bfloat16))
 QUICK = (Setup(256, 64, 8192),)
@@ -171,11 +166,8 @@ def skyrl(module: Any, x: Inputs, chunk_size: int) -> Values:
 
 
 def trl(module: Any, x: Inputs) -> Values:
-    names = ("entropy",) if x.entropy else ()
-    outputs = module.ChunkedLogProbFunction.apply(
-        x.hidden, x.weight, None, x.targets, TEMPERATURE, 32768, None, 1.0, names
-    )
-    return outputs[: 1 + x.entropy]
+    options = TEMPERATURE, 32768, None, 1.0, ("entropy",) * x.entropy
+    return module.ChunkedLogProbFunction.apply(x.hidden, x.weight, None, x.targets, *options)[: 1 + x.entropy]
 
 
 def liger(module: Any, x: Inputs) -> Values:
@@ -325,11 +317,22 @@ def parts(results: Results) -> Parts:
         for name in result.costs[ALL_ROWS]
     ]
     return {
+        "ways": Table(1, [*_ways(results)]),
         "heads": rows(everything, "mode", "head", ERRORS),
         "leaves out": Table(2, lacking),
         "peers": revisions("Others", "slime", "nemo-rl", "SkyRL", "trl"),
         "left out": left_out(everything),
     }
+
+
+def _ways(results: Results) -> Iterator[dict[str, str]]:
+    """Yield each head's memory at the first large set-up, with entropies if it has them, and its times."""
+    large, timed = results.large[0], (results.setups[0], results.setups[-1])
+    cells = {f"{of.setup.vocabulary:,} ids, {mode}": (of, mode) for of in timed for mode in (ALL_ROWS, HALF)}
+    for name in large.costs[BOTH] | large.costs[ALL_ROWS]:
+        memory = large.memory(BOTH if name in large.costs[BOTH] else ALL_ROWS, name)
+        times = {title: number(of.duration(mode, name), ".2f") for title, (of, mode) in cells.items()}
+        yield {"head": name, "memory": f"{memory:.3f}", **times}
 
 
 def _leaves_out(result: Result, name: str) -> Iterator[str]:

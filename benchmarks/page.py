@@ -114,10 +114,6 @@ def machine() -> str:
     return ", ".join([device, *packages, python, str(datetime.date.today())])
 
 
-def met(is_met: bool) -> str:
-    return "yes" if is_met else "**no**"
-
-
 def number(value: float, form: str) -> str:
     """Return the formatted value; a dash for what is not a number."""
     return "–" if math.isnan(value) else format(value, form)

@@ -24,7 +24,7 @@ def test_a_page_shows_rows_of_its_json_file(name: str) -> None:
     page, record = file.read_text("utf-8"), json.loads(file.with_suffix(".json").read_text("utf-8"))
     places = dict(re.findall(r"<!-- measured: (.+?) -->\n\n(.*?)\n\n<!-- end -->\n", page, re.DOTALL))
     assert "machine" in places and len(places) == page.count("<!-- measured: ")
-    assert f"]({name}.json)" in page
+    assert f"]({name}.json)" in page and page.count("\n| --- |") == 1, "one table"
     tables = {}
     for place, text in places.items():
         part = record.get(place.partition(":")[0])
