@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_rl_patches.testing import cpu_backend
 from tests.ranks import on_ranks
@@ -43,6 +44,8 @@ class Norm(torch.nn.Module):
         self.bias = None
         if config.normalization == "LayerNorm":
             self.bias = torch.nn.Parameter(torch.zeros(hidden_size))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.bias is None:
@@ -126,9 +129,18 @@ def losses_of(model: Any) -> torch.Tensor:
     return losses.detach()
 
 
-def gradient(parameter: Any) -> torch.Tensor:
-    fused = getattr(parameter, "grad_added_to_main_grad", False)
-    return parameter.main_grad if fused else parameter.grad
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Return gradients by local names, summed where the parameter is marked for sequence parallelism."""
+    from megatron.core import parallel_state
+
+    found = {}
+    for name, parameter in model.named_parameters():
+        fused = getattr(parameter, "grad_added_to_main_grad", False)
+        value = (parameter.main_grad if fused else parameter.grad).clone()
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(value, group=parallel_state.get_tensor_model_parallel_group())
+        found[local_name(name)] = value
+    return found
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -153,8 +165,7 @@ def assert_equal_to_local_layers(options: dict[str, Any], fused: bool = False) -
     expected, losses = losses_of(local), losses_of(model)
     print(f"losses differ by {float((losses - expected).abs().max()):.1e}")
     torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
-    found = {local_name(name): gradient(parameter) for name, parameter in model.named_parameters()}
-    assert_close(found, {name: parameter.grad for name, parameter in weights.items()})
+    assert_close(gradients(model), gradients(local))
     if fused:
         products = [name for name, p in model.named_parameters() if p.grad_added_to_main_grad]
         assert len(products) >= 2 * 4, products
@@ -172,7 +183,7 @@ def assert_packed_equals_one_by_one() -> None:
         losses = model(sample[None, :-1], positions, None, labels=sample[None, 1:])
         losses.sum().backward()
         expected.append(losses.detach()[0])
-    one_by_one = {name: parameter.grad for name, parameter in model.named_parameters()}
+    one_by_one = gradients(model)
     model.zero_grad(set_to_none=True)
     edges = torch.tensor([0, *lengths]).cumsum(0).int()
     packing = PackedSeqParams("thd", edges, edges, max_seqlen_q=10, max_seqlen_kv=10)
@@ -181,7 +192,7 @@ def assert_packed_equals_one_by_one() -> None:
     losses = model(tokens, positions, None, labels=labels, packed_seq_params=packing)
     losses.sum().backward()
     torch.testing.assert_close(losses.detach()[0], torch.cat(expected), rtol=1e-6, atol=1e-6)
-    assert_close({name: parameter.grad for name, parameter in model.named_parameters()}, one_by_one)
+    assert_close(gradients(model), one_by_one)
 
 
 @on_ranks(2, megatron=False, env=FRESH)

@@ -148,7 +148,7 @@ class _Product(torch.autograd.Function):
         return x @ weight.t()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:

@@ -38,17 +38,17 @@ class _Communication(torch.autograd.Function):
         return forward(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.backward_of(grad, ctx.group), None, None, None
 
 
 def enter_column(x: Tensor, group: Any, sequence_parallel: bool) -> Tensor:
     """Return the input of a column parallel product from a rank's part of the sequence, or from all of it."""
     pair = (_all_gather, _reduce_scatter) if sequence_parallel else (_same, _all_reduce)
-    return _Communication.apply(x, group, *pair)  # type: ignore[no-any-return, no-untyped-call]
+    return _Communication.apply(x, group, *pair)  # type: ignore[no-untyped-call]
 
 
 def leave_row(x: Tensor, group: Any, sequence_parallel: bool) -> Tensor:
     """Sum the row parallel products of all ranks; return a rank's part of the sequence, or all of it."""
     pair = (_reduce_scatter, _all_gather) if sequence_parallel else (_all_reduce, _same)
-    return _Communication.apply(x, group, *pair)  # type: ignore[no-any-return, no-untyped-call]
+    return _Communication.apply(x, group, *pair)  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from . import version
 
 _NAME = "transformer_engine"
 _in_place: _Finder | None = None
+_blocks = 0  # that have asked for it and have not ended
 
 
 class _Distribution(Distribution):
@@ -51,30 +52,42 @@ def stand_in(wanted: str | None = None) -> Iterator[None]:
         MegatronRLPatchesError: TransformerEngine is installed, Megatron was imported without it, or the
             stand-in stands for another version already.
     """
-    global _in_place
-    if _in_place is not None:
-        if wanted not in (None, version.current()):
-            raise MegatronRLPatchesError(
-                f"The stand-in of TransformerEngine stands for {version.current()} in this process, not for "
-                f"{wanted}. Use one version in a process."
-            )
-        yield
-        return
-    _check_absence()
-    version.use(wanted or version.DEFAULT)
-    _in_place = _Finder(_new_modules())
-    sys.modules.update(_in_place.modules)
-    sys.meta_path.append(_in_place)
+    global _blocks
+    if _in_place is None:
+        _check_absence()
+        _put_in_place(wanted or version.DEFAULT)
+    elif wanted not in (None, version.current()):
+        raise MegatronRLPatchesError(
+            f"The stand-in of TransformerEngine stands for {version.current()} in this process, not for "
+            f"{wanted}. Use one version in a process."
+        )
+    _blocks += 1
     try:
         yield
     finally:
+        _blocks -= 1
         # Functions of Megatron import from TransformerEngine when they are called.
-        if "megatron.core" not in sys.modules:
-            for name, module in _in_place.modules.items():
-                if sys.modules.get(name) is module:
-                    del sys.modules[name]
-            sys.meta_path.remove(_in_place)
-            _in_place = None
+        if _blocks == 0 and "megatron.core" not in sys.modules:
+            _take_away()
+
+
+def _put_in_place(wanted: str) -> None:
+    global _in_place
+    version.use(wanted)
+    _in_place = _Finder(_new_modules())
+    sys.modules.update(_in_place.modules)
+    sys.meta_path.append(_in_place)
+
+
+def _take_away() -> None:
+    global _in_place
+    if _in_place is None:
+        return
+    for name, module in _in_place.modules.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+    sys.meta_path.remove(_in_place)
+    _in_place = None
 
 
 def _check_absence() -> None:

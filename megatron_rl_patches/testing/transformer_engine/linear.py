@@ -92,7 +92,7 @@ class GroupedLinear(LinearBase):
             raise AssertionError(
                 f"m_splits has {len(sizes)} sizes; expected one for each of {self.num_gemms}"
             )
-        rows = inp.reshape(-1, inp.shape[-1]).split(sizes)
+        rows = torch.split(inp.reshape(-1, inp.shape[-1]), sizes)
         y = torch.cat([self._product(part, str(index)) for index, part in enumerate(rows)])
         y = y.view(*inp.shape[:-1], self.out_features)
         biases = [getattr(self, f"bias{index}") for index in range(self.num_gemms)]
