@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from . import refusals, version
+from . import ops, refusals, version
 from .attention import DotProductAttention
 from .base import TransformerEngineBaseModule, add_to_main_grad, get_dummy_wgrad
 from .distributed import (
@@ -18,10 +16,6 @@ from .distributed import (
 )
 from .linear import GroupedLinear, LayerNormLinear, Linear
 from .norms import LayerNorm, RMSNorm
-
-
-class FusibleOperation(torch.nn.Module):
-    """Base of operations, which annotations of Megatron name. There are none."""
 
 
 class Float8Tensor(refusals.QuantizedTensor):
@@ -63,7 +57,10 @@ def modules() -> dict[str, dict[str, Any]]:
         f"{root}.pytorch.fp8": fp8,
         f"{root}.pytorch.module": linear,
         f"{root}.pytorch.module.base": _named(TransformerEngineBaseModule, get_dummy_wgrad),
-        f"{root}.pytorch.ops": {"Sequential": torch.nn.Sequential, "FusibleOperation": FusibleOperation},
+        f"{root}.pytorch.ops": _named(
+            *(ops.FusibleOperation, ops.Sequential, ops.Linear),
+            *(ops.ReLU, ops.ReGLU, ops.GELU, ops.GEGLU, ops.SiLU, ops.SwiGLU),
+        ),
         f"{root}.pytorch.router": {f"fused_{name}": refusals.fused_router for name in router},
         f"{root}.pytorch.tensor": quantized,
         # Of apex: with it, Megatron's own layers add gradients of weights to main_grad, too.

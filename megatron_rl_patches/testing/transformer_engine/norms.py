@@ -21,12 +21,13 @@ def normalized(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_
 class _Norm(torch.nn.Module):
     def __init__(
         self,
-        hidden_size: int,
+        normalized_shape: int | None = None,
         eps: float = 1e-5,
         sequence_parallel: bool | None = None,
         params_dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
         device: Any = "cuda",
+        hidden_size: int | None = None,  # as the first one was called
     ) -> None:
         super().__init__()
         self.eps, self.zero_centered_gamma, self.sequence_parallel = (
@@ -34,7 +35,10 @@ class _Norm(torch.nn.Module):
             zero_centered_gamma,
             sequence_parallel,
         )
-        self.weight = Parameter(torch.empty(hidden_size, dtype=params_dtype, device=device))
+        size = hidden_size if normalized_shape is None else normalized_shape
+        if size is None:
+            raise TypeError("normalized_shape is missing")
+        self.weight = Parameter(torch.empty(size, dtype=params_dtype, device=device))
         if isinstance(self, LayerNorm):
             self.bias = Parameter(torch.empty_like(self.weight))
         self.reset_parameters()
