@@ -77,6 +77,7 @@ def build(options: dict[str, Any], transformer_engine: bool) -> Any:
         hidden_dropout=0.0,
         tensor_model_parallel_size=tp,
         sequence_parallel=tp > 1,
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
         **options,
@@ -195,6 +196,43 @@ def assert_packed_equals_one_by_one() -> None:
     assert_close(gradients(model), one_by_one)
 
 
+def assert_split_sequences_equal_whole_ones(packed: bool) -> None:
+    """Cut sequences of 16 tokens, or packed ones with padding, over two ranks."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    lengths, slots = ([6, 3, 2], [8, 4, 4]) if packed else ([16], [16])
+    edges, padded = (torch.tensor([0, *sizes]).cumsum(0).int() for sizes in (lengths, slots))
+    packing = {}
+    if packed:
+        values = PackedSeqParams("thd", edges, edges, padded, padded, max_seqlen_q=8, max_seqlen_kv=8)
+        packing = {"packed_seq_params": values}
+    starts = zip(padded.tolist(), lengths, strict=False)
+    valid = torch.cat([torch.arange(start, start + length) for start, length in starts])
+    tokens, labels = torch.arange(16)[None] * 5 % 64, torch.arange(16)[None] * 7 % 64
+
+    def losses_at(model: Any, places: torch.Tensor) -> torch.Tensor:
+        losses = model(tokens[:, places], places[None], None, labels=labels[:, places], **packing)
+        (losses[0] * torch.isin(places, valid)).sum().backward()
+        return losses.detach()[0]
+
+    initialize()
+    whole = build(LLAMA, transformer_engine=True)
+    expected = losses_at(whole, torch.arange(16))
+    initialize(context_parallel_size=2)
+    rank, group = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_group()
+    model = build(LLAMA, transformer_engine=True)
+    model.load_state_dict(whole.state_dict())
+    pieces = [range(start, start + slot) for start, slot in zip(padded.tolist(), slots, strict=False)]
+    quarters = [torch.tensor(piece).chunk(4) for piece in pieces]
+    places = torch.cat([torch.cat([quarter[rank], quarter[3 - rank]]) for quarter in quarters])
+    losses, kept = losses_at(model, places), torch.isin(places, valid)
+    torch.testing.assert_close(losses[kept], expected[places][kept], rtol=1e-6, atol=1e-6)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=group)
+    assert_close(gradients(model), gradients(whole))
+
+
 @on_ranks(2, megatron=False, env=FRESH)
 def test_layers_on_two_ranks() -> None:
     """Several cases in one test, since fresh interpreters import Megatron for seconds."""
@@ -204,6 +242,7 @@ def test_layers_on_two_ranks() -> None:
         assert_packed_equals_one_by_one()
         initialize(expert_model_parallel_size=2)
         assert_equal_to_local_layers(MOE, fused=True)
+        assert_split_sequences_equal_whole_ones(packed=True)
 
 
 @pytest.mark.slow
@@ -213,6 +252,7 @@ def test_more_layouts_on_two_ranks() -> None:
         initialize(tensor_model_parallel_size=2)
         assert_equal_to_local_layers(DENSE)
         assert_equal_to_local_layers(LLAMA, fused=True)
+        assert_split_sequences_equal_whole_ones(packed=False)
         for experts in (1, 2):
             initialize(tensor_model_parallel_size=2, expert_tensor_parallel_size=experts)
             assert_equal_to_local_layers(MOE)

@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import communication
 from .base import TransformerEngineBaseModule
 from .refusals import refuse
 
@@ -82,13 +83,13 @@ class _Batch:
         if self.core_attention_bias_type not in ("no_bias", "post_scale_bias"):
             refuse(f"core_attention_bias_type {self.core_attention_bias_type!r}")
 
-    def samples(self) -> Iterator[tuple[slice, slice]]:
-        """Yield the rows of queries and of keys that each packed sample has; padding lies between them."""
-        q_starts = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
-        kv_starts = self.cu_seqlens_kv if self.cu_seqlens_kv_padded is None else self.cu_seqlens_kv_padded
-        lengths = zip(self.cu_seqlens_q.diff().tolist(), self.cu_seqlens_kv.diff().tolist(), strict=True)
-        for (m, n), s, t in zip(lengths, q_starts.tolist(), kv_starts.tolist(), strict=False):
-            yield slice(s, s + m), slice(t, t + n)
+    def samples(self) -> Iterator[tuple[_Sample, _Sample]]:
+        """Yield where queries and keys of each packed sample lie; padding follows a sample."""
+        return zip(
+            _samples(self.cu_seqlens_q, self.cu_seqlens_q_padded),
+            _samples(self.cu_seqlens_kv, self.cu_seqlens_kv_padded),
+            strict=True,
+        )
 
     def mask_of(self, index: int) -> Tensor | None:
         """Return what a sample may not attend to, ``[1 or heads, 1 or queries, keys]``; ``None`` for all.
@@ -103,6 +104,18 @@ class _Batch:
             self.attention_mask[-1] if isinstance(self.attention_mask, tuple) else self.attention_mask
         )
         return mask[min(index, len(mask) - 1)]
+
+
+class _Sample(NamedTuple):
+    start: int
+    length: int
+    slot: int  # length with padding
+
+
+def _samples(edges: Tensor, padded: Tensor | None) -> Iterator[_Sample]:
+    padded = edges if padded is None else padded
+    lists = padded[:-1].tolist(), edges.diff().tolist(), padded.diff().tolist()
+    yield from map(_Sample, *lists)
 
 
 class DotProductAttention(TransformerEngineBaseModule):
@@ -135,11 +148,11 @@ class DotProductAttention(TransformerEngineBaseModule):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """Refuse context parallelism over more than one rank."""
-        groups = cp_group if isinstance(cp_group, list) else [cp_group]
-        if any(group is not None and group.size() > 1 for group in groups):
-            refuse("context parallelism (context_parallel_size)")
+        """Set the group over which sequences are cut; keys and values are gathered, whatever the type."""
+        if isinstance(cp_group, list):
+            refuse("hierarchical context parallelism (cp_comm_type 'a2a+p2p')")
         self.cp_group, self.cp_comm_type = cp_group, cp_comm_type
+        self.cp_size = 1 if cp_group is None else cp_group.size()
 
     def forward(
         self,
@@ -163,37 +176,59 @@ class DotProductAttention(TransformerEngineBaseModule):
         else:
             dim = batch.qkv_format.index("b")
             by_sample = [
-                self._attend((q, k, v), batch, batch.mask_of(index), index)
-                for index, (q, k, v) in enumerate(zip(*(x.unbind(dim) for x in qkv), strict=True))
+                self._attend(sample, self._places(*map(len, sample[:2])), batch, index)
+                for index, sample in enumerate(zip(*(x.unbind(dim) for x in qkv), strict=True))
             ]
             out = torch.stack(by_sample, dim)
         return out.flatten(-2)
 
     def _packed(self, qkv: tuple[Tensor, Tensor, Tensor], batch: _Batch) -> Tensor:
+        """Attend in each sample. Every rank of the context parallel group has two pieces of each slot."""
         q, k, v = qkv
         parts, end = [], 0
-        for rows, keys in batch.samples():
-            parts += [
-                v.new_zeros(rows.start - end, q.shape[1], v.shape[-1]),  # padding
-                self._attend((q[rows], k[keys], v[keys]), batch, None, 0),
-            ]
-            end = rows.stop
+        for of_q, of_k in batch.samples():
+            start, rows, keys = (
+                of_q.start // self.cp_size,
+                of_q.slot // self.cp_size,
+                of_k.slot // self.cp_size,
+            )
+            first = of_k.start // self.cp_size
+            sample = q[start : start + rows], k[first : first + keys], v[first : first + keys]
+            places = self._places(rows, keys, of_q.length, of_k.length)
+            parts += [v.new_zeros(start - end, q.shape[1], v.shape[-1])]
+            parts += [self._attend(sample, places, batch, None)]
+            end = start + rows
         parts.append(v.new_zeros(len(q) - end, q.shape[1], v.shape[-1]))
         return torch.cat(parts)
 
+    def _places(
+        self, queries: int, keys: int, q_length: int | None = None, k_length: int | None = None
+    ) -> _Places:
+        """Return where the queries of this rank and the keys of all ranks lie in a sample."""
+        rank = 0 if self.cp_group is None else self.cp_group.rank()
+        pieces = torch.cat([_positions(other, self.cp_size, keys) for other in range(self.cp_size)])
+        q_length = queries * self.cp_size if q_length is None else q_length
+        k_length = keys * self.cp_size if k_length is None else k_length
+        return _Places(_positions(rank, self.cp_size, queries), pieces, q_length, k_length)
+
     def _attend(
-        self, qkv: tuple[Tensor, Tensor, Tensor], batch: _Batch, mask: Tensor | None, index: int
+        self, sample: tuple[Tensor, Tensor, Tensor], places: _Places, batch: _Batch, index: int | None
     ) -> Tensor:
-        """Return the attention of one sample: ``[queries, heads, channels]``."""
-        q, k, v = qkv
+        """Return the attention of one sample of a batch, ``[queries, heads, channels]``."""
+        q, k, v = sample
+        if self.cp_size > 1:
+            k, v = (communication.enter_column(x, self.cp_group, True) for x in (k, v))
         repeat = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
         scores_hst = torch.einsum("shd,thd->hst", q.float(), k.float()) * self.softmax_scale
-        if batch.core_attention_bias is not None:
-            bias = batch.core_attention_bias
-            scores_hst = scores_hst + bias[min(index, len(bias) - 1)]
-        hidden_st = _hidden(len(q), len(k), batch.attn_mask_type, batch.window_size)
-        scores_hst = scores_hst.masked_fill(hidden_st if mask is None else hidden_st | mask, -math.inf)
+        hidden = places.hidden(batch.attn_mask_type, batch.window_size)
+        if index is not None:
+            mask, bias = batch.mask_of(index), batch.core_attention_bias
+            if self.cp_size > 1 and (mask is not None or bias is not None):
+                refuse("masks and biases with context parallelism")
+            hidden = hidden if mask is None else hidden | mask
+            scores_hst = scores_hst if bias is None else scores_hst + bias[min(index, len(bias) - 1)]
+        scores_hst = scores_hst.masked_fill(hidden, -math.inf)
         # A query that sees no key is padding, and gets zeros.
         weights_hst = scores_hst.softmax(-1).nan_to_num(0.0)
         if self.training and self._options.attention_dropout:
@@ -203,17 +238,35 @@ class DotProductAttention(TransformerEngineBaseModule):
         return torch.einsum("hst,thd->shd", weights_hst.to(v.dtype), v)
 
 
-def _hidden(queries: int, keys: int, mask_type: str, window: tuple[int, int] | None) -> Tensor:
-    """Return which keys lie after a query, or outside of its window, ``[queries, keys]``; -1 is no limit."""
-    left, right = window or (-1, -1)
-    if "causal" in mask_type:
-        right = 0
-    ahead_st = torch.arange(keys)[None] - torch.arange(queries)[:, None]
-    if "bottom_right" in mask_type:
-        ahead_st = ahead_st - (keys - queries)
-    hidden_st = torch.zeros_like(ahead_st, dtype=torch.bool)
-    if right >= 0:
-        hidden_st |= ahead_st > right
-    if left >= 0:
-        hidden_st |= ahead_st < -left
-    return hidden_st
+class _Places(NamedTuple):
+    """Positions in a sample of the queries and keys of a product, and how many of each are no padding."""
+
+    q_s: Tensor
+    k_t: Tensor
+    q_length: int
+    k_length: int
+
+    def hidden(self, mask_type: str, window: tuple[int, int] | None) -> Tensor:
+        """Return which keys are padding, later than a query, or outside of its window; -1 is no limit."""
+        left, right = window or (-1, -1)
+        if "causal" in mask_type:
+            right = 0
+        ahead_st = self.k_t[None] - self.q_s[:, None]
+        if "bottom_right" in mask_type:
+            ahead_st = ahead_st - (self.k_length - self.q_length)
+        hidden_st = (self.k_t >= self.k_length)[None] | (self.q_s >= self.q_length)[:, None]
+        if right >= 0:
+            hidden_st = hidden_st | (ahead_st > right)
+        if left >= 0:
+            hidden_st = hidden_st | (ahead_st < -left)
+        return hidden_st
+
+
+def _positions(rank: int, size: int, rows: int) -> Tensor:
+    """Return the positions of a rank's rows: a piece from either end, as Megatron cuts sequences."""
+    if size == 1:
+        return torch.arange(rows)
+    if rows % 2:
+        raise AssertionError(f"{rows} rows on a rank; expected two pieces of the same length")
+    pieces = torch.arange(rows * size).chunk(2 * size)
+    return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
