@@ -268,3 +268,36 @@ def test_layers_on_one_rank() -> None:
         for options in (DENSE, LLAMA, MOE):
             assert_equal_to_local_layers(options)
         assert_packed_equals_one_by_one()
+
+
+@pytest.mark.slow
+@on_ranks(2, megatron=False, env=FRESH)
+def test_steps_of_the_distributed_optimizer() -> None:
+    """The norm of gradients depends on the marks of parameters, and DDP on gradients in ``main_grad``."""
+    with cpu_backend(transformer_engine=True):
+        for options, sizes in ((LLAMA, {}), (MOE, {"expert_tensor_parallel_size": 2})):
+            initialize(tensor_model_parallel_size=2, **sizes)
+            local = build({**options, "moe_grouped_gemm": False}, transformer_engine=False)
+            model = build({**options, "gradient_accumulation_fusion": True}, transformer_engine=True)
+            weights = dict(local.named_parameters())
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(weights[local_name(name)])
+            torch.testing.assert_close(steps(model), steps(local), rtol=2e-5, atol=0)
+
+
+def steps(module: Any) -> list[list[float]]:
+    """Train for three steps; return the loss and the norm of gradients of each."""
+    from megatron.core.distributed import finalize_model_grads
+
+    from megatron_rl_patches.testing import tiny_model
+
+    (model,), optimizer = tiny_model(tp=2, overlap_param_gather=False).in_training(module.config, [module])
+    found = []
+    for _ in range(3):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses = losses_of(model)
+        finalize_model_grads([model])
+        found.append([float(losses.mean()), float(optimizer.step()[1])])
+    return found
