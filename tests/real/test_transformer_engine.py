@@ -154,7 +154,8 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def assert_equal_to_local_layers(options: dict[str, Any], fused: bool = False) -> None:
-    local = build({**options, "moe_grouped_gemm": False}, transformer_engine=False)
+    plain = {"moe_grouped_gemm": False, "apply_rope_fusion": False}
+    local = build({**options, **plain}, transformer_engine=False)
     model = build({**options, "gradient_accumulation_fusion": fused}, transformer_engine=True)
     weights = dict(local.named_parameters())
     with torch.no_grad():
@@ -172,10 +173,10 @@ def assert_equal_to_local_layers(options: dict[str, Any], fused: bool = False) -
         assert len(products) >= 2 * 4, products
 
 
-def assert_packed_equals_one_by_one() -> None:
+def assert_packed_equals_one_by_one(**options: Any) -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    model = build(LLAMA, transformer_engine=True)
+    model = build({**LLAMA, **options}, transformer_engine=True)
     lengths = [6, 2, 10, 4]
     samples = [torch.arange(length + 1) * (3 + length) % 64 for length in lengths]
     expected = []
@@ -267,6 +268,8 @@ def test_layers_on_one_rank() -> None:
         initialize()
         for options in (DENSE, LLAMA, MOE):
             assert_equal_to_local_layers(options)
+        assert_equal_to_local_layers({**LLAMA, "apply_rope_fusion": True})
+        assert_packed_equals_one_by_one(apply_rope_fusion=True)
         assert_packed_equals_one_by_one()
 
 

@@ -83,8 +83,8 @@ def test_what_it_does_not_have_is_refused_by_name() -> None:
             te.fp8_model_init(enabled=True)
         with pytest.raises(MegatronRLPatchesError, match="delay_wgrad_compute"):
             te.Linear(2, 2, delay_wgrad_compute=True)
-        with pytest.raises(MegatronRLPatchesError, match="softmax_type 'learnable'"):
-            te.DotProductAttention(2, 2, softmax_type="learnable")
+        with pytest.raises(MegatronRLPatchesError, match="use_transformer_engine_op_fuser"):
+            te.ops.Sequential()
         with pytest.raises(MegatronRLPatchesError, match="moe_router_fusion"):
             import_module("transformer_engine.pytorch.router").fused_moe_aux_loss()
         with pytest.raises(TypeError, match="unknown"):
@@ -122,6 +122,40 @@ def test_attention_is_that_of_torch(mask_type: str) -> None:
     by_head = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
     expected = torch.nn.functional.scaled_dot_product_attention(*by_head, attn_mask=seen)
     torch.testing.assert_close(found, expected.permute(2, 0, 1, 3).flatten(2))
+
+
+def test_softmax_with_an_offset_and_the_largest_logit() -> None:
+    q, k, v = (torch.randn(5, 1, 2, 4) for _ in range(3))
+    options = {"softmax_type": "learnable", "attn_mask_type": "no_mask", "return_max_logit": True}
+    with cpu_backend(transformer_engine=True):
+        attention = import_module("transformer_engine.pytorch").DotProductAttention(2, 4, **options)
+        attention.softmax_offset.data += torch.tensor([0.3, -1.0])
+        found, largest = attention(q, k, v)
+    scores = torch.einsum("sbhd,tbhd->bhst", q, k) / 2
+    weights = scores.exp() / (
+        scores.exp().sum(-1, keepdim=True) + attention.softmax_offset.exp()[:, None, None]
+    )
+    torch.testing.assert_close(found, torch.einsum("bhst,tbhd->sbhd", weights, v).flatten(2))
+    torch.testing.assert_close(largest, scores[0].amax((1, 2)))
+
+
+def test_activations_and_a_checkpoint() -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    with cpu_backend(transformer_engine=True):
+        te = import_module("transformer_engine.pytorch")
+        first, second = x.chunk(2, -1)
+        torch.testing.assert_close(te.ops.SwiGLU()(x), torch.nn.functional.silu(first) * second)
+        tracker = te.CudaRNGStatesTracker()
+        tracker.add("model-parallel-rng", 3)
+
+        def with_dropout(rows: torch.Tensor) -> torch.Tensor:
+            with tracker.fork():
+                return torch.nn.functional.dropout(rows)
+
+        dropped = te.checkpoint(with_dropout, x, get_rng_state_tracker=lambda: tracker)
+        dropped.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad * x, dropped)
 
 
 def test_padding_between_packed_samples_is_zero() -> None:

@@ -9,14 +9,23 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from . import communication
 from .base import TransformerEngineBaseModule
 from .refusals import refuse
+from .rope import positions_of
 
 _CAUSAL = ("causal", "causal_bottom_right")
 _MASKS = {"no_mask", "arbitrary", "padding", *_CAUSAL, *(f"padding_{name}" for name in _CAUSAL)}
+
+
+#: Arguments that matter to kernels alone.
+_OF_KERNELS = {
+    *("sequence_parallel", "layer_number", "attention_type", "cp_global_ranks", "cp_stream"),
+    *("max_seqlen_q", "max_seqlen_kv", "pad_between_seqs", "num_splits"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +37,10 @@ class AttentionOptions:
     qkv_format: str = "sbhd"
     attn_mask_type: str = "causal"
     window_size: tuple[int, int] | None = None
-    sequence_parallel: bool = False
     tp_size: int = 1
     tp_group: Any = None
     get_rng_state_tracker: Callable[[], Any] | None = None
-    layer_number: int | None = None
-    attention_type: str = "self"
     cp_group: Any = None
-    cp_global_ranks: Any = None
-    cp_stream: Any = None
     cp_comm_type: str = "p2p"
     softmax_scale: float | None = None
     softmax_type: str = "vanilla"
@@ -55,10 +59,6 @@ class _Batch:
     cu_seqlens_kv: Any = None
     cu_seqlens_q_padded: Any = None
     cu_seqlens_kv_padded: Any = None
-    max_seqlen_q: Any = None  # kernels want it
-    max_seqlen_kv: Any = None
-    pad_between_seqs: Any = None
-    num_splits: int | None = 1
     core_attention_bias_type: str = "no_bias"
     core_attention_bias: Tensor | None = None
     alibi_slopes: Any = None
@@ -106,6 +106,17 @@ class _Batch:
         return mask[min(index, len(mask) - 1)]
 
 
+def _without_kernels(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in _OF_KERNELS}
+
+
+def _offset(softmax_type: str, heads: int) -> Tensor | None:
+    zeros = torch.zeros(heads, device="cuda")
+    if softmax_type not in ("vanilla", "off-by-one", "learnable"):
+        raise AssertionError(f"softmax_type is {softmax_type!r}; expected vanilla, off-by-one or learnable")
+    return {"vanilla": None, "off-by-one": zeros, "learnable": torch.nn.Parameter(zeros)}[softmax_type]
+
+
 class _Sample(NamedTuple):
     start: int
     length: int
@@ -121,29 +132,22 @@ def _samples(edges: Tensor, padded: Tensor | None) -> Iterator[_Sample]:
 class DotProductAttention(TransformerEngineBaseModule):
     """Attention, in which groups of queries may share keys."""
 
+    _peaks: list[Tensor]  # the largest scores of each head, by sample
+
     def __init__(self, num_attention_heads: int, kv_channels: int | tuple[int, int], **options: Any) -> None:
         super().__init__()
-        self._options = made = AttentionOptions(**options)
-        if made.softmax_type != "vanilla":
-            refuse(f"softmax_type {made.softmax_type!r}")
-        if made.return_max_logit:
-            refuse("return_max_logit (qk_clip, log_max_attention_logit)")
+        self._options = made = AttentionOptions(**_without_kernels(options))
         self.tp_size = made.tp_size if made.tp_group is None else made.tp_group.size()
         self.set_tensor_parallel_group(made.tp_group)
-        self.qkv_format, self.attn_mask_type, self.window_size = (
-            made.qkv_format,
-            made.attn_mask_type,
-            made.window_size,
-        )
-        self.layer_number, self.attention_type = made.layer_number, made.attention_type
+        self.qkv_format, self.attn_mask_type = made.qkv_format, made.attn_mask_type
+        self.window_size = made.window_size
         channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
         self.hidden_size_per_attention_head_k = channels
         self.num_gqa_groups = made.num_gqa_groups or num_attention_heads
         self.num_gqa_groups_per_partition = self.num_gqa_groups // self.tp_size
+        self.softmax_offset = _offset(made.softmax_type, num_attention_heads // self.tp_size)
         self.softmax_scale = made.softmax_scale or 1 / math.sqrt(channels)
-        self.set_context_parallel_group(
-            made.cp_group, made.cp_global_ranks, made.cp_stream, made.cp_comm_type
-        )
+        self.set_context_parallel_group(made.cp_group, None, None, made.cp_comm_type)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
@@ -161,16 +165,20 @@ class DotProductAttention(TransformerEngineBaseModule):
         value_layer: Tensor,
         attention_mask: Any = None,
         **arguments: Any,
-    ) -> Tensor:
-        """Return ``[..., heads * channels]`` of queries, keys and values ``[..., heads, channels]``."""
+    ) -> Any:
+        """Return ``[..., heads * channels]`` of queries, keys and values ``[..., heads, channels]``.
+
+        With ``return_max_logit`` the largest score of each head is the second result.
+        """
         own = {name: getattr(self, name) for name in ("qkv_format", "attn_mask_type", "window_size")}
         given = {name: value for name, value in arguments.items() if value is not None}
-        batch = _Batch(attention_mask=attention_mask, **{**own, **given})
+        batch = _Batch(attention_mask=attention_mask, **own | _without_kernels(given))
         qkv = query_layer, key_layer, value_layer
         if key_layer.shape[-2] != self.num_gqa_groups_per_partition:
             raise AssertionError(
                 f"keys have {key_layer.shape[-2]} heads; expected {self.num_gqa_groups_per_partition}"
             )
+        self._peaks = []
         if batch.qkv_format == "thd":
             out = self._packed(qkv, batch)
         else:
@@ -180,7 +188,12 @@ class DotProductAttention(TransformerEngineBaseModule):
                 for index, sample in enumerate(zip(*(x.unbind(dim) for x in qkv), strict=True))
             ]
             out = torch.stack(by_sample, dim)
-        return out.flatten(-2)
+        if not self._options.return_max_logit:
+            return out.flatten(-2)
+        largest_h = torch.stack(self._peaks).amax(0)
+        if self.cp_size > 1:
+            dist.all_reduce(largest_h, dist.ReduceOp.MAX, group=self.cp_group)
+        return out.flatten(-2), largest_h
 
     def _packed(self, qkv: tuple[Tensor, Tensor, Tensor], batch: _Batch) -> Tensor:
         """Attend in each sample. Every rank of the context parallel group has two pieces of each slot."""
@@ -206,10 +219,10 @@ class DotProductAttention(TransformerEngineBaseModule):
     ) -> _Places:
         """Return where the queries of this rank and the keys of all ranks lie in a sample."""
         rank = 0 if self.cp_group is None else self.cp_group.rank()
-        pieces = torch.cat([_positions(other, self.cp_size, keys) for other in range(self.cp_size)])
+        pieces = torch.cat([positions_of(other, self.cp_size, keys) for other in range(self.cp_size)])
         q_length = queries * self.cp_size if q_length is None else q_length
         k_length = keys * self.cp_size if k_length is None else k_length
-        return _Places(_positions(rank, self.cp_size, queries), pieces, q_length, k_length)
+        return _Places(positions_of(rank, self.cp_size, queries), pieces, q_length, k_length)
 
     def _attend(
         self, sample: tuple[Tensor, Tensor, Tensor], places: _Places, batch: _Batch, index: int | None
@@ -229,8 +242,13 @@ class DotProductAttention(TransformerEngineBaseModule):
             hidden = hidden if mask is None else hidden | mask
             scores_hst = scores_hst if bias is None else scores_hst + bias[min(index, len(bias) - 1)]
         scores_hst = scores_hst.masked_fill(hidden, -math.inf)
+        if self._options.return_max_logit:
+            self._peaks.append(scores_hst.detach().amax((1, 2)))
+        if self.softmax_offset is not None:  # one more key, whose value is zero
+            offset_hs1 = self.softmax_offset.float()[:, None, None].expand(-1, len(q), 1)
+            scores_hst = torch.cat([scores_hst, offset_hs1], -1)
         # A query that sees no key is padding, and gets zeros.
-        weights_hst = scores_hst.softmax(-1).nan_to_num(0.0)
+        weights_hst = scores_hst.softmax(-1).nan_to_num(0.0)[..., : len(k)]
         if self.training and self._options.attention_dropout:
             tracker = self._options.get_rng_state_tracker
             with nullcontext() if tracker is None else tracker().fork():
@@ -260,13 +278,3 @@ class _Places(NamedTuple):
         if left >= 0:
             hidden_st = hidden_st | (ahead_st < -left)
         return hidden_st
-
-
-def _positions(rank: int, size: int, rows: int) -> Tensor:
-    """Return the positions of a rank's rows: a piece from either end, as Megatron cuts sequences."""
-    if size == 1:
-        return torch.arange(rows)
-    if rows % 2:
-        raise AssertionError(f"{rows} rows on a rank; expected two pieces of the same length")
-    pieces = torch.arange(rows * size).chunk(2 * size)
-    return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])

@@ -16,6 +16,7 @@ from .distributed import (
 )
 from .linear import GroupedLinear, LayerNormLinear, Linear
 from .norms import LayerNorm, RMSNorm
+from .rope import apply_rotary_pos_emb
 
 
 class Float8Tensor(refusals.QuantizedTensor):
@@ -32,7 +33,7 @@ def modules() -> dict[str, dict[str, Any]]:
     fp8 = _named(refusals.fp8_autocast, refusals.fp8_model_init, refusals.FP8GlobalStateManager)
     fp8 |= {"autocast": refusals.fp8_autocast, "quantized_model_init": refusals.fp8_model_init}
     quantized = _named(refusals.QuantizedTensor)
-    formats = _named(refusals.Format, refusals.Recipe, *refusals.Recipe.__subclasses__())
+    formats = _named(refusals.Format, refusals.Recipe) | refusals.RECIPES
     distributed = _named(
         CudaRNGStatesTracker,
         activation_recompute_forward,
@@ -51,16 +52,17 @@ def modules() -> dict[str, dict[str, Any]]:
             **fp8,
             **_named(DotProductAttention, CudaRNGStatesTracker, checkpoint),
         },
-        f"{root}.pytorch.attention": _named(DotProductAttention),
+        f"{root}.pytorch.attention": _named(DotProductAttention, apply_rotary_pos_emb),
+        f"{root}.pytorch.attention.rope": _named(apply_rotary_pos_emb),
         f"{root}.pytorch.distributed": distributed,
         f"{root}.pytorch.float8_tensor": _named(Float8Tensor),
         f"{root}.pytorch.fp8": fp8,
         f"{root}.pytorch.module": linear,
         f"{root}.pytorch.module.base": _named(TransformerEngineBaseModule, get_dummy_wgrad),
-        f"{root}.pytorch.ops": _named(
-            *(ops.FusibleOperation, ops.Sequential, ops.Linear),
-            *(ops.ReLU, ops.ReGLU, ops.GELU, ops.GEGLU, ops.SiLU, ops.SwiGLU),
-        ),
+        f"{root}.pytorch.ops": {
+            **_named(ops.FusibleOperation, ops.Sequential, ops.Linear),
+            **ops.ACTIVATIONS,
+        },
         f"{root}.pytorch.router": {f"fused_{name}": refusals.fused_router for name in router},
         f"{root}.pytorch.tensor": quantized,
         # Of apex: with it, Megatron's own layers add gradients of weights to main_grad, too.

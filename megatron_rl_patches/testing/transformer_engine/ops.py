@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,8 @@ class Linear(Sequential): ...
 
 
 class _Activation(FusibleOperation):
-    function = staticmethod(relu)
-    gated = False
+    function: Callable[[Tensor], Tensor]
+    gated: bool
 
     def __init__(self, cache_quantized_input: bool = False) -> None:
         super().__init__()
@@ -40,24 +41,13 @@ class _Activation(FusibleOperation):
         return self.function(first) * second
 
 
-class ReLU(_Activation): ...
-
-
-class ReGLU(ReLU):
-    gated = True
-
-
-class GELU(_Activation):
-    function = staticmethod(partial(gelu, approximate="tanh"))
-
-
-class GEGLU(GELU):
-    gated = True
-
-
-class SiLU(_Activation):
-    function = staticmethod(silu)
-
-
-class SwiGLU(SiLU):
-    gated = True
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "ReLU": relu,
+    "GELU": partial(gelu, approximate="tanh"),
+    "SiLU": silu,
+}
+_GATED = {"ReGLU": relu, "GEGLU": _FUNCTIONS["GELU"], "SwiGLU": silu}
+ACTIVATIONS = {
+    name: type(name, (_Activation,), {"function": staticmethod(function), "gated": name in _GATED})
+    for name, function in {**_FUNCTIONS, **_GATED}.items()
+}

@@ -40,34 +40,20 @@ def fused_router(*args: Any, **kwargs: Any) -> NoReturn:
 class FP8GlobalStateManager:
     """Answers that FP8 is off."""
 
-    @staticmethod
-    def _no(*args: Any, **kwargs: Any) -> bool:
-        return False
-
-    @staticmethod
-    def _nothing(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    @staticmethod
-    def _unavailable() -> tuple[bool, str]:
-        return False, "the stand-in of TransformerEngine has no FP8"
-
+    _no = staticmethod(lambda *args, **kwargs: False)
+    _nothing = staticmethod(lambda *args, **kwargs: None)
     is_fp8_enabled = is_fp8_calibration = with_fp8_parameters = is_first_fp8_module = _no
     fp8_graph_capturing = get_fp8_recipe = get_fp8_group = get_skip_fp8_weight_update_tensor = _nothing
     reset = reduce_and_update_fp8_tensors = set_skip_fp8_weight_update_tensor = _nothing
-    is_fp8_available = is_mxfp8_available = is_fp8_block_scaling_available = _unavailable
+    is_fp8_available = staticmethod(lambda: (False, "the stand-in of TransformerEngine has no FP8"))
+    is_mxfp8_available = is_fp8_block_scaling_available = is_fp8_available
 
 
 class QuantizedTensor(torch.Tensor):
     """Base of tensors in FP8, of which there are none."""
 
 
-class Format(enum.Enum):
-    """Formats of FP8."""
-
-    E4M3 = "e4m3"
-    E5M2 = "e5m2"
-    HYBRID = "hybrid"
+Format = enum.Enum("Format", ["E4M3", "E5M2", "HYBRID"])
 
 
 class Recipe:
@@ -77,16 +63,5 @@ class Recipe:
         vars(self).update(options)
 
 
-class DelayedScaling(Recipe): ...
-
-
-class Float8CurrentScaling(Recipe): ...
-
-
-class Float8BlockScaling(Recipe): ...
-
-
-class MXFP8BlockScaling(Recipe): ...
-
-
-class NVFP4BlockScaling(Recipe): ...
+_RECIPES = ("Delayed", "Float8Current", "Float8Block", "MXFP8Block", "NVFP4Block")
+RECIPES = {f"{name}Scaling": type(f"{name}Scaling", (Recipe,), {}) for name in _RECIPES}
