@@ -11,8 +11,8 @@ from . import version
 from .base import LinearBase, LinearOptions
 from .norms import normalized
 
-#: From this release on, weights of grouped experts carry no mark of tensor parallelism. The release is inferred
-#: from the dates of TransformerEngine#2731 and #2736, not seen in an installation.
+#: From this release on, weights of grouped experts carry no mark of tensor parallelism. It is inferred from the
+#: dates of TransformerEngine#2731 and #2736, not seen in an installation.
 GROUPED_UNMARKED_SINCE = (2, 14)
 
 
