@@ -11,9 +11,9 @@ from . import version
 from .base import LinearBase, LinearOptions
 from .norms import normalized
 
-#: From this release on, weights of grouped experts carry no mark of tensor parallelism. It is inferred from the
-#: dates of TransformerEngine#2731 and #2736, not seen in an installation.
-GROUPED_UNMARKED_SINCE = (2, 14)
+#: From this release on, weights of grouped experts carry no mark of tensor parallelism: it sets marks only if
+#: they lie in one tensor (read in TransformerEngine's source, tags v2.12 to v2.18).
+GROUPED_UNMARKED_SINCE = (2, 13)
 
 
 class Linear(LinearBase):
