@@ -83,6 +83,8 @@ def test_what_it_does_not_have_is_refused_by_name() -> None:
             te.fp8_model_init(enabled=True)
         with pytest.raises(MegatronRLPatchesError, match="delay_wgrad_compute"):
             te.Linear(2, 2, delay_wgrad_compute=True)
+        with pytest.raises(MegatronRLPatchesError, match="single_grouped_weight"):
+            te.GroupedLinear(2, 2, 2, single_grouped_weight=True)
         with pytest.raises(MegatronRLPatchesError, match="use_transformer_engine_op_fuser"):
             te.ops.Sequential()
         with pytest.raises(MegatronRLPatchesError, match="moe_router_fusion"):

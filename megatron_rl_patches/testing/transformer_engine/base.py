@@ -35,13 +35,16 @@ class LinearOptions:
     delay_wgrad_compute: bool = False
     symmetric_ar_type: str | None = None
     save_original_input: bool = False
+    single_grouped_weight: bool = False
+    single_grouped_bias: bool = False
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> LinearOptions:
         """Check the arguments. Userbuffers (``ub_…``) are accepted, as they do not change results."""
         known = {field.name for field in fields(cls)}
         made = cls(**{k: v for k, v in options.items() if k in known or not k.startswith("ub_")})
-        for name in ("delay_wgrad_compute", "symmetric_ar_type"):
+        refused = ("delay_wgrad_compute", "symmetric_ar_type", "single_grouped_weight", "single_grouped_bias")
+        for name in refused:
             if getattr(made, name):
                 refuse(name)
         if made.parallel_mode not in ("row", "column", None):
