@@ -141,6 +141,15 @@ def test_softmax_with_an_offset_and_the_largest_logit() -> None:
     torch.testing.assert_close(largest, scores[0].amax((1, 2)))
 
 
+def test_checkpoints_of_local_layers_load() -> None:
+    """They lack the extra state of attention."""
+    with cpu_backend(transformer_engine=True):
+        te = import_module("transformer_engine.pytorch")
+        layer = torch.nn.ModuleDict({"core_attention": te.DotProductAttention(2, 4), "proj": te.Linear(2, 2)})
+        state = {name: value for name, value in layer.state_dict().items() if "attention" not in name}
+        assert "proj._extra_state" in state and not layer.load_state_dict(state).missing_keys
+
+
 def test_activations_and_a_checkpoint() -> None:
     x = torch.randn(3, 8, requires_grad=True)
     with cpu_backend(transformer_engine=True):

@@ -20,7 +20,6 @@ from .rope import positions_of
 _CAUSAL = ("causal", "causal_bottom_right")
 _MASKS = {"no_mask", "arbitrary", "padding", *_CAUSAL, *(f"padding_{name}" for name in _CAUSAL)}
 
-
 #: Arguments that matter to kernels alone.
 _OF_KERNELS = {
     *("sequence_parallel", "layer_number", "attention_type", "cp_global_ranks", "cp_stream"),
@@ -110,6 +109,11 @@ def _without_kernels(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in _OF_KERNELS}
 
 
+def _without_extra_state(module: Any, keys: Any) -> None:
+    """Let checkpoints do without the extra state of attention, as the real layer does."""
+    keys.missing_keys[:] = [key for key in keys.missing_keys if "core_attention._extra_state" not in key]
+
+
 def _offset(softmax_type: str, heads: int) -> Tensor | None:
     zeros = torch.zeros(heads, device="cuda")
     if softmax_type not in ("vanilla", "off-by-one", "learnable"):
@@ -148,6 +152,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.softmax_offset = _offset(made.softmax_type, num_attention_heads // self.tp_size)
         self.softmax_scale = made.softmax_scale or 1 / math.sqrt(channels)
         self.set_context_parallel_group(made.cp_group, None, None, made.cp_comm_type)
+        self.register_load_state_dict_post_hook(_without_extra_state)  # type: ignore[no-untyped-call]
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
@@ -200,12 +205,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         q, k, v = qkv
         parts, end = [], 0
         for of_q, of_k in batch.samples():
-            start, rows, keys = (
-                of_q.start // self.cp_size,
-                of_q.slot // self.cp_size,
-                of_k.slot // self.cp_size,
-            )
-            first = of_k.start // self.cp_size
+            start, rows = of_q.start // self.cp_size, of_q.slot // self.cp_size
+            first, keys = of_k.start // self.cp_size, of_k.slot // self.cp_size
             sample = q[start : start + rows], k[first : first + keys], v[first : first + keys]
             places = self._places(rows, keys, of_q.length, of_k.length)
             parts += [v.new_zeros(start - end, q.shape[1], v.shape[-1])]
