@@ -40,7 +40,7 @@ def _install() -> ExitStack:
 
 
 @contextmanager
-def cpu_backend() -> Iterator[None]:
+def cpu_backend(*, transformer_engine: bool | str = False) -> Iterator[None]:
     """Run unmodified megatron-core, and code written for it, on the CPU.
 
     Inside the block ``device="cuda"`` means the CPU, streams and events of ``torch.cuda`` and
@@ -56,20 +56,34 @@ def cpu_backend() -> Iterator[None]:
     block. A module that does ``from torch.distributed import isend`` keeps the function that it has
     imported; megatron-core 0.14 to 0.19 does this nowhere that matters, so entering late works too.
 
-    The CPU cannot show races between streams, memory figures, TransformerEngine, FP8 and CUDA graphs.
+    The CPU cannot show races between streams, memory figures, kernels of TransformerEngine, FP8 and CUDA
+    graphs.
+
+    Args:
+        transformer_engine: put a stand-in of TransformerEngine in place: plain torch that computes,
+            communicates and marks parameters as its layers do. A string is the version that it stands for.
+            Megatron must be imported inside such a block first, and then the stand-in stays for good.
+
+    Raises:
+        MegatronRLPatchesError: the stand-in is asked for, and TransformerEngine is installed, or megatron was
+            imported without it.
     """
     global _depth, _installed
-    with _lock:
-        if _depth == 0:
-            _installed = _install()
-        _depth += 1
-    try:
-        from .cuda_redirect import CudaToCpu
+    from .cuda_redirect import CudaToCpu
+    from .transformer_engine.install import stand_in
 
-        with CudaToCpu():
-            yield
-    finally:
+    with ExitStack() as stack:
+        if transformer_engine:
+            stack.enter_context(stand_in(None if transformer_engine is True else transformer_engine))
         with _lock:
-            _depth -= 1
             if _depth == 0:
-                _installed.close()
+                _installed = _install()
+            _depth += 1
+        try:
+            with CudaToCpu():
+                yield
+        finally:
+            with _lock:
+                _depth -= 1
+                if _depth == 0:
+                    _installed.close()

@@ -1,0 +1,100 @@
+"""``Linear``, ``LayerNormLinear`` and ``GroupedLinear``, with tensor and sequence parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import version
+from .base import LinearBase, LinearOptions
+from .norms import normalized
+
+#: From this release on, weights of grouped experts carry no mark of tensor parallelism: it sets marks only if
+#: they lie in one tensor (read in TransformerEngine's source, tags v2.12 to v2.18).
+GROUPED_UNMARKED_SINCE = (2, 13)
+
+
+class Linear(LinearBase):
+    """A column or row parallel product, or a product on each rank by itself."""
+
+    def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
+        super().__init__(in_features, out_features, LinearOptions.of(options))
+        self.save_original_input = self._options.save_original_input
+        self._add_product()
+        self.reset_parameters()
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        y = self._product(inp, mode=self.parallel_mode)
+        return (y, self.bias) if self.return_bias else y
+
+
+class LayerNormLinear(LinearBase):
+    """A norm, and then a product."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, LinearOptions.of(options))
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.normalization, self.return_layernorm_output = normalization, return_layernorm_output
+        gamma = torch.nn.init.zeros_ if zero_centered_gamma else torch.nn.init.ones_
+        self._add_parameter("layer_norm_weight", (in_features,), gamma)
+        if normalization == "LayerNorm":
+            self._add_parameter("layer_norm_bias", (in_features,), torch.nn.init.zeros_)
+        else:
+            self.layer_norm_bias = None
+        self._add_product()
+        self.reset_parameters()
+
+    def _mark(self) -> None:
+        super()._mark()
+        for parameter in (self.layer_norm_weight, self.layer_norm_bias):
+            if parameter is not None:
+                parameter.sequence_parallel = self.sequence_parallel  # type: ignore[union-attr]
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        weight: Any = self.layer_norm_weight
+        normed = normalized(inp, weight, self.layer_norm_bias, self.eps, self.zero_centered_gamma)
+        results = [self._product(normed, mode=self.parallel_mode)]
+        results += [self.bias] if self.return_bias else []  # type: ignore[list-item]
+        results += [normed] if self.return_layernorm_output else []
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+class GroupedLinear(LinearBase):
+    """One product per group of rows. The layer does not communicate: the dispatcher of tokens does."""
+
+    def __init__(self, num_gemms: int, in_features: int, out_features: int, **options: Any) -> None:
+        super().__init__(in_features, out_features, LinearOptions.of(options))
+        self.num_gemms = num_gemms
+        self.save_original_input = self._options.save_original_input
+        for index in range(num_gemms):
+            self._add_product(str(index))
+        self.reset_parameters()
+
+    def _mark(self) -> None:
+        if not version.is_at_least(*GROUPED_UNMARKED_SINCE):
+            for index in range(self.num_gemms):
+                self._mark_product(str(index))
+
+    def forward(self, inp: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
+        """Multiply ``m_splits[i]`` rows with weight ``i``."""
+        sizes = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
+        if len(sizes) != self.num_gemms:
+            raise AssertionError(
+                f"m_splits has {len(sizes)} sizes; expected one for each of {self.num_gemms}"
+            )
+        rows = torch.split(inp.reshape(-1, inp.shape[-1]), sizes)
+        y = torch.cat([self._product(part, str(index)) for index, part in enumerate(rows)])
+        y = y.view(*inp.shape[:-1], self.out_features)
+        biases = [getattr(self, f"bias{index}") for index in range(self.num_gemms)]
+        return (y, biases) if self.return_bias else y

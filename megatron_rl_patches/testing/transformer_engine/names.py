@@ -1,0 +1,72 @@
+"""The modules of TransformerEngine that Megatron imports, and what the stand-in has of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import ops, refusals, version
+from .attention import DotProductAttention
+from .base import TransformerEngineBaseModule, add_to_main_grad, get_dummy_wgrad
+from .distributed import (
+    CudaRNGStatesTracker,
+    activation_recompute_forward,
+    checkpoint,
+    get_all_rng_states,
+    is_fp8_activation_recompute_enabled,
+)
+from .linear import GroupedLinear, LayerNormLinear, Linear
+from .norms import LayerNorm, RMSNorm
+from .rope import apply_rotary_pos_emb
+
+
+class Float8Tensor(refusals.QuantizedTensor):
+    """Tensors in FP8, of which there are none."""
+
+
+def _named(*values: Any) -> dict[str, Any]:
+    return {value.__name__: value for value in values}
+
+
+def modules() -> dict[str, dict[str, Any]]:
+    """Return names and values of each module; parents come before their children."""
+    linear = _named(Linear, LayerNormLinear, GroupedLinear, LayerNorm, RMSNorm)
+    fp8 = _named(refusals.fp8_autocast, refusals.fp8_model_init, refusals.FP8GlobalStateManager)
+    fp8 |= {"autocast": refusals.fp8_autocast, "quantized_model_init": refusals.fp8_model_init}
+    quantized = _named(refusals.QuantizedTensor)
+    formats = _named(refusals.Format, refusals.Recipe) | refusals.RECIPES
+    distributed = _named(
+        CudaRNGStatesTracker,
+        activation_recompute_forward,
+        checkpoint,
+        get_all_rng_states,
+        is_fp8_activation_recompute_enabled,
+    )
+    router = ("topk_with_score_function", "compute_score_for_moe_aux_loss", "moe_aux_loss")
+    root = "transformer_engine"
+    return {
+        root: {"__version__": version.current()},
+        f"{root}.common": {},
+        f"{root}.common.recipe": formats,
+        f"{root}.pytorch": {
+            **linear,
+            **fp8,
+            **_named(DotProductAttention, CudaRNGStatesTracker, checkpoint),
+        },
+        f"{root}.pytorch.attention": _named(DotProductAttention, apply_rotary_pos_emb),
+        f"{root}.pytorch.attention.rope": _named(apply_rotary_pos_emb),
+        f"{root}.pytorch.distributed": distributed,
+        f"{root}.pytorch.float8_tensor": _named(Float8Tensor),
+        f"{root}.pytorch.fp8": fp8,
+        f"{root}.pytorch.module": linear,
+        f"{root}.pytorch.module.base": _named(TransformerEngineBaseModule, get_dummy_wgrad),
+        f"{root}.pytorch.ops": {
+            **_named(ops.FusibleOperation, ops.Sequential, ops.Linear),
+            **ops.ACTIVATIONS,
+        },
+        f"{root}.pytorch.router": {f"fused_{name}": refusals.fused_router for name in router},
+        f"{root}.pytorch.tensor": quantized,
+        # Of apex: with it, Megatron's own layers add gradients of weights to main_grad, too.
+        "fused_weight_gradient_mlp_cuda": dict.fromkeys(
+            ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"), add_to_main_grad
+        ),
+    }

@@ -1,0 +1,183 @@
+"""The stand-in of TransformerEngine: when it is in place, what it refuses, what parameters carry."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron_rl_patches.errors import MegatronRLPatchesError
+from megatron_rl_patches.testing import cpu_backend
+
+NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
+
+
+@pytest.fixture(autouse=True)
+def _no_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide that other tests of this process have imported Megatron."""
+    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
+
+
+def _marks(parameter: torch.nn.Parameter) -> tuple[object, ...]:
+    return tuple(getattr(parameter, name, None) for name in NAMES)
+
+
+def test_it_is_in_place_inside_of_the_block_alone() -> None:
+    with cpu_backend(transformer_engine="2.8.0"):
+        assert find_spec("transformer_engine") and find_spec("transformer_engine.pytorch.ops")
+        assert metadata.version("transformer-engine") == "2.8.0"
+        te = import_module("transformer_engine")
+        assert te.__version__ == "2.8.0" and te.pytorch.module.Linear is te.pytorch.Linear
+        with pytest.raises(ModuleNotFoundError):
+            import_module("transformer_engine.pytorch.permutation")
+        with cpu_backend(), cpu_backend(transformer_engine=True):
+            assert metadata.version("transformer-engine") == "2.8.0"
+        with (
+            pytest.raises(MegatronRLPatchesError, match=r"stands for 2\.8\.0"),
+            cpu_backend(transformer_engine="2.9.0"),
+        ):
+            pass
+    assert find_spec("transformer_engine") is None
+    assert not [finder for finder in sys.meta_path if "transformer_engine" in type(finder).__module__]
+    assert not [name for name in sys.modules if name.startswith("transformer_engine")]
+    with pytest.raises(metadata.PackageNotFoundError):
+        metadata.version("transformer-engine")
+
+
+def test_it_stays_if_megatron_was_imported_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cpu_backend(transformer_engine=True):
+        monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
+    assert find_spec("transformer_engine")
+    with cpu_backend(transformer_engine=True):
+        monkeypatch.delitem(sys.modules, "megatron.core")
+
+
+def test_a_real_one_is_never_shadowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MegatronRLPatchesError, match="is installed"), cpu_backend(transformer_engine=True):
+        pass
+    assert "transformer_engine" not in sys.modules
+
+
+def test_megatron_without_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
+    with pytest.raises(MegatronRLPatchesError, match="imported before"), cpu_backend(transformer_engine=True):
+        pass
+
+
+def test_what_it_does_not_have_is_refused_by_name() -> None:
+    with cpu_backend(transformer_engine=True):
+        te = import_module("transformer_engine.pytorch")
+        with te.fp8_autocast(enabled=False), te.fp8_model_init(enabled=False):
+            pass
+        with pytest.raises(MegatronRLPatchesError, match="FP8"):
+            te.fp8_autocast(enabled=True)
+        with pytest.raises(MegatronRLPatchesError, match="FP8 parameters"):
+            te.fp8_model_init(enabled=True)
+        with pytest.raises(MegatronRLPatchesError, match="delay_wgrad_compute"):
+            te.Linear(2, 2, delay_wgrad_compute=True)
+        with pytest.raises(MegatronRLPatchesError, match="single_grouped_weight"):
+            te.GroupedLinear(2, 2, 2, single_grouped_weight=True)
+        with pytest.raises(MegatronRLPatchesError, match="use_transformer_engine_op_fuser"):
+            te.ops.Sequential()
+        with pytest.raises(MegatronRLPatchesError, match="moe_router_fusion"):
+            import_module("transformer_engine.pytorch.router").fused_moe_aux_loss()
+        with pytest.raises(TypeError, match="unknown"):
+            te.Linear(2, 2, unknown=True)
+
+
+@pytest.mark.parametrize(("version", "marked"), [("2.12.0", True), ("2.13.0", False)])
+def test_what_parameters_carry(version: str, marked: bool) -> None:
+    with cpu_backend(transformer_engine=version):
+        te = import_module("transformer_engine.pytorch")
+        row, column = (te.Linear(4, 6, parallel_mode=mode) for mode in ("row", "column"))
+        assert _marks(row.weight) == (True, 1, 1, None) and _marks(row.bias) == (None, None, None, False)
+        assert _marks(column.weight) == _marks(column.bias) == (True, 0, 1, None)
+        assert _marks(te.Linear(4, 6).weight) == (True, 0, 1, None)  # also if it is whole on each rank
+        fused = te.LayerNormLinear(4, 6, parallel_mode="column", sequence_parallel=True)
+        assert _marks(fused.layer_norm_weight) == (None, None, None, False)  # on one rank
+        assert _marks(te.RMSNorm(4, sequence_parallel=True).weight) == (None, None, None, True)
+        grouped = te.GroupedLinear(2, 4, 6, bias=False)
+        expected = (True, 0, 1, None) if marked else (None,) * 4
+        assert _marks(grouped.weight0) == _marks(grouped.weight1) == expected
+
+
+@pytest.mark.parametrize("mask_type", ["causal", "no_mask", "causal_bottom_right", "padding", "arbitrary"])
+def test_attention_is_that_of_torch(mask_type: str) -> None:
+    q, k, v = (torch.randn(size, 2, 4, 8) for size in (5, 7, 7))
+    ahead = torch.arange(7)[None] - torch.arange(5)[:, None]
+    seen = {"causal": ahead <= 0, "causal_bottom_right": ahead <= 2}.get(mask_type, ahead < 9)
+    mask = None
+    if mask_type in ("padding", "arbitrary"):
+        seen = (torch.arange(7) < 6).expand(5, 7)
+        mask = ~(seen[:1] if mask_type == "padding" else seen)[None, None].expand(2, -1, -1, -1)
+    with cpu_backend(transformer_engine=True):
+        attention = import_module("transformer_engine.pytorch").DotProductAttention(4, 8)
+        found = attention(q, k, v, mask, attn_mask_type=mask_type)
+    by_head = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*by_head, attn_mask=seen)
+    torch.testing.assert_close(found, expected.permute(2, 0, 1, 3).flatten(2))
+
+
+def test_softmax_with_an_offset_and_the_largest_logit() -> None:
+    q, k, v = (torch.randn(5, 1, 2, 4) for _ in range(3))
+    options = {"softmax_type": "learnable", "attn_mask_type": "no_mask", "return_max_logit": True}
+    with cpu_backend(transformer_engine=True):
+        attention = import_module("transformer_engine.pytorch").DotProductAttention(2, 4, **options)
+        attention.softmax_offset.data += torch.tensor([0.3, -1.0])
+        found, largest = attention(q, k, v)
+    scores = torch.einsum("sbhd,tbhd->bhst", q, k) / 2
+    weights = scores.exp() / (
+        scores.exp().sum(-1, keepdim=True) + attention.softmax_offset.exp()[:, None, None]
+    )
+    torch.testing.assert_close(found, torch.einsum("bhst,tbhd->sbhd", weights, v).flatten(2))
+    torch.testing.assert_close(largest, scores[0].amax((1, 2)))
+
+
+def test_checkpoints_of_local_layers_load() -> None:
+    """They lack the extra state of attention."""
+    with cpu_backend(transformer_engine=True):
+        te = import_module("transformer_engine.pytorch")
+        layer = torch.nn.ModuleDict({"core_attention": te.DotProductAttention(2, 4), "proj": te.Linear(2, 2)})
+        state = {name: value for name, value in layer.state_dict().items() if "attention" not in name}
+        assert "proj._extra_state" in state and not layer.load_state_dict(state).missing_keys
+
+
+def test_activations_and_a_checkpoint() -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    with cpu_backend(transformer_engine=True):
+        te = import_module("transformer_engine.pytorch")
+        first, second = x.chunk(2, -1)
+        torch.testing.assert_close(te.ops.SwiGLU()(x), torch.nn.functional.silu(first) * second)
+        tracker = te.CudaRNGStatesTracker()
+        tracker.add("model-parallel-rng", 3)
+
+        def with_dropout(rows: torch.Tensor) -> torch.Tensor:
+            with tracker.fork():
+                return torch.nn.functional.dropout(rows)
+
+        dropped = te.checkpoint(with_dropout, x, get_rng_state_tracker=lambda: tracker)
+        dropped.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad * x, dropped)
+
+
+def test_padding_between_packed_samples_is_zero() -> None:
+    edges, padded = torch.tensor([0, 2, 5]), torch.tensor([0, 4, 8])
+    x = torch.randn(10, 2, 4)
+    with cpu_backend(transformer_engine=True):
+        attention = import_module("transformer_engine.pytorch").DotProductAttention(2, 4)
+        lengths = {"cu_seqlens_q": edges, "cu_seqlens_kv": edges}
+        starts = {"cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded}
+        kind = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
+        found = attention(x, x, x, **kind, **lengths, **starts)
+        one = attention(*(x[None, 4:7],) * 3, qkv_format="bshd", attn_mask_type="causal")
+    assert found[[2, 3, 7, 8, 9]].eq(0).all()
+    torch.testing.assert_close(found[4:7], one[0])
