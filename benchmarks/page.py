@@ -57,10 +57,10 @@ class Table(NamedTuple):
         header, _, *lines = ([cell.strip() for cell in line[1:-1].split("|")] for line in before.splitlines())
         names = [name for name in [*self.rows[0]][: self.keys] if name in header]
         rows = [row for row in self.rows if title in row.values()] or self.rows
-        found = {tuple(row[name] for name in names): row for row in rows}
+        by_names = {tuple(row[name] for name in names): row for row in rows}
         shown = [{name: line[header.index(name)] for name in names} for line in lines]
         empty = dict.fromkeys(header, "–")
-        measured = ({**empty, **found.get(tuple(row.values()), {}), **row} for row in shown)
+        measured = ({**empty, **by_names.get(tuple(row.values()), {}), **row} for row in shown)
         return table({name: row[name] for name in header} for row in measured)
 
 

@@ -25,13 +25,12 @@ from megatron_rl_patches.engine import registry  # noqa: E402
 from megatron_rl_patches.engine.announce import summary  # noqa: E402
 from megatron_rl_patches.engine.patch import Patch  # noqa: E402
 from megatron_rl_patches.engine.settings import parse_selection  # noqa: E402
-from megatron_rl_patches.engine.statuses import SiteStatus  # noqa: E402
+from megatron_rl_patches.engine.statuses import SiteStatus, grouped  # noqa: E402
 from tests.frameworks.page import FRAMEWORKS, NOT_CHECKED, NOT_NEEDED, matrix, runs_on_record  # noqa: E402
 from tests.frameworks.verdicts import load  # noqa: E402
-from tests.references.pages import table  # noqa: E402
+from tests.references.pages import fill, places, table  # noqa: E402
 
 PAGES = (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
-_PLACE = re.compile(r"^( *)<!-- written: ([^\n]+) -->\n(.*?)^ *<!-- end -->\n", re.MULTILINE | re.DOTALL)
 
 CORE = "megatron-core 0.16.1"
 #: What a framework of a quickstart is called in the records, and the sources that its log line is of.
@@ -49,20 +48,18 @@ SOURCES = {
 #: Patches whose functions in megatron-core are wrapped under a framework that has no use for them.
 _IDLE = {("verl", "inference-only"), ("NeMo-RL", "lean-head")}
 _QUICKSTARTS = {"vime": "slime", "openclaw-rl": "slime", "miles": "slime"}
-_SWITCHES = {"default": "`1`", "all": "`all`", "by name": "`{}`"}
 
 
 def page_with_parts(page: Path) -> str:
     """Return the page with what stands in the records and in the code now."""
-    return _PLACE.sub(lambda place: _filled(*place.groups()[:2], page), page.read_text("utf-8"))
+    text = page.read_text("utf-8")
+    return fill(text, {name: _part(name, page) for name in places(text, "written")}, "written")
 
 
-def _filled(indent: str, name: str, page: Path) -> str:
+def _part(name: str, page: Path) -> str:
     kind, *words = name.split()
-    text = PARTS[kind](*words)
     above = "docs/" if page.parent == ROOT else "../" * (len(page.relative_to(ROOT / "docs").parts) - 1)
-    text = re.sub(r"\]\((?!https?:)", f"]({above}", text)
-    return textwrap.indent(f"<!-- written: {name} -->\n\n{text}\n\n<!-- end -->\n", indent)
+    return re.sub(r"\]\((?!https?:)", f"]({above}", PARTS[kind](*words))
 
 
 # --- patches by framework
@@ -105,14 +102,15 @@ def patches(*names: str) -> str:
 
 
 def _order(patch: Patch) -> int:
-    return [*_SWITCHES].index(patch.selected_by)
+    return [*registry.SELECTS].index(patch.selected_by)
 
 
 def _described(patch: Patch) -> dict[str, str]:
+    switch = patch.name if patch.selected_by == "by name" else registry.SELECTS[patch.selected_by]
     return {
         "patch": f"[`{patch.name}`](patches/{patch.name}.md)",
         "what it does": patch.summary,
-        "switched on by": _SWITCHES[patch.selected_by].format(patch.name),
+        "switched on by": f"`{switch}`",
     }
 
 
@@ -132,11 +130,11 @@ def frameworks() -> str:
 
 
 def _names(framework: str) -> str:
-    found = {patch: _in_framework(framework, patch) for patch in registry.patches()}
-    unchecked = [f"`{patch}`" for patch in found if found[patch] == NOT_CHECKED]
+    releases = {patch: _in_framework(framework, patch) for patch in registry.patches()}
+    unchecked = [f"`{patch}`" for patch in releases if releases[patch] == NOT_CHECKED]
     idle = ("", NOT_NEEDED, NOT_CHECKED, "in place, with nothing to do")
-    named = [patch for patch in found if found[patch] not in idle]
-    others = [f"`{patch}`" for patch in found if patch not in named and f"`{patch}`" not in unchecked]
+    named = [patch for patch in releases if releases[patch] not in idle]
+    others = [f"`{patch}`" for patch in releases if patch not in named and f"`{patch}`" not in unchecked]
     listed = ", ".join(f"`{patch}`" for patch in named)
     text = f"all but {', '.join(others)}" if len(others) <= 3 else listed
     text = text if others else "all"
@@ -148,13 +146,12 @@ def _names(framework: str) -> str:
 
 def log_line(name: str, value: str) -> str:
     """Return the line that rank 0 logs, broken to fit on a page."""
-    recorded: dict[str, list[SiteStatus]] = {}
-    for source in SOURCES[name][1:]:
-        for framework, of in _by_framework(source).items():
-            recorded.setdefault(framework, of)
+    known = {one.source: one for one in load()}
+    recorded = [grouped(known[source].judged()) for source in SOURCES[name][1:]]
     statuses: list[SiteStatus] = []
     for patch in parse_selection(value)[0]:
-        own = [s for place in _places(patch) for s in recorded.get(place, ()) if s.patch == patch.name]
+        groups = [of.get(patch.name, {}) for of in recorded]
+        own = [s for place in _places(patch) for s in next((of[place] for of in groups if place in of), ())]
         if name == "own-loop" and patch.name == "reentrant-train":
             own.append(SiteStatus(patch.name, "my_rl", "my_rl.model.train", "fits", ""))
         statuses += own or [SiteStatus(patch.name, "", "", "absent", "")]
@@ -165,14 +162,6 @@ def log_line(name: str, value: str) -> str:
 
 def _places(patch: Patch) -> list[str]:
     return list(dict.fromkeys(site.framework for site in patch.sites))
-
-
-def _by_framework(source: str) -> dict[str, list[SiteStatus]]:
-    """Return what is on record about a source, by the packages in it."""
-    groups: dict[str, list[SiteStatus]] = {}
-    for status in next(one for one in load() if one.source == source).judged():
-        groups.setdefault(status.framework, []).append(status)
-    return groups
 
 
 # --- what several pages share, and the messages
@@ -187,9 +176,9 @@ def install() -> str:
 def decisions() -> str:
     """Return README's table of symptoms, for other pages."""
     readme = (ROOT / "README.md").read_text("utf-8")
-    found = re.search(r"<!-- decisions -->\n\n(.*?)\n\n<!-- end -->", readme, re.DOTALL)
-    assert found
-    return found[1].replace("](docs/", "](")
+    table = re.search(r"<!-- decisions -->\n\n(.*?)\n\n<!-- end -->", readme, re.DOTALL)
+    assert table
+    return table[1].replace("](docs/", "](")
 
 
 def log_messages() -> str:

@@ -120,8 +120,8 @@ def read_command(command: str) -> tuple[dict[str, str], str | None]:
 
 def _numbers_in(command: str) -> Iterator[Problem]:
     """Yield a variable that becomes a number in Hydra's options, or in JSON, where Ray takes only text."""
-    if found := re.search(rf"\.{VARIABLE}\w*=\d+\b|\"{VARIABLE}\w*\"\s*:\s*\d", command):
-        written = found[0].lstrip(".")
+    if match := re.search(rf"\.{VARIABLE}\w*=\d+\b|\"{VARIABLE}\w*\"\s*:\s*\d", command):
+        written = match[0].lstrip(".")
         remedy = 'write default in options of Hydra, and "1" in JSON'
         yield Problem(f"{written} in the command is a number, and Ray takes only text", remedy)
 

@@ -134,8 +134,8 @@ def check(
         show_json([{"source": source, **asdict(s)} for source, statuses in judged.items() for s in statuses])
     else:
         _show_judged(judged)
-    wanted = {*registry.patches_of("default"), *choice.patches}
-    if any(s.is_fault and s.patch in wanted for statuses in judged.values() for s in statuses):
+    relevant = {*registry.patches_of(registry.DEFAULT), *choice.patches}
+    if any(s.is_fault and s.patch in relevant for statuses in judged.values() for s in statuses):
         raise typer.Exit(FOUND_FAULTS)
 
 

@@ -179,9 +179,9 @@ def _show_selected(console: Console, diagnosis: Diagnosis) -> None:
         )
     if names:
         _show(console, f"{value} selects {', '.join(sorted(names))}")
-        by = {"default": "1", "all": "all", "by name": "its name"}
-        others = [patch for name, patch in registry.patches().items() if name not in names]
-        if left_out := [f"{patch.name} ({by[patch.selected_by]} selects it)" for patch in others]:
+        others = (patch for name, patch in registry.patches().items() if name not in names)
+        left_out = [f"{patch.name} ({registry.SELECTS[patch.selected_by]} selects it)" for patch in others]
+        if left_out:
             _show(console, f"not selected: {', '.join(left_out)}", "dim")
     elif variable:
         _show(console, f"{value}: nothing is selected")

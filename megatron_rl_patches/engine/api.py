@@ -75,7 +75,7 @@ def _apply(
     lasts: bool,
 ) -> ApplyCall:
     chosen = settings or Settings.from_environment()
-    patches = registry.select(names or registry.SETS[:1], exclude)
+    patches = registry.select(names or (registry.DEFAULT,), exclude)
     required = not {*names} <= {*registry.SETS} or (chosen.strict if strict is None else strict)
     if required:
         # Judged by source before anything is changed, frameworks that are not imported yet included.

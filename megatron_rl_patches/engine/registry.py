@@ -16,7 +16,9 @@ from .patch import Patch, SelectedBy, third_party
 
 ENTRY_POINT_GROUP = "megatron_rl_patches.patches"
 #: Names that stand for several patches; each set contains the one before it.
-SETS = ("default", "all")
+DEFAULT, SETS = "default", ("default", "all")
+#: What a user writes to switch a patch on, by :attr:`.Patch.selected_by`.
+SELECTS = {"default": "1", "all": "all", "by name": "its name"}
 # Options of patches cannot have these names, whose variables have a meaning of their own.
 _RESERVED_OPTIONS = ("strict", "roots")
 LEFT_OUT = Message(
@@ -48,7 +50,7 @@ def patches() -> dict[str, Patch]:
     return registered
 
 
-def select(names: Collection[str] = SETS[:1], exclude: Collection[str] = ()) -> list[Patch]:
+def select(names: Collection[str] = (DEFAULT,), exclude: Collection[str] = ()) -> list[Patch]:
     """Return the patches of these names, or of the sets ``default`` and ``all``, minus ``exclude``."""
     exclude = (exclude,) if isinstance(exclude, str) else exclude
     known = patches()
@@ -58,7 +60,7 @@ def select(names: Collection[str] = SETS[:1], exclude: Collection[str] = ()) -> 
     if unknown := [name for name in names if name not in (*SETS, *known)]:
         raise PatchError(unknown_names(unknown))
     if unknown := [name for name in exclude if name not in known]:
-        raise PatchError(f"exclude: unknown patch {', '.join(map(repr, unknown))}; known: {', '.join(known)}")
+        raise PatchError(f"exclude: {unknown_names(unknown, known)}")
     members = {name: (name,) for name in known} | {name: patches_of(name) for name in SETS}
     chosen = dict.fromkeys(patch for name in names for patch in members[name])
     return sorted((known[name] for name in chosen if name not in exclude), key=lambda patch: patch.last)
@@ -70,9 +72,9 @@ def patches_of(name: str) -> tuple[str, ...]:
     return tuple(patch.name for patch in patches().values() if patch.selected_by in sets)
 
 
-def unknown_names(names: Collection[str]) -> str:
-    """Return the message about names that no patch has."""
-    return f"unknown patch {', '.join(map(repr, names))}; known: {', '.join((*SETS, *patches()))}"
+def unknown_names(names: Collection[str], known: Iterable[str] = ()) -> str:
+    """Return the message about names that are not known; by default those of patches and sets are."""
+    return f"unknown patch {', '.join(map(repr, names))}; known: {', '.join(known or (*SETS, *patches()))}"
 
 
 def option_types(among: Iterable[Patch] | None = None) -> dict[str, type]:

@@ -125,14 +125,14 @@ def parse_selection(value: str) -> tuple[list[Patch], list[str]]:
     """
     if value.strip().lower() in OFF:
         return [], []
-    lowered = {name: name for name in registry.SETS} | dict.fromkeys(ON, registry.SETS[0])
+    lowered = {name: name for name in registry.SETS} | dict.fromkeys(ON, registry.DEFAULT)
     words = [lowered.get(word.lower(), word) for word in items(value) or (value,)]
     known = registry.patches()
     names = [word for word in words if word in (*registry.SETS, *known)]
     excluded = [word[1:] for word in words if word.startswith("-") and word[1:] in known]
     unknown = [word for word in words if word not in names and not (word[0] == "-" and word[1:] in known)]
     if excluded and not names:
-        names = [registry.SETS[0]]
+        names = [registry.DEFAULT]
     return registry.select(names, excluded), unknown
 
 

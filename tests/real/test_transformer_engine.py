@@ -34,23 +34,12 @@ MOE: dict[str, Any] = {
 }
 
 
-class Norm(torch.nn.Module):
-    """A norm of plain torch, since Megatron's own one refuses sequence parallelism."""
+class SequenceParallelRMSNorm(torch.nn.RMSNorm):
+    """As the package's norm with mean and bias, since Megatron's own one refuses sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
-        self.bias = None
-        if config.normalization == "LayerNorm":
-            self.bias = torch.nn.Parameter(torch.zeros(hidden_size))
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.bias is None:
-            return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-        return torch.nn.functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+        super().__init__(hidden_size, eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def initialize(**sizes: Any) -> None:
@@ -89,11 +78,13 @@ def build(options: dict[str, Any], transformer_engine: bool) -> Any:
             num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
         )
     else:
-        norm = Norm
+        from megatron_rl_patches.testing.tiny_models import SequenceParallelNorm
+
+        norm = SequenceParallelNorm if config.normalization == "LayerNorm" else SequenceParallelRMSNorm
         layer = gpt_layer_specs.get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=False
         )
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     model = GPTModel(
         config,
         TransformerBlockSubmodules(layer_specs=[layer] * 2, layer_norm=norm),

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 
-def fill(page: str, parts: Mapping[str, str]) -> str:
-    """Return the page with each part in its place, between ``<!-- measured: NAME -->`` and ``<!-- end -->``.
+def places(page: str, kind: str = "measured") -> list[str]:
+    """Return the names of the places of a kind that the page has, in their order."""
+    return re.findall(f"^<!-- {kind}: (.+) -->$", page, re.MULTILINE)
+
+
+def fill(page: str, parts: Mapping[str, str], kind: str = "measured") -> str:
+    """Return the page with each part in its place, between ``<!-- KIND: NAME -->`` and ``<!-- end -->``.
 
     Raises:
         ValueError: the page has no such place.
     """
     for name, part in parts.items():
-        before, begin, after = page.partition(f"<!-- measured: {name} -->\n")
+        before, begin, after = page.partition(f"<!-- {kind}: {name} -->\n")
         _, end, after = after.partition("<!-- end -->\n")
         if not end:
-            raise ValueError(f"the page has no place for what was measured: {name}")
+            raise ValueError(f"the page has no place for what was {kind}: {name}")
         page = f"{before}{begin}\n{part}\n\n{end}{after}"
     return page
 

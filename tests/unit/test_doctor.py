@@ -350,9 +350,8 @@ def screen(show: object, *facts: object, width: int = 80, terminal: bool = False
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
-BY = {"default": "1", "all": "all", "by name": "its name"}
 NOT_SELECTED = ", ".join(
-    f"{name} ({BY[patch.selected_by]} selects it)"
+    f"{name} ({registry.SELECTS[patch.selected_by]} selects it)"
     for name, patch in registry.patches().items()
     if name != "lean-loss"
 )

@@ -176,8 +176,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         With ``return_max_logit`` the largest score of each head is the second result.
         """
         own = {name: getattr(self, name) for name in ("qkv_format", "attn_mask_type", "window_size")}
-        given = {name: value for name, value in arguments.items() if value is not None}
-        batch = _Batch(attention_mask=attention_mask, **own | _without_kernels(given))
+        passed = {name: value for name, value in arguments.items() if value is not None}
+        batch = _Batch(attention_mask=attention_mask, **own | _without_kernels(passed))
         qkv = query_layer, key_layer, value_layer
         if key_layer.shape[-2] != self.num_gqa_groups_per_partition:
             raise AssertionError(

@@ -45,7 +45,7 @@ class _Finder(MetaPathFinder):
 
 
 @contextmanager
-def stand_in(wanted: str | None = None) -> Iterator[None]:
+def stand_in(requested: str | None = None) -> Iterator[None]:
     """Have the stand-in of a version in place. If Megatron is imported meanwhile, it stays for good.
 
     Raises:
@@ -55,11 +55,11 @@ def stand_in(wanted: str | None = None) -> Iterator[None]:
     global _blocks
     if _in_place is None:
         _check_absence()
-        _put_in_place(wanted or version.DEFAULT)
-    elif wanted not in (None, version.current()):
+        _put_in_place(requested or version.DEFAULT)
+    elif requested not in (None, version.current()):
         raise MegatronRLPatchesError(
             f"The stand-in of TransformerEngine stands for {version.current()} in this process, not for "
-            f"{wanted}. Use one version in a process."
+            f"{requested}. Use one version in a process."
         )
     _blocks += 1
     try:
@@ -71,9 +71,9 @@ def stand_in(wanted: str | None = None) -> Iterator[None]:
             _take_away()
 
 
-def _put_in_place(wanted: str) -> None:
+def _put_in_place(requested: str) -> None:
     global _in_place
-    version.use(wanted)
+    version.use(requested)
     _in_place = _Finder(_new_modules())
     sys.modules.update(_in_place.modules)
     sys.meta_path.append(_in_place)
