@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import settings
 
-from tests import recording, releases
+from tests import layers, recording, releases
 
 # No deadline for an example, as tests share cores with ranks that other tests spawn.
 settings.register_profile("repository", deadline=None, derandomize=True)
@@ -21,17 +21,19 @@ settings.load_profile("repository")
 
 # Ranks are forked from a process that has imported these; imports would take half of the suite's time.
 multiprocessing.set_forkserver_preload(
-    ["pytest", "tests.references.tiny_gpt", "megatron.core.dist_checkpointing"]
+    ["pytest", "tests.layers", "tests.references.tiny_gpt", "megatron.core.dist_checkpointing"]
 )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     recording.add_option(parser)
     releases.add_option(parser)
+    layers.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     releases.configure(config)
+    layers.configure(config)
     recording.configure(config)
     config.pluginmanager.register(_RememberFailures(config))
     # A shell starts background processes with SIGINT ignored, and ranks would inherit that.

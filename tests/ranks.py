@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_rl_patches import testing
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from tests import layers as layers  # before Megatron
 
 
 def on_ranks(

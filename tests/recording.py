@@ -19,6 +19,8 @@ from typing import Any, TypedDict
 
 import pytest
 
+from tests import layers
+
 
 class Run(TypedDict):
     """One entry of the record. A source is a commit, or a package and its version."""
@@ -150,7 +152,10 @@ def merge(runs: list[Run], where: tuple[str, str], passed: dict[tuple[str, int],
 
 
 class _ModelRecorder:
-    """Notes the parameters, "MODEL, LAYOUT", with which the tests of a promise passed on this release."""
+    """Notes the parameters, "MODEL, LAYOUT", with which the tests of a promise passed.
+
+    They stand under the layers and the release that the tests ran with.
+    """
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -169,17 +174,12 @@ class _ModelRecorder:
         if hasattr(session.config, "workerinput"):
             return
         release = importlib.metadata.version("megatron-core")
-        record = json.loads(self.file.read_text()) if self.file.exists() else {}
+        whole = json.loads(self.file.read_text()) if self.file.exists() else {}
+        record = whole.setdefault(layers.chosen(), {})
         cells = {promise: set(names) for promise, names in record.get(release, {}).items()}
         for (promise, cell), passed in self.passed.items():
             cells.setdefault(promise, set()).discard(cell)
             if passed:
                 cells[promise].add(cell)
         record[release] = {promise: sorted(names) for promise, names in sorted(cells.items())}
-        lines = (
-            f' "{release}": {{\n'
-            + ",\n".join(f"  {json.dumps(promise)}: {json.dumps(names)}" for promise, names in cells.items())
-            + "\n }"
-            for release, cells in sorted(record.items())
-        )
-        self.file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        self.file.write_text(json.dumps(whole, indent=1, sort_keys=True) + "\n")

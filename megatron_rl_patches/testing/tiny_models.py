@@ -13,14 +13,14 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from ..errors import InvalidInputError
+from . import tiny_layers
+from .transformer_engine.rope import positions_of
 
 # Fields of TransformerConfig that make a model of a kind.
 _MOE: dict[str, Any] = {"num_moe_experts": 4, "add_bias_linear": False}
@@ -40,7 +40,9 @@ _KINDS: dict[str, dict[str, Any]] = {
     "mla": _MLA,
     "mla-moe": {**_MLA, **_MOE},
     "mtp": {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1},
+    "hybrid": _MOE,
 }
+LAYERS = ("local", "transformer_engine")
 #: Parameters per bucket: few enough for several buckets per chunk, so that communication overlaps.
 BUCKET = 16_000
 
@@ -52,14 +54,13 @@ def tiny_model(kind: str = "dense", **options: Any) -> TinyModel:
 
     Args:
         kind: ``"dense"``, ``"moe"`` (four experts), ``"mla"`` (multi-latent attention), ``"mla-moe"`` (both),
-            or ``"mtp"`` (one layer of multi-token prediction).
+            ``"mtp"`` (one layer of multi-token prediction), or ``"hybrid"`` (a ``HybridModel`` of attention,
+            experts and MLP, which is ``MambaModel`` up to megatron-core 0.17).
         options: see the attributes of :class:`TinyModel`.
 
     Raises:
-        InvalidInputError: there is no such kind.
+        InvalidInputError: there is no such kind or there are no such layers.
     """
-    if kind not in _KINDS:
-        raise InvalidInputError(f"kind is {kind!r}; expected one of {', '.join(_KINDS)}")
     return TinyModel(kind=kind, **options)
 
 
@@ -69,6 +70,8 @@ class TinyModel:
 
     Attributes:
         kind: see :func:`tiny_model`.
+        layers: ``"local"``, or ``"transformer_engine"`` for those that people train with: experts are grouped
+            then. On a CPU they need ``cpu_backend(transformer_engine=True)``.
         tp, pp, cp, ep: sizes of the parallel groups. What is left of the world is data parallel.
         expert_tp: size of the tensor parallel groups of experts; ``None`` for that of ``tp``.
         vpp: chunks per pipeline stage; ``None`` without interleaving.
@@ -85,6 +88,7 @@ class TinyModel:
     """
 
     kind: str = "dense"
+    layers: str = "local"
     tp: int = 1
     pp: int = 1
     vpp: int | None = None
@@ -104,6 +108,11 @@ class TinyModel:
     overlap_param_gather: bool = True
     use_distributed_optimizer: bool = True
     grad_reduce_in_fp32: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("kind", self.kind, _KINDS), ("layers", self.layers, LAYERS)):
+            if value not in known:
+                raise InvalidInputError(f"{name} is {value!r}; expected one of {', '.join(known)}")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -145,6 +154,7 @@ class TinyModel:
             "context_parallel_size": self.cp,
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.expert_tp,
+            "moe_grouped_gemm": self._has_transformer_engine,
             "sequence_parallel": self.sequence_parallel,
             "bf16": self.bf16,
             "params_dtype": self.dtype,
@@ -159,6 +169,10 @@ class TinyModel:
     @property
     def _has_mla(self) -> bool:
         return "multi_latent_attention" in _KINDS[self.kind]
+
+    @property
+    def _has_transformer_engine(self) -> bool:
+        return self.layers == "transformer_engine"
 
     def chunks(self, config: TransformerConfig | None = None) -> list[Any]:
         """Return this rank's chunks as ``get_model(..., wrap_with_ddp=False)`` does. The groups are there."""
@@ -188,31 +202,26 @@ class TinyModel:
     ) -> Any:
         """Build one chunk, as ``get_model`` asks a framework's model provider for it."""
         config = config or self.transformer_config()
-        sizes = {
+        # Megatron stores learned positions once, and a stage with MTP has an embedding of its own.
+        is_rotary = config.mtp_num_layers or self._has_mla
+        options = {
             "vocab_size": self.vocab_size,
             "max_sequence_length": self.seq_length,
-            # Megatron stores learned positions once, and a stage with MTP has an embedding of its own.
-            "position_embedding_type": "rope" if self.kind == "mtp" or self._has_mla else "learned_absolute",
+            "position_embedding_type": "rope" if is_rotary else "learned_absolute",
             "share_embeddings_and_output_weights": self.tied,
+            "pre_process": pre_process,
+            "post_process": post_process,
         }
-        layer = get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts, moe_grouped_gemm=False, multi_latent_attention=self._has_mla
-        )
-        if self.cp > 1 or self._has_mla:
-            layer.submodules.self_attention.submodules.core_attention = GatheredAttention
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+        if vp_stage is not None:
+            options["vp_stage"] = vp_stage
+        if self.kind == "hybrid":
+            return tiny_layers.hybrid_model(config, self._has_transformer_engine, options)
+        layer, norm = tiny_layers.layer_of(config, self._has_transformer_engine)
         layers = [layer] * (config.num_layers // (self.pp * (self.vpp or 1)))
-        optional: dict[str, Any] = {} if vp_stage is None else {"vp_stage": vp_stage}
         if config.mtp_num_layers:
-            optional["mtp_block_spec"] = _mtp_block(config, layer, optional)
-        return GPTModel(
-            config,
-            TransformerBlockSubmodules(layer_specs=layers, layer_norm=SequenceParallelNorm),
-            **sizes,
-            pre_process=pre_process,
-            post_process=post_process,
-            **optional,
-        )
+            block = tiny_layers.mtp_block(config, layer, self._has_transformer_engine, vp_stage)
+            options["mtp_block_spec"] = block
+        return GPTModel(config, TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm), **options)
 
     def in_training(
         self, config: TransformerConfig, chunks: Sequence[torch.nn.Module]
@@ -247,63 +256,5 @@ class TinyModel:
 
         Each rank has a piece from either end of the sequence, as Megatron's batches are cut.
         """
-        return _positions(parallel_state.get_context_parallel_rank(), self.cp, self.seq_length)
-
-
-def _mtp_block(config: TransformerConfig, layer: Any, stage: dict[str, Any]) -> Any:
-    """Return the spec of the layers of multi-token prediction of a stage; ``None`` where it has none."""
-    block = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False, **stage)
-    for spec in block.layer_specs if block else ():
-        norms = ("enorm", "hnorm", "layer_norm")
-        vars(spec.submodules).update(dict.fromkeys(norms, SequenceParallelNorm))
-    return block
-
-
-def _positions(rank: int, size: int, length: int) -> torch.Tensor:
-    if size == 1:
-        return torch.arange(length)
-    pieces = torch.arange(length).chunk(2 * size)
-    return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
-
-
-class GatheredAttention(torch.nn.Module):
-    """Causal attention for context parallelism: keys and values are gathered, queries stay where they are.
-
-    Megatron's local core attention refuses context parallelism, and the widths of multi-latent attention.
-    """
-
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Return ``[s / cp, b, heads * channels]``; arguments are ``[s / cp, b, heads, channels]``.
-
-        Keys and values may have fewer heads than queries, as with ``num_query_groups``.
-        """
-        group = parallel_state.get_context_parallel_group()
-        q_bhsd, k_bhtd, v_bhtd = (
-            tensor.permute(1, 2, 0, 3)
-            for tensor in (
-                query,
-                gather_from_sequence_parallel_region(key, group=group),
-                gather_from_sequence_parallel_region(value, group=group),
-            )
-        )
-        length = k_bhtd.shape[2]
-        positions = [_positions(rank, group.size(), length) for rank in range(group.size())]
-        mask_st = positions[group.rank()][:, None] >= torch.cat(positions)[None, :]
-        context = torch.nn.functional.scaled_dot_product_attention(
-            q_bhsd, k_bhtd, v_bhtd, attn_mask=mask_st, enable_gqa=q_bhsd.shape[1] != k_bhtd.shape[1]
-        )
-        return context.permute(2, 0, 1, 3).flatten(2)
-
-
-class SequenceParallelNorm(torch.nn.LayerNorm):
-    """Layer norm whose parameters are marked for sequence parallelism; Megatron's torch norm refuses it."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
-        super().__init__(hidden_size, eps)
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        rank = parallel_state.get_context_parallel_rank()
+        return positions_of(rank, self.cp, self.seq_length // self.cp)

@@ -25,7 +25,14 @@ VARIABLES = set(settings.variables())
 # Classes that pages name, and that are not of this package.
 OF_OTHERS = {
     *("AutoBridge", "ChainedOptimizer", "DistributedDataParallel", "FileSystemWriter", "ModelConfig"),
-    *("ProcessPoolExecutor", "SimpleNamespace", "TransformerBlock", "TransformerConfig"),
+    *(
+        "HybridModel",
+        "MambaModel",
+        "ProcessPoolExecutor",
+        "SimpleNamespace",
+        "TransformerBlock",
+        "TransformerConfig",
+    ),
 }
 
 

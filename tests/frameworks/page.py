@@ -18,7 +18,7 @@ from tests.references.pages import table as markdown_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 RUNS = Path(__file__).with_name("runs.json")
-#: What ``pytest --record-models`` wrote: release -> promise -> "MODEL, LAYOUT" of the tests that passed.
+#: What ``pytest --record-models`` wrote: layers -> release -> promise -> "MODEL, LAYOUT" that passed.
 MODELS = Path(__file__).parents[1] / "real" / "models.json"
 
 #: Frameworks in the order of the page.
@@ -26,6 +26,7 @@ FRAMEWORKS = (
     *("slime", "vime", "OpenClaw-RL", "miles", "verl", "Megatron-LM", "megatron-core", "Megatron-Bridge"),
     *("NeMo-RL", "AReaL"),
 )
+_LAYERS = {"local": "local", "transformer_engine": "TransformerEngine's"}
 NOT_NEEDED, NOT_CHECKED = "not needed", "not checked"
 
 _PAGE = """\
@@ -72,7 +73,9 @@ In these releases the code exists, and the patch leaves it alone.
 
 ## Models and layouts
 
-Each promise was tested on each of these [models](models.md), on CPU ranks of real megatron-core {releases}.
+Each promise was tested on each of these [models](models.md), on CPU ranks of real megatron-core {releases},
+with Megatron's local layers, and with those of TransformerEngine, which a
+[stand-in](testing.md#transformerengines-layers-cpu_backendtransformer_enginetrue) computes.
 **all**: the tests passed on every layout of the model and on all of these releases.
 
 {models}
@@ -90,13 +93,15 @@ def runs_on_record() -> list[Run]:
 
 
 def page(
-    table: Sequence[Known], runs: Sequence[Run], of_models: Mapping[str, Mapping[str, list[str]]]
+    table: Sequence[Known],
+    runs: Sequence[Run],
+    of_models: Mapping[str, Mapping[str, Mapping[str, list[str]]]],
 ) -> str:
     return _PAGE.format(
         matrix=markdown_table(_matrix_rows(table)),
         sources=markdown_table(_source_rows(table, runs)),
         left_alone=markdown_table(_left_alone(table)),
-        releases=", ".join(of_models),
+        releases=", ".join(of_models["local"]),
         models=markdown_table(_model_rows(of_models)),
         reasons=models.REASONS,
     )
@@ -224,21 +229,25 @@ def _reason(one: Known, patch: str) -> str:
     return next((reason for reason in reasons if not reason.startswith(no_reasons)), "")
 
 
-def _model_rows(record: Mapping[str, Mapping[str, list[str]]]) -> Iterator[dict[str, str]]:
+def _model_rows(records: Mapping[str, Mapping[str, Mapping[str, list[str]]]]) -> Iterator[dict[str, str]]:
     """Yield a row for all models with the same results: what passed for each promise."""
 
-    def cell(promise: str, model: str) -> str:
+    def cell(record: Mapping[str, Mapping[str, list[str]]], promise: str, model: str) -> str:
         by_releases: dict[str, list[str]] = {}
         for layout in (layout for layout in models.LAYOUTS if not models.reason(model, layout)):
-            passed = [release for release, cells in record.items() if f"{model}, {layout}" in cells[promise]]
+            passed = [
+                release for release, cells in record.items() if f"{model}, {layout}" in cells.get(promise, ())
+            ]
             by_releases.setdefault(", ".join(passed), []).append(layout.replace(", ", " with "))
         untested = by_releases.pop("", [])
         texts = ["all" if releases == ", ".join(record) else f"{releases} only" for releases in by_releases]
         return "; ".join(texts) + (f" but {' and '.join(untested)}" if untested else "")
 
-    promises = dict.fromkeys(promise for cells in record.values() for promise in cells)
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for model in models.MODELS:
-        rows.setdefault(tuple(cell(promise, model) for promise in promises), []).append(model)
-    for cells, of_row in rows.items():
-        yield {"models": "; ".join(of_row), **dict(zip(promises, cells, strict=True))}
+    for layers, record in records.items():
+        promises = dict.fromkeys(promise for cells in record.values() for promise in cells)
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for model in models.MODELS:
+            rows.setdefault(tuple(cell(record, promise, model) for promise in promises), []).append(model)
+        for cells, of_row in rows.items():
+            names = {"layers": _LAYERS[layers], "models": "; ".join(of_row)}
+            yield names | dict(zip(promises, cells, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.losses import PolicyOptions, output_layer, vocab_parallel_log_probs
 from megatron_rl_patches.losses.deferred import tensor
 from megatron_rl_patches.testing import tiny_models
+from megatron_rl_patches.testing.transformer_engine import attention
 from tests.ranks import by_speed, everywhere, on_ranks
 from tests.real import matrix
 from tests.real.test_loss_func import Case, train_step
@@ -105,9 +106,9 @@ def _train(layout: Layout, case: Case, lean: bool, tile_bytes: int = 256) -> Out
         return Outcome(losses, gradients, deferrals.call_count, made.call_count, overlap.param_gathers)
 
 
-def _one_piece(rank: int, size: int, length: int | None = None) -> torch.Tensor:
-    """Positions that a rank holds with all-gather context parallelism."""
-    return torch.arange(length or tiny_gpt.SEQUENCE).chunk(size)[rank]
+def _one_piece(rank: int, size: int, rows: int) -> torch.Tensor:
+    """Return the positions that a rank holds with all-gather context parallelism."""
+    return torch.arange(size * rows).chunk(size)[rank]
 
 
 @pytest.mark.parametrize(
@@ -134,9 +135,9 @@ def check_gradients(name: str, layout: Layout, cases: dict[str, Case]) -> None:
     # of 0.03 beside others of 9 differed by 5e-7. It may differ by a tenth of the bound of the largest.
     bound_of_first, bound = (1e-4, 2**-8) if layout.flags.get("bf16") else (1e-5, 1e-5)
     for key, case in cases.items():
-        with (
-            mock.patch.object(tiny_models, "_positions", _one_piece) if layout.allgather_cp else nullcontext()
-        ):
+        with ExitStack() as stack:
+            for module in (tiny_models, attention) if layout.allgather_cp else ():
+                stack.enter_context(mock.patch.object(module, "positions_of", _one_piece))
             without, lean = (_train(layout, case, lean) for lean in (False, True))
         first, largest = len(without.losses) // 2, max(map(abs, without.losses), default=0.0)
         for step, allowed in ((slice(first), bound_of_first), (slice(first, None), bound)):

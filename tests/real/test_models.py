@@ -1,7 +1,8 @@
 """The models that people train: each promise on each model and layout, on real megatron-core.
 
 ``docs/compatibility.md`` shows as a table what passed here: ``tests/real/models.json``, which
-``--record-models`` writes. Dense models have tests of their own besides, with more cases and layouts.
+``--record-models`` writes, with local layers and with ``--layers transformer_engine``. Dense models have
+tests of their own besides, with more cases and layouts.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def test_scores_of_a_model_built_and_loaded_for_it(ranks: int, model: dict[str, 
 @matrix.cells(matrix.HALVES[1], always={"MoE, EP 2"})
 @on_ranks(lambda ranks: ranks, timeout=240)
 def test_gradients_of_deferred_logits(ranks: int, model: dict[str, Any]) -> None:
-    if model["kind"] == "mtp" and not tiny_gpt.trains_mtp_without_labels():
+    options = matrix.tiny(**model)
+    if options.transformer_config().mtp_num_layers and not tiny_gpt.trains_mtp_without_labels():
         pytest.skip("this release trains multi-token prediction with labels only")
     check_gradients("", Layout(ranks, flags=model), {"entropy bonus": CASES["entropy bonus"]})

@@ -78,7 +78,7 @@ def build(options: dict[str, Any], transformer_engine: bool) -> Any:
             num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
         )
     else:
-        from megatron_rl_patches.testing.tiny_models import SequenceParallelNorm
+        from megatron_rl_patches.testing.tiny_layers import SequenceParallelNorm
 
         norm = SequenceParallelNorm if config.normalization == "LayerNorm" else SequenceParallelRMSNorm
         layer = gpt_layer_specs.get_gpt_layer_local_spec(

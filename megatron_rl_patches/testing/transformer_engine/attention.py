@@ -235,7 +235,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         repeat = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
         scores_hst = torch.einsum("shd,thd->hst", q.float(), k.float()) * self.softmax_scale
-        hidden = places.hidden(batch.attn_mask_type, batch.window_size)
+        hidden = places.hidden(batch.attn_mask_type, batch.window_size).to(q.device)
         if index is not None:
             mask, bias = batch.mask_of(index), batch.core_attention_bias
             if self.cp_size > 1 and (mask is not None or bias is not None):

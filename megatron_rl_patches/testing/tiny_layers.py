@@ -1,0 +1,151 @@
+"""Specs of the layers of tiny models: Megatron's local ones, or those of TransformerEngine."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer import TransformerConfig, transformer_layer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from ..errors import InvalidInputError
+from .transformer_engine.attention import DotProductAttention
+
+#: Layers of a hybrid model, repeated: attention, experts, attention, MLP.
+_HYBRID_PATTERN = "*E*-"
+_ATTENTION = ("input_layernorm", "self_attention", "self_attn_bda")
+_MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda")
+
+
+def layer_of(
+    config: TransformerConfig, transformer_engine: bool, has_experts: bool = True
+) -> tuple[ModuleSpec, Any]:
+    """Return the spec of a layer of a ``GPTModel``, and the class of norms.
+
+    Raises:
+        InvalidInputError: Megatron was imported without TransformerEngine.
+    """
+    options = {
+        "num_experts": config.num_moe_experts if has_experts else None,
+        "moe_grouped_gemm": transformer_engine,
+        "multi_latent_attention": config.multi_latent_attention,
+    }
+    if transformer_engine:
+        from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+
+        if not HAVE_TE:
+            raise InvalidInputError(
+                "layers is 'transformer_engine', and Megatron was imported without TransformerEngine. "
+                "Install it, or import Megatron inside cpu_backend(transformer_engine=True)."
+            )
+        options["qk_layernorm"] = config.multi_latent_attention
+        return get_gpt_layer_with_transformer_engine_spec(**options), TENorm
+    layer = get_gpt_layer_local_spec(**options)
+    if config.context_parallel_size > 1 or config.multi_latent_attention:
+        layer.submodules.self_attention.submodules.core_attention = GatheredAttention
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    return layer, SequenceParallelNorm
+
+
+def mtp_block(
+    config: TransformerConfig, layer: ModuleSpec, transformer_engine: bool, vp_stage: int | None
+) -> Any:
+    """Return the spec of the layers of multi-token prediction of a stage; ``None`` where it has none."""
+    stage = {} if vp_stage is None else {"vp_stage": vp_stage}
+    block = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=transformer_engine, **stage)
+    for spec in block.layer_specs if block and not transformer_engine else ():
+        norms = ("enorm", "hnorm", "layer_norm")
+        vars(spec.submodules).update(dict.fromkeys(norms, SequenceParallelNorm))
+    return block
+
+
+def hybrid_model(config: TransformerConfig, transformer_engine: bool, options: dict[str, Any]) -> Any:
+    """Return a model whose layers are those of Megatron's ``hybrid_stack_spec``, or local ones."""
+    model_class, block = _hybrid_modules()
+    stack = getattr(block, "HybridStack", None) or block.MambaStack
+    submodules = getattr(block, f"{stack.__name__}Submodules")
+    dense, norm = layer_of(config, transformer_engine, has_experts=False)
+    experts, _ = layer_of(config, transformer_engine)
+    specs = {
+        "attention_layer": _part(TransformerLayer, dense, _ATTENTION),
+        "mlp_layer": _part(MLPLayer, dense, _MLP),
+        "moe_layer": _part(
+            getattr(transformer_layer, "MoETransformerLayer", TransformerLayer), experts, _MLP
+        ),
+    }
+    pattern = (_HYBRID_PATTERN * config.num_layers)[: config.num_layers]
+    if not hasattr(submodules, "moe_layer"):  # up to megatron-core 0.15
+        del specs["moe_layer"]
+        pattern = pattern.replace("E", "-")
+    if config.mtp_num_layers:
+        specs["mtp_block_spec"] = mtp_block(config, dense, transformer_engine, options.get("vp_stage"))
+        pattern += "/*E" * config.mtp_num_layers
+    unified = "hybrid_layer_pattern" in inspect.signature(model_class).parameters
+    options["hybrid_layer_pattern" if unified else "hybrid_override_pattern"] = pattern
+    # The stack itself would add a norm of TransformerEngine after its last layer.
+    params = {} if transformer_engine else {"post_layer_norm": False}
+    model = model_class(config, ModuleSpec(stack, params, submodules(**specs)), **options)
+    if params and options["post_process"]:
+        model.decoder.final_norm = norm(config, config.hidden_size)
+        model.decoder.post_layer_norm = True
+    return model
+
+
+def _hybrid_modules() -> tuple[Any, Any]:
+    """Return the class of the hybrid model, and the module of its stack of layers."""
+    try:
+        model = import_module("megatron.core.models.hybrid.hybrid_model")
+    except ModuleNotFoundError:
+        model = import_module("megatron.core.models.mamba.mamba_model")
+        return model.MambaModel, import_module("megatron.core.ssm.mamba_block")
+    return model.HybridModel, import_module("megatron.core.models.hybrid.hybrid_block")
+
+
+def _part(module: Any, layer: ModuleSpec, names: Sequence[str]) -> ModuleSpec:
+    """Return the spec of a layer that has only some parts of another one."""
+    parts = {name: getattr(layer.submodules, name) for name in names}
+    return ModuleSpec(module, submodules=TransformerLayerSubmodules(**parts))
+
+
+class GatheredAttention(torch.nn.Module):
+    """Causal attention of the stand-in of TransformerEngine, for context parallelism and wide values.
+
+    Megatron's local core attention refuses context parallelism, and the widths of multi-latent attention.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Return ``[s / cp, b, heads * channels]``; arguments are ``[s / cp, b, heads, channels]``.
+
+        Keys and values may have fewer heads than queries, as with ``num_query_groups``.
+        """
+        attention = DotProductAttention(
+            *query.shape[2:],
+            num_gqa_groups=key.shape[2],
+            cp_group=parallel_state.get_context_parallel_group(),
+        )
+        return attention(query, key, value)
+
+
+class SequenceParallelNorm(torch.nn.LayerNorm):
+    """Layer norm whose parameters are marked for sequence parallelism; Megatron's torch norm refuses it."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
