@@ -203,7 +203,7 @@ class TinyModel:
         """Build one chunk, as ``get_model`` asks a framework's model provider for it."""
         config = config or self.transformer_config()
         # Megatron stores learned positions once, and a stage with MTP has an embedding of its own.
-        is_rotary = config.mtp_num_layers or self._has_mla
+        is_rotary = self.kind in ("mtp", "hybrid") or self._has_mla
         options = {
             "vocab_size": self.vocab_size,
             "max_sequence_length": self.seq_length,
