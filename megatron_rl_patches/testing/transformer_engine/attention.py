@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,32 +18,12 @@ from .refusals import refuse
 from .rope import positions_of
 
 _CAUSAL = ("causal", "causal_bottom_right")
-_MASKS = {"no_mask", "arbitrary", "padding", *_CAUSAL, *(f"padding_{name}" for name in _CAUSAL)}
 
 #: Arguments that matter to kernels alone.
 _OF_KERNELS = {
     *("sequence_parallel", "layer_number", "attention_type", "cp_global_ranks", "cp_stream"),
     *("max_seqlen_q", "max_seqlen_kv", "pad_between_seqs", "num_splits"),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionOptions:
-    """Arguments of ``DotProductAttention``, named as in TransformerEngine."""
-
-    num_gqa_groups: int | None = None
-    attention_dropout: float = 0.0
-    qkv_format: str = "sbhd"
-    attn_mask_type: str = "causal"
-    window_size: tuple[int, int] | None = None
-    tp_size: int = 1
-    tp_group: Any = None
-    get_rng_state_tracker: Callable[[], Any] | None = None
-    cp_group: Any = None
-    cp_comm_type: str = "p2p"
-    softmax_scale: float | None = None
-    softmax_type: str = "vanilla"
-    return_max_logit: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +46,6 @@ class _Batch:
     fp8_output: bool = False
 
     def __post_init__(self) -> None:
-        if self.attn_mask_type not in _MASKS:
-            raise AssertionError(
-                f"attn_mask_type is {self.attn_mask_type!r}; expected one of {sorted(_MASKS)}"
-            )
-        if self.qkv_format not in ("sbhd", "bshd", "thd"):
-            raise AssertionError(f"qkv_format is {self.qkv_format!r}; expected sbhd, bshd or thd")
         if self.qkv_format == "thd" and "padding" not in self.attn_mask_type:
             raise AssertionError(
                 f"attn_mask_type is {self.attn_mask_type!r}; packed batches need a padding one"
@@ -81,14 +55,6 @@ class _Batch:
                 refuse(name)
         if self.core_attention_bias_type not in ("no_bias", "post_scale_bias"):
             refuse(f"core_attention_bias_type {self.core_attention_bias_type!r}")
-
-    def samples(self) -> Iterator[tuple[_Sample, _Sample]]:
-        """Yield where queries and keys of each packed sample lie; padding follows a sample."""
-        return zip(
-            _samples(self.cu_seqlens_q, self.cu_seqlens_q_padded),
-            _samples(self.cu_seqlens_kv, self.cu_seqlens_kv_padded),
-            strict=True,
-        )
 
     def mask_of(self, index: int) -> Tensor | None:
         """Return what a sample may not attend to, ``[1 or heads, 1 or queries, keys]``; ``None`` for all.
@@ -114,44 +80,48 @@ def _without_extra_state(module: Any, keys: Any) -> None:
     keys.missing_keys[:] = [key for key in keys.missing_keys if "core_attention._extra_state" not in key]
 
 
-def _offset(softmax_type: str, heads: int) -> Tensor | None:
-    zeros = torch.zeros(heads, device="cuda")
-    if softmax_type not in ("vanilla", "off-by-one", "learnable"):
-        raise AssertionError(f"softmax_type is {softmax_type!r}; expected vanilla, off-by-one or learnable")
-    return {"vanilla": None, "off-by-one": zeros, "learnable": torch.nn.Parameter(zeros)}[softmax_type]
-
-
-class _Sample(NamedTuple):
-    start: int
-    length: int
-    slot: int  # length with padding
-
-
-def _samples(edges: Tensor, padded: Tensor | None) -> Iterator[_Sample]:
-    padded = edges if padded is None else padded
-    lists = padded[:-1].tolist(), edges.diff().tolist(), padded.diff().tolist()
-    yield from map(_Sample, *lists)
-
-
 class DotProductAttention(TransformerEngineBaseModule):
     """Attention, in which groups of queries may share keys."""
 
     _peaks: list[Tensor]  # the largest scores of each head, by sample
 
-    def __init__(self, num_attention_heads: int, kv_channels: int | tuple[int, int], **options: Any) -> None:
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        *,
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        tp_size: int = 1,
+        tp_group: Any = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        cp_group: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
+        **of_kernels: Any,
+    ) -> None:
         super().__init__()
-        self._options = made = AttentionOptions(**_without_kernels(options))
-        self.tp_size = made.tp_size if made.tp_group is None else made.tp_group.size()
-        self.set_tensor_parallel_group(made.tp_group)
-        self.qkv_format, self.attn_mask_type = made.qkv_format, made.attn_mask_type
-        self.window_size = made.window_size
+        if unknown := _without_kernels(of_kernels):
+            raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
+        self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
+        self._dropout, self._tracker = attention_dropout, get_rng_state_tracker
+        self._return_max_logit = return_max_logit
+        self.tp_size = tp_size if tp_group is None else tp_group.size()
+        self.set_tensor_parallel_group(tp_group)
         channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
         self.hidden_size_per_attention_head_k = channels
-        self.num_gqa_groups = made.num_gqa_groups or num_attention_heads
+        self.num_gqa_groups = num_gqa_groups or num_attention_heads
         self.num_gqa_groups_per_partition = self.num_gqa_groups // self.tp_size
-        self.softmax_offset = _offset(made.softmax_type, num_attention_heads // self.tp_size)
-        self.softmax_scale = made.softmax_scale or 1 / math.sqrt(channels)
-        self.set_context_parallel_group(made.cp_group, None, None, made.cp_comm_type)
+        zeros = torch.zeros(num_attention_heads // self.tp_size, device="cuda")
+        offsets = {"vanilla": None, "off-by-one": zeros, "learnable": torch.nn.Parameter(zeros)}
+        self.softmax_offset = offsets[softmax_type]
+        self.softmax_scale = softmax_scale or 1 / math.sqrt(channels)
+        self.set_context_parallel_group(cp_group, None, None, cp_comm_type)
         self.register_load_state_dict_post_hook(_without_extra_state)  # type: ignore[no-untyped-call]
 
     def set_context_parallel_group(
@@ -189,11 +159,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         else:
             dim = batch.qkv_format.index("b")
             by_sample = [
-                self._attend(sample, self._places(*map(len, sample[:2])), batch, index)
+                self._attend(sample, batch, index)
                 for index, sample in enumerate(zip(*(x.unbind(dim) for x in qkv), strict=True))
             ]
             out = torch.stack(by_sample, dim)
-        if not self._options.return_max_logit:
+        if not self._return_max_logit:
             return out.flatten(-2)
         largest_h = torch.stack(self._peaks).amax(0)
         if self.cp_size > 1:
@@ -201,41 +171,40 @@ class DotProductAttention(TransformerEngineBaseModule):
         return out.flatten(-2), largest_h
 
     def _packed(self, qkv: tuple[Tensor, Tensor, Tensor], batch: _Batch) -> Tensor:
-        """Attend in each sample. Every rank of the context parallel group has two pieces of each slot."""
+        """Attend in each sample. Padding may follow a sample, and ranks of context parallelism share both."""
         q, k, v = qkv
-        parts, end = [], 0
-        for of_q, of_k in batch.samples():
-            start, rows = of_q.start // self.cp_size, of_q.slot // self.cp_size
-            first, keys = of_k.start // self.cp_size, of_k.slot // self.cp_size
-            sample = q[start : start + rows], k[first : first + keys], v[first : first + keys]
-            places = self._places(rows, keys, of_q.length, of_k.length)
-            parts += [v.new_zeros(start - end, q.shape[1], v.shape[-1])]
-            parts += [self._attend(sample, places, batch, None)]
-            end = start + rows
-        parts.append(v.new_zeros(len(q) - end, q.shape[1], v.shape[-1]))
-        return torch.cat(parts)
-
-    def _places(
-        self, queries: int, keys: int, q_length: int | None = None, k_length: int | None = None
-    ) -> _Places:
-        """Return where the queries of this rank and the keys of all ranks lie in a sample."""
-        rank = 0 if self.cp_group is None else self.cp_group.rank()
-        pieces = torch.cat([positions_of(other, self.cp_size, keys) for other in range(self.cp_size)])
-        q_length = queries * self.cp_size if q_length is None else q_length
-        k_length = keys * self.cp_size if k_length is None else k_length
-        return _Places(positions_of(rank, self.cp_size, queries), pieces, q_length, k_length)
+        edges = batch.cu_seqlens_q, batch.cu_seqlens_kv
+        padded = batch.cu_seqlens_q_padded, batch.cu_seqlens_kv_padded
+        lengths = zip(*(edge.diff().tolist() for edge in edges), strict=True)
+        of_rank = [
+            (edge if pad is None else pad) // self.cp_size for edge, pad in zip(edges, padded, strict=True)
+        ]
+        slots = [map(slice, edge[:-1].tolist(), edge[1:].tolist()) for edge in of_rank]
+        out = v.new_zeros(len(q), q.shape[1], v.shape[-1])
+        for of_both, of_q, of_k in zip(lengths, *slots, strict=True):
+            out[of_q] = self._attend((q[of_q], k[of_k], v[of_k]), batch, None, of_both)
+        return out
 
     def _attend(
-        self, sample: tuple[Tensor, Tensor, Tensor], places: _Places, batch: _Batch, index: int | None
+        self,
+        sample: tuple[Tensor, Tensor, Tensor],
+        batch: _Batch,
+        index: int | None,
+        lengths: tuple[int, int] | None = None,
     ) -> Tensor:
-        """Return the attention of one sample of a batch, ``[queries, heads, channels]``."""
+        """Return the attention of one sample of a batch, ``[queries, heads, channels]``.
+
+        Args:
+            index: of the sample, unless it is a packed one.
+            lengths: how many queries and keys all ranks have of it without padding; all by default.
+        """
+        hidden = self._hidden(len(sample[0]), len(sample[1]), lengths, batch)
         q, k, v = sample
         if self.cp_size > 1:
             k, v = (communication.enter_column(x, self.cp_group, True) for x in (k, v))
         repeat = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
         scores_hst = torch.einsum("shd,thd->hst", q.float(), k.float()) * self.softmax_scale
-        hidden = places.hidden(batch.attn_mask_type, batch.window_size).to(q.device)
         if index is not None:
             mask, bias = batch.mask_of(index), batch.core_attention_bias
             if self.cp_size > 1 and (mask is not None or bias is not None):
@@ -243,37 +212,34 @@ class DotProductAttention(TransformerEngineBaseModule):
             hidden = hidden if mask is None else hidden | mask
             scores_hst = scores_hst if bias is None else scores_hst + bias[min(index, len(bias) - 1)]
         scores_hst = scores_hst.masked_fill(hidden, -math.inf)
-        if self._options.return_max_logit:
+        if self._return_max_logit:
             self._peaks.append(scores_hst.detach().amax((1, 2)))
         if self.softmax_offset is not None:  # one more key, whose value is zero
             offset_hs1 = self.softmax_offset.float()[:, None, None].expand(-1, len(q), 1)
             scores_hst = torch.cat([scores_hst, offset_hs1], -1)
         # A query that sees no key is padding, and gets zeros.
         weights_hst = scores_hst.softmax(-1).nan_to_num(0.0)[..., : len(k)]
-        if self.training and self._options.attention_dropout:
-            tracker = self._options.get_rng_state_tracker
-            with nullcontext() if tracker is None else tracker().fork():
-                weights_hst = torch.nn.functional.dropout(weights_hst, self._options.attention_dropout)
+        if self.training and self._dropout:
+            with nullcontext() if self._tracker is None else self._tracker().fork():
+                weights_hst = torch.nn.functional.dropout(weights_hst, self._dropout)
         return torch.einsum("hst,thd->shd", weights_hst.to(v.dtype), v)
 
+    def _hidden(self, queries: int, keys: int, lengths: tuple[int, int] | None, batch: _Batch) -> Tensor:
+        """Return which keys of all ranks a query of this rank does not see, ``[queries, all keys]``.
 
-class _Places(NamedTuple):
-    """Positions in a sample of the queries and keys of a product, and how many of each are no padding."""
-
-    q_s: Tensor
-    k_t: Tensor
-    q_length: int
-    k_length: int
-
-    def hidden(self, mask_type: str, window: tuple[int, int] | None) -> Tensor:
-        """Return which keys are padding, later than a query, or outside of its window; -1 is no limit."""
-        left, right = window or (-1, -1)
-        if "causal" in mask_type:
+        They are padding, later than the query, or outside of its window, in which -1 is no limit.
+        """
+        rank = 0 if self.cp_group is None else self.cp_group.rank()
+        q_s = positions_of(rank, self.cp_size, queries)
+        k_t = torch.cat([positions_of(other, self.cp_size, keys) for other in range(self.cp_size)])
+        q_length, k_length = lengths or (queries * self.cp_size, keys * self.cp_size)
+        left, right = batch.window_size or (-1, -1)
+        if "causal" in batch.attn_mask_type:
             right = 0
-        ahead_st = self.k_t[None] - self.q_s[:, None]
-        if "bottom_right" in mask_type:
-            ahead_st = ahead_st - (self.k_length - self.q_length)
-        hidden_st = (self.k_t >= self.k_length)[None] | (self.q_s >= self.q_length)[:, None]
+        ahead_st = k_t[None] - q_s[:, None]
+        if "bottom_right" in batch.attn_mask_type:
+            ahead_st = ahead_st - (k_length - q_length)
+        hidden_st = (k_t >= k_length)[None] | (q_s >= q_length)[:, None]
         if right >= 0:
             hidden_st = hidden_st | (ahead_st > right)
         if left >= 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -15,48 +14,49 @@ from . import communication
 from .refusals import refuse
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinearOptions:
-    """Arguments of the linear layers, named as in TransformerEngine."""
+class ResettableModule(torch.nn.Module):
+    """Base of layers, whose parameters are initialized and marked by ``reset_parameters()``."""
 
-    sequence_parallel: bool = False
-    fuse_wgrad_accumulation: bool = False
-    tp_group: Any = None
-    tp_size: int = 1
-    get_rng_state_tracker: Callable[[], Any] | None = None
-    rng_tracker_name: str | None = None
-    init_method: Callable[[Tensor], Any] | None = None
-    bias: bool = True
-    return_bias: bool = False
-    params_dtype: torch.dtype | None = None
-    parallel_mode: str | None = None
-    device: Any = "cuda"
-    ub_name: str | None = None
-    delay_wgrad_compute: bool = False
-    symmetric_ar_type: str | None = None
-    save_original_input: bool = False
-    single_grouped_weight: bool = False
-    single_grouped_bias: bool = False
-
-    @classmethod
-    def of(cls, options: dict[str, Any]) -> LinearOptions:
-        """Check the arguments. Userbuffers (``ub_…``) are accepted, as they do not change results."""
-        known = {field.name for field in fields(cls)}
-        made = cls(**{k: v for k, v in options.items() if k in known or not k.startswith("ub_")})
-        refused = ("delay_wgrad_compute", "symmetric_ar_type", "single_grouped_weight", "single_grouped_bias")
-        for name in refused:
-            if getattr(made, name):
-                refuse(name)
-        if made.parallel_mode not in ("row", "column", None):
-            raise AssertionError(f"parallel_mode is {made.parallel_mode!r}; expected row, column or None")
-        return made
-
-
-class TransformerEngineBaseModule(torch.nn.Module):
-    """Base of layers. Megatron sets attributes before ``__init__``, which must keep them."""
-
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype | None = None, device: Any = "cuda") -> None:
         super().__init__()
+        self._dtype, self._device = dtype, device
+        # Name of a parameter -> how it is initialized, and in which context.
+        self._initial: dict[str, tuple[Callable[[Tensor], Any], Callable[[], Any]]] = {}
+
+    def _add_parameter(self, name: str, init: Any, *shape: int, context: Any = nullcontext) -> None:
+        setattr(self, name, Parameter(torch.empty(shape, dtype=self._dtype, device=self._device)))
+        self._initial[name] = init, context
+
+    def _initialize(self) -> None:
+        """Initialize new parameters; those on the device ``meta`` get neither values nor marks yet."""
+        self.reset_parameters(defer_init=any(parameter.is_meta for parameter in self.parameters()))
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialize and mark parameters; those on the device ``meta`` are replaced by real ones."""
+        if defer_init:
+            return
+        for name, (init, context) in self._initial.items():
+            if getattr(self, name).is_meta:
+                setattr(self, name, Parameter(torch.empty_like(getattr(self, name), device="cuda")))
+            with context(), torch.no_grad():
+                init(getattr(self, name))
+        self._mark()
+
+    def _mark(self) -> None:
+        """Set attributes of parameters."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+class TransformerEngineBaseModule(ResettableModule):
+    """Base of layers with products. Megatron sets attributes before ``__init__``, which must keep them."""
+
+    def __init__(self, *of_parameters: Any) -> None:
+        super().__init__(*of_parameters)
         self.fp8 = self.fp8_calibration = self.fp8_initialized = self.primary_weights_in_fp8 = False
         self.fp8_meta = {"fp8_checkpoint": False, "recipe": None}
         self.tp_group: Any = None
@@ -68,56 +68,63 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Do nothing: there is no FP8."""
 
-    def get_extra_state(self) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8)
-
-    def set_extra_state(self, state: Any) -> None:
-        pass
-
 
 class LinearBase(TransformerEngineBaseModule):
     """Base of layers that multiply with weights."""
 
-    def __init__(self, in_features: int, out_features: int, options: LinearOptions) -> None:
-        super().__init__()
-        self._options = options
-        self._initial: dict[str, tuple[Callable[[Tensor], Any], bool]] = {}
-        self.parallel_mode, self.ub_name = options.parallel_mode, options.ub_name
-        self.tp_size = options.tp_size if options.tp_group is None else options.tp_group.size()
-        self.set_tensor_parallel_group(options.tp_group)
-        self.in_features = in_features // (self.tp_size if self.parallel_mode == "row" else 1)
-        self.out_features = out_features // (self.tp_size if self.parallel_mode == "column" else 1)
-        self.sequence_parallel = self.tp_size > 1 and options.sequence_parallel
-        self.fuse_wgrad_accumulation = options.fuse_wgrad_accumulation
-        self.use_bias, self.return_bias = options.bias, options.return_bias
-        self.apply_bias = options.bias and not options.return_bias
-
-    def _add_parameter(
-        self, name: str, shape: tuple[int, ...], init: Callable[[Tensor], Any], tracked: bool = False
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: Any = "cuda",
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        **userbuffers: Any,  # do not change results
     ) -> None:
-        options = self._options
-        empty = torch.empty(shape, dtype=options.params_dtype, device=options.device)
-        setattr(self, name, Parameter(empty))
-        self._initial[name] = init, tracked
+        super().__init__(params_dtype, device)
+        if delay_wgrad_compute or symmetric_ar_type:
+            refuse("delay_wgrad_compute or symmetric_ar_type")
+        if unknown := [name for name in userbuffers if not name.startswith("ub_")]:
+            raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
+        if parallel_mode not in ("row", "column", None):
+            raise AssertionError(f"parallel_mode is {parallel_mode!r}; expected row, column or None")
+        self.parallel_mode, self._init_method = parallel_mode, init_method or _default_init
+        self._tracker, self._tracker_names = (
+            get_rng_state_tracker,
+            [rng_tracker_name] if rng_tracker_name else [],
+        )
+        self.tp_size = tp_size if tp_group is None else tp_group.size()
+        self.set_tensor_parallel_group(tp_group)
+        self.in_features = in_features // (self.tp_size if parallel_mode == "row" else 1)
+        self.out_features = out_features // (self.tp_size if parallel_mode == "column" else 1)
+        self.sequence_parallel = self.tp_size > 1 and sequence_parallel
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
+
+    def _fork(self) -> Any:
+        """Draw from the state of the tracker of random numbers."""
+        return nullcontext() if self._tracker is None else self._tracker().fork(*self._tracker_names)
 
     def _add_product(self, suffix: str = "") -> None:
         """Add a weight and a bias. Without a bias the real layers have an empty tensor of that name."""
-        init = self._options.init_method or _default_init
-        self._add_parameter(f"weight{suffix}", (self.out_features, self.in_features), init, tracked=True)
+        shape = self.out_features, self.in_features
+        self._add_parameter(f"weight{suffix}", self._init_method, *shape, context=self._fork)
         if self.use_bias:
-            self._add_parameter(f"bias{suffix}", (self.out_features,), torch.nn.init.zeros_)
+            self._add_parameter(f"bias{suffix}", torch.nn.init.zeros_, self.out_features)
         else:
-            setattr(self, f"bias{suffix}", torch.empty(0, dtype=self._options.params_dtype))
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialize parameters, weights with the state of the tracker of random numbers, and mark them."""
-        tracker = self._options.get_rng_state_tracker
-        names = [self._options.rng_tracker_name] if self._options.rng_tracker_name else []
-        for name, (init, tracked) in self._initial.items():
-            context = tracker().fork(*names) if tracked and tracker is not None else nullcontext()
-            with context, torch.no_grad():
-                init(getattr(self, name))
-        self._mark()
+            setattr(self, f"bias{suffix}", torch.empty(0, dtype=self._dtype))
 
     def _mark(self) -> None:
         self._mark_product()

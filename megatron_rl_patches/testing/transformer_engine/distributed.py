@@ -10,7 +10,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-_trackers: list[CudaRNGStatesTracker] = []
+_states: dict[str, Tensor] = {}  # of the tracker to which one was added last
 
 
 class CudaRNGStatesTracker:
@@ -19,7 +19,6 @@ class CudaRNGStatesTracker:
     def __init__(self) -> None:
         self.states_: dict[str, Tensor] = {}
         self.seeds_: set[int] = set()
-        _trackers.append(self)
 
     def reset(self) -> None:
         self.states_, self.seeds_ = {}, set()
@@ -39,6 +38,8 @@ class CudaRNGStatesTracker:
         torch.cuda.manual_seed(seed)
         self.states_[name] = torch.cuda.get_rng_state()
         torch.cuda.set_rng_state(before)
+        global _states
+        _states = self.states_
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
@@ -53,8 +54,8 @@ class CudaRNGStatesTracker:
 
 
 def get_all_rng_states() -> dict[str, Tensor]:
-    """Return the states of all trackers."""
-    return {name: state for tracker in _trackers for name, state in tracker.states_.items()}
+    """Return the states of the tracker in use."""
+    return _states
 
 
 def checkpoint(

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from . import version
-from .base import LinearBase, LinearOptions
-from .norms import normalized
+from .base import LinearBase
+from .norms import normalized, scale_init
+from .refusals import refuse
 
 #: From this release on, weights of grouped experts carry no mark of tensor parallelism: it sets marks only if
 #: they lie in one tensor (read in TransformerEngine's source, tags v2.12 to v2.18).
@@ -19,11 +20,13 @@ GROUPED_UNMARKED_SINCE = (2, 13)
 class Linear(LinearBase):
     """A column or row parallel product, or a product on each rank by itself."""
 
-    def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
-        super().__init__(in_features, out_features, LinearOptions.of(options))
-        self.save_original_input = self._options.save_original_input
+    def __init__(
+        self, in_features: int, out_features: int, save_original_input: bool = False, **options: Any
+    ) -> None:
+        super().__init__(in_features, out_features, **options)
+        self.save_original_input = save_original_input
         self._add_product()
-        self.reset_parameters()
+        self._initialize()
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         y = self._product(inp, mode=self.parallel_mode)
@@ -43,17 +46,16 @@ class LayerNormLinear(LinearBase):
         return_layernorm_output: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(in_features, out_features, LinearOptions.of(options))
+        super().__init__(in_features, out_features, **options)
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.normalization, self.return_layernorm_output = normalization, return_layernorm_output
-        gamma = torch.nn.init.zeros_ if zero_centered_gamma else torch.nn.init.ones_
-        self._add_parameter("layer_norm_weight", (in_features,), gamma)
+        self._add_parameter("layer_norm_weight", scale_init(zero_centered_gamma), in_features)
         if normalization == "LayerNorm":
-            self._add_parameter("layer_norm_bias", (in_features,), torch.nn.init.zeros_)
+            self._add_parameter("layer_norm_bias", torch.nn.init.zeros_, in_features)
         else:
             self.layer_norm_bias = None
         self._add_product()
-        self.reset_parameters()
+        self._initialize()
 
     def _mark(self) -> None:
         super()._mark()
@@ -73,13 +75,24 @@ class LayerNormLinear(LinearBase):
 class GroupedLinear(LinearBase):
     """One product per group of rows. The layer does not communicate: the dispatcher of tokens does."""
 
-    def __init__(self, num_gemms: int, in_features: int, out_features: int, **options: Any) -> None:
-        super().__init__(in_features, out_features, LinearOptions.of(options))
-        self.num_gemms = num_gemms
-        self.save_original_input = self._options.save_original_input
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        save_original_input: bool = False,
+        # Megatron passes them only if it sees their names here.
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        **options: Any,
+    ) -> None:
+        if single_grouped_weight or single_grouped_bias:
+            refuse("single_grouped_weight or single_grouped_bias")
+        super().__init__(in_features, out_features, **options)
+        self.num_gemms, self.save_original_input = num_gemms, save_original_input
         for index in range(num_gemms):
             self._add_product(str(index))
-        self.reset_parameters()
+        self._initialize()
 
     def _mark(self) -> None:
         if not version.is_at_least(*GROUPED_UNMARKED_SINCE):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import ops, refusals, version
+from . import ops, permutation, refusals, version
 from .attention import DotProductAttention
 from .base import TransformerEngineBaseModule, add_to_main_grad, get_dummy_wgrad
 from .distributed import (
@@ -30,8 +30,8 @@ def _named(*values: Any) -> dict[str, Any]:
 def modules() -> dict[str, dict[str, Any]]:
     """Return names and values of each module; parents come before their children."""
     linear = _named(Linear, LayerNormLinear, GroupedLinear, LayerNorm, RMSNorm)
-    fp8 = _named(refusals.fp8_autocast, refusals.fp8_model_init, refusals.FP8GlobalStateManager)
-    fp8 |= {"autocast": refusals.fp8_autocast, "quantized_model_init": refusals.fp8_model_init}
+    contexts = "fp8_autocast", "fp8_model_init", "autocast", "quantized_model_init"
+    fp8 = _named(refusals.FP8GlobalStateManager) | dict.fromkeys(contexts, refusals.fp8_autocast)
     quantized = _named(refusals.QuantizedTensor)
     formats = _named(refusals.Format, refusals.Recipe) | refusals.RECIPES
     distributed = _named(
@@ -62,6 +62,9 @@ def modules() -> dict[str, dict[str, Any]]:
         f"{root}.pytorch.ops": {
             **_named(ops.FusibleOperation, ops.Sequential, ops.Linear),
             **ops.ACTIVATIONS,
+        },
+        f"{root}.pytorch.permutation": {
+            name: value for name, value in vars(permutation).items() if name.startswith("moe_")
         },
         f"{root}.pytorch.router": {f"fused_{name}": refusals.fused_router for name in router},
         f"{root}.pytorch.tensor": quantized,

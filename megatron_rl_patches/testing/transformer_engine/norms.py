@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+
+from .base import ResettableModule
 
 
 def normalized(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
@@ -18,7 +19,12 @@ def normalized(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
-class _Norm(torch.nn.Module):
+def scale_init(zero_centered: bool) -> Any:
+    """Return how the weight of a norm is initialized."""
+    return torch.nn.init.zeros_ if zero_centered else torch.nn.init.ones_
+
+
+class _Norm(ResettableModule):
     def __init__(
         self,
         normalized_shape: int | None = None,
@@ -29,37 +35,23 @@ class _Norm(torch.nn.Module):
         device: Any = "cuda",
         hidden_size: int | None = None,  # as the first one was called
     ) -> None:
-        super().__init__()
-        self.eps, self.zero_centered_gamma, self.sequence_parallel = (
-            eps,
-            zero_centered_gamma,
-            sequence_parallel,
-        )
-        size = hidden_size if normalized_shape is None else normalized_shape
-        if size is None:
-            raise TypeError("normalized_shape is missing")
-        self.weight = Parameter(torch.empty(size, dtype=params_dtype, device=device))
+        super().__init__(params_dtype, device)
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.sequence_parallel = sequence_parallel
+        size: Any = hidden_size if normalized_shape is None else normalized_shape
+        self._add_parameter("weight", scale_init(zero_centered_gamma), size)
         if isinstance(self, LayerNorm):
-            self.bias = Parameter(torch.empty_like(self.weight))
-        self.reset_parameters()
+            self._add_parameter("bias", torch.nn.init.zeros_, size)
+        self._initialize()
 
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        with torch.no_grad():
-            self.weight.fill_(1.0 - float(self.zero_centered_gamma))
-            if isinstance(self, LayerNorm):
-                self.bias.zero_()
+    def _mark(self) -> None:
         if self.sequence_parallel is not None:
             for parameter in self.parameters():
                 parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
-    def get_extra_state(self) -> Tensor:
-        return torch.empty(0)
-
-    def set_extra_state(self, state: Any) -> None:
-        pass
-
     def forward(self, x: Tensor) -> Tensor:
-        return normalized(x, self.weight, getattr(self, "bias", None), self.eps, self.zero_centered_gamma)
+        weight: Any = self.weight
+        return normalized(x, weight, getattr(self, "bias", None), self.eps, self.zero_centered_gamma)
 
 
 class LayerNorm(_Norm):

@@ -20,16 +20,7 @@ def refuse(feature: str) -> NoReturn:
 
 def fp8_autocast(enabled: bool = True, **options: Any) -> AbstractContextManager[None]:
     """Refuse FP8 where it is enabled: high precision in its place would let a test of FP8 pass."""
-    if enabled:
-        refuse("FP8 (fp8_autocast)")
-    return nullcontext()
-
-
-def fp8_model_init(enabled: bool = True, **options: Any) -> AbstractContextManager[None]:
-    """Refuse parameters in FP8."""
-    if enabled:
-        refuse("FP8 parameters (fp8_model_init)")
-    return nullcontext()
+    return refuse("FP8 (fp8_autocast, fp8_model_init)") if enabled else nullcontext()
 
 
 def fused_router(*args: Any, **kwargs: Any) -> NoReturn:
