@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -40,11 +41,18 @@ def add_option(parser: pytest.Parser) -> None:
     parser.addoption(
         "--record-models", type=Path, metavar="FILE", help="note in FILE which models kept which promise"
     )
+    parser.addoption(
+        "--record-layers",
+        metavar="FILE",
+        help="note in FILE how the stand-in's layers differ from local ones",
+    )
 
 
 def configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "runs(suite, ranks): a test of a suite that --record notes")
     config.addinivalue_line("markers", "promise(name): a row of the table that --record-models notes")
+    if layers := config.getoption("--record-layers"):
+        os.environ["RECORD_LAYERS"] = os.path.abspath(layers)  # for ranks
     if models := config.getoption("--record-models"):
         config.pluginmanager.register(_ModelRecorder(models))
     file = config.getoption("--record")
@@ -85,6 +93,23 @@ def _git(folder: str, *arguments: str) -> str:
     if process.returncode:
         raise pytest.UsageError(f"--record identifies a checkout by its commit: {process.stderr.strip()}")
     return process.stdout.strip()
+
+
+def note_differences(name: str, differences: Sequence[float]) -> None:
+    """Note, on the first rank, how much losses and gradients of layers differ: ``--record-layers``."""
+    if "RECORD_LAYERS" in os.environ and os.environ["RANK"] == "0":
+        from megatron.core import __version__
+
+        file = Path(os.environ["RECORD_LAYERS"])
+        record = json.loads(file.read_text()) if file.exists() else {}
+        record.setdefault(__version__, {})[name] = [f"{value:.0e}" for value in differences]
+        lines = (
+            f' "{release}": {{\n'
+            + ",\n".join(f"  {json.dumps(key)}: {json.dumps(values)}" for key, values in sorted(rows.items()))
+            + "\n }"
+            for release, rows in sorted(record.items())
+        )
+        file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 class _Recorder:
