@@ -65,7 +65,9 @@ test-releases: venv
 models: venv
 	set -e; for release in $(OLDEST_CORE) 0.16.1 $(NEWEST_CORE); do for layers in local transformer_engine; do \
 	    $(BIN)/python -m pytest -m "" $(PARALLEL) --dist=worksteal --megatron-core $$release --layers $$layers \
-	        --record-models tests/real/models.json tests/real/test_models.py $(PYTEST_ARGS); done; done
+	        --record-models tests/real/models.json tests/real/test_models.py $(PYTEST_ARGS); done; \
+	    $(BIN)/python -m pytest -m "" --megatron-core $$release \
+	        --record-stand-in tests/real/stand_in.json tests/real/test_transformer_engine.py $(PYTEST_ARGS); done
 
 # The oldest of everything that is allowed, and the newest of everything, in environments of their own. Their torch is
 # built with CUDA, as on an ordinary Linux machine, which needs no GPU: about 3 GB to download and 5 GB on disk, each.

@@ -6,6 +6,7 @@ A part stands between ``<!-- written: NAME -->`` and ``<!-- end -->``. A test co
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 import textwrap
@@ -194,6 +195,17 @@ def log_messages() -> str:
     return table(sorted(rows, key=lambda row: row["message"].lstrip("`{").casefold()))
 
 
+def layers() -> str:
+    """Return a table of how layers of the stand-in of TransformerEngine differ from local ones."""
+    record = json.loads((ROOT / "tests" / "real" / "layers.json").read_text("utf-8"))
+    rows = dict.fromkeys(name for of_release in record.values() for name in of_release)
+    return table(
+        {"loss; gradients": name}
+        | {release: "; ".join(of_release.get(name, ["–"])) for release, of_release in record.items()}
+        for name in rows
+    )
+
+
 def _cell(text: str) -> str:
     """Return a text of a message with the names of its values in capital letters."""
     return re.sub(r"\{(\w+)[^}]*\}", lambda value: value[1].upper(), text).replace("|", "\\|")
@@ -203,6 +215,7 @@ PARTS = {
     "decisions": decisions,
     "frameworks": frameworks,
     "install": install,
+    "layers": layers,
     "log": log_line,
     "messages": log_messages,
     "patches": patches,

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_rl_patches import losses
 from megatron_rl_patches.losses.deferred.tiles import add_product
 from megatron_rl_patches.testing import TinyModel
+from tests.gpu import parameter_marks
 from tests.ranks import on_ranks
 from tests.real.test_reentry import check_rollouts
 from tests.references import dense, dense_topk
@@ -203,3 +204,8 @@ def test_rollouts_equal_one_uninterrupted_run() -> None:
         assert device == DEVICE.type
         torch.use_deterministic_algorithms(True, warn_only=True)
         check_rollouts(TinyModel(bf16=True))
+
+
+def test_parameters_carry_what_transformer_engines_do() -> None:
+    """Without TransformerEngine there is nothing to compare with, and the test passes."""
+    assert parameter_marks.main() == 0

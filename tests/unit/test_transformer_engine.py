@@ -7,12 +7,15 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_rl_patches.errors import MegatronRLPatchesError
 from megatron_rl_patches.testing import cpu_backend
+from megatron_rl_patches.testing.transformer_engine import linear, version
+from tests.gpu import parameter_marks
 
 NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
 
@@ -93,9 +96,9 @@ def test_what_it_does_not_have_is_refused_by_name() -> None:
             te.Linear(2, 2, unknown=True)
 
 
-@pytest.mark.parametrize(("version", "marked"), [("2.12.0", True), ("2.13.0", False)])
-def test_what_parameters_carry(version: str, marked: bool) -> None:
-    with cpu_backend(transformer_engine=version):
+@pytest.mark.parametrize(("release", "marked"), [("2.12.0", True), ("2.13.0", False)])
+def test_what_parameters_carry(release: str, marked: bool) -> None:
+    with cpu_backend(transformer_engine=release):
         te = import_module("transformer_engine.pytorch")
         row, column = (te.Linear(4, 6, parallel_mode=mode) for mode in ("row", "column"))
         assert _marks(row.weight) == (True, 1, 1, None) and _marks(row.bias) == (None, None, None, False)
@@ -107,6 +110,75 @@ def test_what_parameters_carry(version: str, marked: bool) -> None:
         grouped = te.GroupedLinear(2, 4, 6, bias=False)
         expected = (True, 0, 1, None) if marked else (None,) * 4
         assert _marks(grouped.weight0) == _marks(grouped.weight1) == expected
+
+
+class _Changed(linear.Linear):
+    """A layer whose bias carries another mark than the stand-in's."""
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        super().reset_parameters(defer_init)
+        if self.use_bias:
+            vars(self.bias)["partition_stride"] = 2
+
+
+@pytest.mark.parametrize("release", ["2.9.0", "2.14.1+7a3e6f2"])
+@pytest.mark.parametrize("change", [{}, {"Linear": _Changed}])
+def test_marks_are_compared_with_those_of_an_installation(
+    release: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, layers = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
+    vars(real)["__version__"] = release
+    vars(layers).update({**vars(parameter_marks.STAND_IN), **change})
+    monkeypatch.setitem(sys.modules, real.__name__, real)
+    monkeypatch.setitem(sys.modules, layers.__name__, layers)
+    assert parameter_marks.main() == bool(change)
+    first, *wrong = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"TransformerEngine {release}") and len(wrong) == (12 if change else 0)
+    if change:
+        assert "tp_size=2, sequence_parallel=True, bias=True, return_bias=True).bias: " in wrong[-1]
+        assert "partition_stride=2" in wrong[-1].partition("; the stand-in")[0]
+
+
+def test_marks_of_the_stand_in_are_shown_without_an_installation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(version, "_current", version.DEFAULT)
+    assert parameter_marks.main() == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("TransformerEngine is not installed")
+    assert "weight1: partition_dim=1, partition_stride=1, shape=[16, 8], tensor_model_parallel=True" in shown
+
+
+def test_layers_on_the_device_meta_get_values_and_marks_later() -> None:
+    with cpu_backend(transformer_engine=True):
+        te = import_module("transformer_engine.pytorch")
+        for name, sizes in {"Linear": (4, 6), "LayerNormLinear": (4, 6), "GroupedLinear": (2, 4, 6)}.items():
+            options = {"parallel_mode": "row", "tp_size": 2, "sequence_parallel": True}
+            later, now = (getattr(te, name)(*sizes, **options, device=d) for d in ("meta", "cuda"))
+            assert all(p.is_meta and not vars(p) for p in later.parameters())
+            later.reset_parameters()
+            carried = [{key: vars(p) for key, p in layer.named_parameters()} for layer in (later, now)]
+            assert carried[0] == carried[1] and not any(p.is_meta for p in later.parameters())
+        norm = te.LayerNorm(4, sequence_parallel=True, device="meta")
+        assert not vars(norm.weight)
+        norm.reset_parameters()
+        assert norm.weight.eq(1).all() and norm.bias.eq(0).all() and vars(norm.bias)
+
+
+def test_permutation_with_probabilities() -> None:
+    """Rows of an expert lie together; padding has no token, and what is not routed gets zeros."""
+    x, probs = torch.randn(4, 3), torch.rand(4, 2)
+    routes = torch.tensor([[1, 1], [0, 1], [1, 0], [0, 0]])
+    with cpu_backend(transformer_engine=True):
+        te = import_module("transformer_engine.pytorch.permutation")
+        rows, of_rows, row_map = te.moe_permute_with_probs(x, probs, routes, num_out_tokens=4)
+        back = te.moe_unpermute(rows, row_map, probs, restore_shape=x.shape)
+        chunks = te.moe_sort_chunks_by_index(rows, torch.tensor([1, 3]), torch.tensor([1, 0]))
+        with pytest.raises(MegatronRLPatchesError, match="map_type"):
+            te.moe_permute(x, routes, map_type="index")
+    assert torch.equal(rows, x[[0, 2, 0, 1]]) and torch.equal(of_rows, probs.t()[routes.t().bool()])
+    assert torch.equal(chunks, rows[[1, 2, 3, 0]])
+    torch.testing.assert_close(back, x * (probs * routes).sum(1, keepdim=True))
 
 
 @pytest.mark.parametrize("mask_type", ["causal", "no_mask", "causal_bottom_right", "padding", "arbitrary"])

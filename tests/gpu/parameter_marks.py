@@ -1,0 +1,100 @@
+"""What parameters of TransformerEngine's layers carry, against those of the stand-in.
+
+    python -m tests.gpu.parameter_marks
+
+Layers are made as Megatron makes them, and all attributes of their parameters are compared with those that
+the stand-in sets when it stands for the installed release. The exit code is 1 if any differ. Without
+TransformerEngine it shows what parameters of the stand-in carry.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_rl_patches.testing.transformer_engine import linear, norms, version
+
+#: Case -> parameter -> its attributes and shape.
+Table = dict[str, dict[str, dict[str, Any]]]
+_SIZES = {"Linear": (8, 16), "LayerNormLinear": (8, 16), "GroupedLinear": (2, 8, 16)}
+STAND_IN = SimpleNamespace(
+    LayerNorm=norms.LayerNorm, RMSNorm=norms.RMSNorm, **{name: getattr(linear, name) for name in _SIZES}
+)
+
+
+def _cases() -> Iterator[tuple[str, tuple[int, ...], dict[str, Any]]]:
+    """Yield the name of a layer, its sizes, and its options.
+
+    Without a mode, the layer is duplicated, or has experts between which Megatron communicates itself.
+    """
+    for name, mode in product(_SIZES, ("column", "row", None)):
+        for tp_size, sequence_parallel, bias in product((1, 2), (False, True), (False, True)):
+            options = {"parallel_mode": mode, "tp_size": tp_size, "sequence_parallel": sequence_parallel}
+            kinds = ("LayerNorm", "RMSNorm") if name == "LayerNormLinear" else ()
+            for more in [{"normalization": kind} for kind in kinds] or [{}]:
+                yield name, _SIZES[name], {**options, "bias": bias, "return_bias": bias, **more}
+    for name, sequence_parallel in product(("LayerNorm", "RMSNorm"), (None, False, True)):
+        yield name, (8,), {"sequence_parallel": sequence_parallel}
+
+
+def table(layers: Any) -> Table:
+    """Return what parameters of the layers of a module carry."""
+    device, found = "cuda" if torch.cuda.is_available() else "cpu", {}
+    for name, sizes, options in _cases():
+        layer = getattr(layers, name)(*sizes, **options, params_dtype=torch.float32, device=device)
+        case = f"{name}({', '.join(f'{key}={value}' for key, value in options.items())})"
+        found[case] = {
+            key: {"shape": list(parameter.shape), **vars(parameter)}
+            for key, parameter in layer.named_parameters()
+        }
+    return found
+
+
+def differences(found: Table, expected: Table) -> Iterator[str]:
+    """Yield a line for each parameter of which the tables say different things."""
+    for case, parameters in expected.items():
+        for name in sorted(parameters.keys() | found[case].keys()):
+            real, ours = found[case].get(name), parameters.get(name)
+            if real != ours:
+                yield f"{case}.{name}: TransformerEngine {_shown(real)}; the stand-in {_shown(ours)}"
+
+
+def _shown(attributes: dict[str, Any] | None) -> str:
+    if attributes is None:
+        return "has no such parameter"
+    return ", ".join(f"{key}={value}" for key, value in sorted(attributes.items()))
+
+
+def main() -> int:
+    try:
+        real = import_module("transformer_engine.pytorch")
+    except ModuleNotFoundError:
+        print(
+            f"TransformerEngine is not installed. Of the stand-in for {version.current()}, parameters carry:"
+        )
+        for case, parameters in table(STAND_IN).items():
+            print(case, *(f"  {name}: {_shown(carried)}" for name, carried in parameters.items()), sep="\n")
+        return 0
+    release, before = import_module("transformer_engine").__version__, version.current()
+    version.use(release)
+    try:
+        found, expected = table(real), table(STAND_IN)
+    finally:
+        version.use(before)
+    wrong = list(differences(found, expected))
+    print(
+        f"TransformerEngine {release}: {len(expected)} layers, {len(wrong)} parameters differ",
+        *wrong,
+        sep="\n",
+    )
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
