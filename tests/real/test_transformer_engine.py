@@ -364,9 +364,6 @@ def check_model_on_the_device_meta(case: str) -> None:
             module.to_empty(device="cuda", recurse=False)
     later.load_state_dict(model.state_dict())
     assert torch.equal(losses_of(later), losses_of(model))
-    for (name, parameter), loaded in zip(model.named_parameters(), later.parameters(), strict=True):
-        if ".layers." in name:
-            assert vars(loaded) == vars(parameter), name
 
 
 @pytest.mark.slow
