@@ -195,9 +195,9 @@ def log_messages() -> str:
     return table(sorted(rows, key=lambda row: row["message"].lstrip("`{").casefold()))
 
 
-def layers() -> str:
+def stand_in() -> str:
     """Return a table of how layers of the stand-in of TransformerEngine differ from local ones."""
-    record = json.loads((ROOT / "tests" / "real" / "layers.json").read_text("utf-8"))
+    record = json.loads((ROOT / "tests" / "real" / "stand_in.json").read_text("utf-8"))
     rows = dict.fromkeys(name for of_release in record.values() for name in of_release)
     return table(
         {"loss; gradients": name}
@@ -215,10 +215,10 @@ PARTS = {
     "decisions": decisions,
     "frameworks": frameworks,
     "install": install,
-    "layers": layers,
     "log": log_line,
     "messages": log_messages,
     "patches": patches,
+    "stand-in": stand_in,
 }
 
 

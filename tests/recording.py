@@ -42,7 +42,7 @@ def add_option(parser: pytest.Parser) -> None:
         "--record-models", type=Path, metavar="FILE", help="note in FILE which models kept which promise"
     )
     parser.addoption(
-        "--record-layers",
+        "--record-stand-in",
         metavar="FILE",
         help="note in FILE how the stand-in's layers differ from local ones",
     )
@@ -51,8 +51,8 @@ def add_option(parser: pytest.Parser) -> None:
 def configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "runs(suite, ranks): a test of a suite that --record notes")
     config.addinivalue_line("markers", "promise(name): a row of the table that --record-models notes")
-    if layers := config.getoption("--record-layers"):
-        os.environ["RECORD_LAYERS"] = os.path.abspath(layers)  # for ranks
+    if differences := config.getoption("--record-stand-in"):
+        os.environ["RECORD_STAND_IN"] = os.path.abspath(differences)  # for ranks
     if models := config.getoption("--record-models"):
         config.pluginmanager.register(_ModelRecorder(models))
     file = config.getoption("--record")
@@ -96,20 +96,14 @@ def _git(folder: str, *arguments: str) -> str:
 
 
 def note_differences(name: str, differences: Sequence[float]) -> None:
-    """Note, on the first rank, how much losses and gradients of layers differ: ``--record-layers``."""
-    if "RECORD_LAYERS" in os.environ and os.environ["RANK"] == "0":
+    """Note, on the first rank, how much losses and gradients of layers differ: ``--record-stand-in``."""
+    if "RECORD_STAND_IN" in os.environ and os.environ["RANK"] == "0":
         from megatron.core import __version__
 
-        file = Path(os.environ["RECORD_LAYERS"])
+        file = Path(os.environ["RECORD_STAND_IN"])
         record = json.loads(file.read_text()) if file.exists() else {}
         record.setdefault(__version__, {})[name] = [f"{value:.0e}" for value in differences]
-        lines = (
-            f' "{release}": {{\n'
-            + ",\n".join(f"  {json.dumps(key)}: {json.dumps(values)}" for key, values in sorted(rows.items()))
-            + "\n }"
-            for release, rows in sorted(record.items())
-        )
-        file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        file.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 
 class _Recorder:

@@ -5,7 +5,7 @@ rank only. That is right for parameters which all ranks of the dense group hold.
 another group: with TP 2, EP 2 and expert TP 1 both tensor-parallel ranks have experts of their own, and those
 of the second rank were left out. TransformerEngine marks the weights of grouped experts up to 2.12 only, and
 biases of experts never. It also marks the weights that Megatron's ``TELinear`` duplicates over ranks, such as
-the down-projections of latent attention. Up to 0.16 Megatron leaves these marks, and they count once per rank.
+the down-projections of latent attention, which then count once per rank. Since 0.17 Megatron unmarks these.
 
 megatron-core 0.19 has it right (NVIDIA/Megatron-LM#5916).
 """

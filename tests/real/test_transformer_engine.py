@@ -1,6 +1,6 @@
 """Layers of the stand-in of TransformerEngine against Megatron's local layers with the same weights.
 
-``--record-layers FILE`` notes how much losses and gradients differ, which a table in the documentation shows.
+``--record-stand-in FILE`` notes how much losses and gradients differ, which a table of the pages shows.
 """
 
 from __future__ import annotations
@@ -78,6 +78,18 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class TorchAttention(torch.nn.Module):
+    """Causal attention by torch, since Megatron's own one refuses the widths of latent attention."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        by_head = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        context = torch.nn.functional.scaled_dot_product_attention(*by_head, is_causal=True)
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+
 def initialize(layout: str = "1 rank") -> None:
     from megatron.core import parallel_state, tensor_parallel
 
@@ -113,7 +125,7 @@ def build(options: dict[str, Any], transformer_engine: bool) -> Any:
             moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm, **of_both
         )
     else:
-        from megatron_rl_patches.testing.tiny_layers import GatheredAttention, SequenceParallelNorm
+        from megatron_rl_patches.testing.tiny_layers import SequenceParallelNorm
 
         norm = SequenceParallelNorm if config.normalization == "LayerNorm" else SequenceParallelRMSNorm
         layer = gpt_layer_specs.get_gpt_layer_local_spec(moe_grouped_gemm=False, **of_both)
@@ -121,7 +133,7 @@ def build(options: dict[str, Any], transformer_engine: bool) -> Any:
         if has_latents:
             attention = layer.submodules.self_attention.submodules
             attention.q_layernorm = attention.kv_layernorm = norm
-            attention.core_attention = GatheredAttention
+            attention.core_attention = TorchAttention
     model = GPTModel(
         config,
         TransformerBlockSubmodules(layer_specs=[layer] * 2, layer_norm=norm),

@@ -198,8 +198,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             index: of the sample, unless it is a packed one.
             lengths: how many queries and keys all ranks have of it without padding; all by default.
         """
-        hidden = self._hidden(len(sample[0]), len(sample[1]), lengths, batch)
         q, k, v = sample
+        hidden = self._hidden(len(q), len(k), lengths, batch).to(q.device)
         if self.cp_size > 1:
             k, v = (communication.enter_column(x, self.cp_group, True) for x in (k, v))
         repeat = q.shape[1] // k.shape[1]

@@ -41,7 +41,7 @@ def moe_unpermute(
 
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
     """Cut rows into chunks and put these into another order."""
-    chunks = inp.split(split_sizes.tolist())
+    chunks = torch.split(inp, split_sizes.tolist())
     return torch.cat([chunks[index] for index in sorted_index.tolist()])
 
 
