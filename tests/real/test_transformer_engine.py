@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -464,8 +465,13 @@ def test_dropout_is_the_same_in_recomputations() -> None:
                 assert all(map(torch.equal, run(has_their_tracker, rates, call), expected))
         for options in (full, selective):
             assert all(map(torch.equal, run(False, {**rates, **options}, plain), expected))
-            # Megatron asks for states of CUDA graphs, which a generator of the CPU does not have.
-            with pytest.raises(NotImplementedError, match="graphsafe_get_state"):
-                run(True, {**rates, **options}, plain)
+            # Newer releases then ask for states of CUDA graphs, which a generator of the CPU does not have.
+            is_refused = hasattr(tensor_parallel.random, "is_graph_safe_cuda_rng_tracker")
+            with (
+                pytest.raises(NotImplementedError, match="graphsafe_get_state")
+                if is_refused
+                else nullcontext()
+            ):
+                assert all(map(torch.equal, run(True, {**rates, **options}, plain), expected))
         without = run(False, {}, plain)
         assert not torch.equal(without[0], expected[0])
