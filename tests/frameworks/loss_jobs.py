@@ -84,6 +84,7 @@ class LossJob:
             allgather_cp=False,
             rollout_temperature=1.0,
             rollout_top_p=1.0,
+            rollout_top_k=-1,
             log_probs_chunk_size=-1,
             entropy_coef=0.0,
             observe_training_entropy=True,
