@@ -70,7 +70,7 @@ _MODELS = (
 
 def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
     """Return for each framework whether its losses take deferred logits, or why logits are materialized."""
-    sites = [status for status in statuses if status.state != "absent"]
+    sites = [status for status in statuses if status.state not in ("absent", "not needed")]
     models = [s for s in sites if s.target.endswith((".GPTModel.forward", ".ColumnParallelLinear.forward"))]
     losses = [s for s in sites if s.patch == "lean-loss" and s.target.endswith(_LOG_PROB_FUNCTIONS)]
     if models and not losses:

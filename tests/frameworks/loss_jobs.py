@@ -185,13 +185,17 @@ class LossJob:
         ]
         ids = [[token for row in rows for token in row] for rows in kept]
         offsets = [[0, *itertools.accumulate(map(len, rows))] for rows in kept]
-        scores = importlib.import_module(SCORES[self.framework]).get_log_probs_and_entropy
-        names = inspect.signature(scores).parameters
-        if "rollout_sampling_mask" in names:
+        names = self.names_of_masks()
+        if len(names) == 1:
             make = importlib.import_module("miles.utils.sampling_mask").RolloutSamplingMask.from_mask_list
-            return {"rollout_sampling_mask": [*map(make, kept)]}
-        [ids_name, offsets_name] = [name for name in names if name.endswith(("_ids", "_offsets"))]
-        return {ids_name: ids, offsets_name: offsets}
+            return {names[0]: [*map(make, kept)]}
+        return dict(zip(names, (ids, offsets), strict=True))
+
+    def names_of_masks(self) -> list[str]:
+        """Return the parameters by which this release takes the tokens: masks, or their ids and offsets."""
+        scores = importlib.import_module(SCORES[self.framework]).get_log_probs_and_entropy
+        ends = ("sampling_mask", "token_ids", "mask_ids", "_offsets")
+        return [name for name in inspect.signature(scores).parameters if name.endswith(ends)]
 
     def _loss_of(self, weights: Tensor, log_probs: Tensor, entropy: Tensor) -> Tensor:
         return (weights * log_probs).sum() - self.args.entropy_coef * (weights * entropy).sum()
