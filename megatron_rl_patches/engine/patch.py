@@ -46,7 +46,7 @@ class Site:
         helps: qualified names of other sites of the same patch and framework, without which this one has no
             work: where none of them is needed, this one is ``not needed`` either.
         detail: returns what the adapter has done so far, which ``status()`` shows; empty if nothing.
-        elsewhere: modules that have the function in other releases; :class:`Patch` fills in this and the next.
+        elsewhere: modules that have the function in other releases; :class:`Patch` fills it in, as the next.
         patch: name of the patch.
     """
 
