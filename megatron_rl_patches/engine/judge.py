@@ -1,7 +1,4 @@
-"""Judges whether a patch fits a site, from the framework's code. Nothing is changed or imported.
-
-Judgement rests on the code, never on a version number.
-"""
+"""Judges by a framework's code, and not by its version, if a patch fits. Nothing is changed or imported."""
 
 from __future__ import annotations
 
@@ -15,12 +12,6 @@ from .settings import Settings
 from .sources import Source
 from .statuses import SiteStatus, State, status_of
 from .target_source import TargetSource, from_source
-
-
-def without_source(site: Site) -> SiteStatus:
-    """Return the status of a site in a framework that does not have its module."""
-    state: State = "not needed" if site.optional_module else "missing"
-    return status_of(site, state, f"no source of module {site.module} is found")
 
 
 def _judge(site: Site, target: TargetSource) -> tuple[State, str]:
@@ -53,8 +44,13 @@ def _judge(site: Site, target: TargetSource) -> tuple[State, str]:
 def judge_site(site: Site, source: Source, module: ModuleType | None = None) -> SiteStatus:
     """Judge a site by the text of its module and, where that is imported, by the live module too."""
     try:
-        if (text := source.read(site.module)) is None:
-            return without_source(site)
+        text, definition = source.read(site.module), f"def {site.qualname}("
+        home = next((other for other in site.elsewhere if definition in (source.read(other) or "")), None)
+        if home and definition not in (text or ""):
+            return status_of(site, "not needed", f"this release has it in {home}")
+        if text is None:
+            state: State = "not needed" if site.optional_module else "missing"
+            return status_of(site, state, f"no source of module {site.module} is found")
         target = from_source(site.module, site.qualname, text)
         if module is not None and target.function is not None:
             target = target.with_live(module, site.qualname)
@@ -89,8 +85,7 @@ def judge_all(source: Source, patches: Iterable[Patch], settings: Settings) -> l
             if any(map(source.has_package, (framework, *(site.module for site in sites)))):
                 statuses += all_or_nothing({site: judge_site(site, source) for site in sites}).values()
             else:
-                reason = f"no {framework} in {source.name}"
-                statuses += [status_of(site, "absent", reason) for site in sites]
+                statuses += [status_of(site, "absent", f"no {framework} in {source.name}") for site in sites]
     return statuses
 
 

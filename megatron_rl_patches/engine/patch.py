@@ -46,7 +46,8 @@ class Site:
         helps: qualified names of other sites of the same patch and framework, without which this one has no
             work: where none of them is needed, this one is ``not needed`` either.
         detail: returns what the adapter has done so far, which ``status()`` shows; empty if nothing.
-        patch: name of the patch; :class:`Patch` fills it in.
+        elsewhere: modules that have the function in other releases; :class:`Patch` fills it in, as the next.
+        patch: name of the patch.
     """
 
     module: str
@@ -59,6 +60,7 @@ class Site:
     optional_module: bool = False
     helps: tuple[str, ...] = ()
     detail: Callable[[], str] | None = None
+    elsewhere: tuple[str, ...] = ()
     patch: str = ""
 
     def __post_init__(self) -> None:
@@ -116,8 +118,11 @@ class Patch:
         """
 
         def attach(adapter: Any) -> Any:
-            for module in (modules,) if isinstance(modules, str) else modules:
-                self.sites.append(Site(module, qualname, adapter, patch=self.name, **options))
+            names = (modules,) if isinstance(modules, str) else modules
+            sites = [Site(module, qualname, adapter, patch=self.name, **options) for module in names]
+            for site in sites:
+                alike = {other.module for other in sites if other.framework == site.framework}
+                self.sites.append(replace(site, elsewhere=tuple(sorted(alike - {site.module}))))
             return adapter
 
         if to:

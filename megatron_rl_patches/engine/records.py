@@ -17,7 +17,7 @@ from _megatron_rl_patches_startup import finder
 
 from ..errors import PatchError
 from .call import Call
-from .judge import judge_site, without_source
+from .judge import judge_site
 from .patch import Site, third_party
 from .sources import Environment
 from .statuses import SiteStatus, status_of
@@ -98,7 +98,7 @@ class Record:
         if status.state != "waiting" or site.module in sys.modules or environment.file_of(site.module):
             return status
         if environment.has_package(site.framework):
-            return without_source(site)
+            return judge_site(site, environment)
         return status_of(site, "absent", f"{site.framework} is not installed")
 
     def _detail(self) -> str:

@@ -10,3 +10,5 @@ from __future__ import annotations
 SLIME_LIKE = ("slime", "vime")
 #: Root packages whose ``backends.megatron_utils`` has slime's functions.
 WITH_MEGATRON_UTILS = (*SLIME_LIKE, "miles")
+#: Options of frameworks that have done a patch's work, by the patched function: ``status()`` shows them.
+own_options: dict[str, str] = {}

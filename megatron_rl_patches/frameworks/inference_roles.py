@@ -121,10 +121,10 @@ def initialize_model_and_optimizer(call: Call) -> Any:
 
 
 def set_up_for_evaluation(call: Call) -> Any:
-    """Run slime's ``setup_model_and_optimizer``, without gradient buffers where it only evaluates.
+    """Run ``setup_model_and_optimizer`` of slime or miles, without gradient buffers where it only evaluates.
 
-    With ``--num-rollout 0`` slime itself leaves out the optimizer. An fp32 model keeps DDP, since
-    slime expects a wrapper, DDP or ``Float16Module``, above the names under which it sends weights.
+    With ``--num-rollout 0`` they leave out the optimizer themselves. An fp32 model keeps DDP, since they
+    expect a wrapper, DDP or ``Float16Module``, above the names under which they send weights.
     """
     framework_args, role = call["args"], call["role"]
     has_wrapper = framework_args.bf16 or framework_args.fp16

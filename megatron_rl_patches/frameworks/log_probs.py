@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..losses.deferred.tensor import DeferredLogits
 from ..losses.logits import log_probs
-from ..losses.logits.arguments import VocabParallelOptions
+from ..losses.logits.arguments import VocabParallelOptions, in_float32
 
 NO_TOKEN = -100
 _HAS_ENTROPY = "_loss_has_entropy"
@@ -23,6 +23,7 @@ def log_probs_and_entropy(
     entropy_grad: bool = True,
     keep_mask: Tensor | None = None,
     inplace_backward: bool = False,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities of the tokens, and entropies or ``None``, in float32 and the tokens' shape.
 
@@ -41,6 +42,7 @@ def log_probs_and_entropy(
     logits_tv = logits.reshape(-1, logits.shape[-1])
     options = VocabParallelOptions(
         tp_group=tp_group,
+        temperature=temperature if in_float32(temperature) else 1.0,
         inplace_backward=inplace_backward and _may_be_overwritten(logits_tv),
         others_overwrite=inplace_backward,
         ignore_index=NO_TOKEN,

@@ -6,10 +6,13 @@ from typing import Any
 
 from ..engine.call import Call
 from ..losses import output_layer
+from . import own_options
 
 
 def forward(call: Call) -> Any:
     """Run a model's forward, whose output layer defers its logits where the call returns them."""
+    if call.get("output_processor") is not None:
+        own_options[call.function.__qualname__] = "not needed in calls with an output_processor"
     return output_layer.language_model_forward(
         call,
         call.instance,

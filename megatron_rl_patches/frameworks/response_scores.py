@@ -101,9 +101,10 @@ def _scores(
     entropy_grad: bool,
 ) -> dict[str, list[Tensor]]:
     logits, with_entropy = layout.rows_of(logits), bool(arguments["with_entropy"])
+    temperature = getattr(arguments["args"], "rollout_temperature", 1.0)
     options = VocabParallelOptions(
         groups.tp_group,
-        _temperature(arguments["args"]),
+        temperature if in_float32(temperature) else 1.0,
         ignore_index=NO_TOKEN,
         with_entropy=with_entropy,
         entropy_grad=with_entropy and entropy_grad,
@@ -113,11 +114,6 @@ def _scores(
     scores = {"log_probs": log_probs} if entropies is None else {"log_probs": log_probs, "entropy": entropies}
     # A caller may write to one of them, which autograd forbids for views of one tensor.
     return {name: [part.clone() for part in layout.split_responses(x)] for name, x in scores.items()}
-
-
-def _temperature(framework_args: Any) -> float:
-    temperature = getattr(framework_args, "rollout_temperature", 1.0)
-    return temperature if in_float32(temperature) else 1.0
 
 
 # --- the framework's function on a small microbatch

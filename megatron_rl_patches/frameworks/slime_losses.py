@@ -18,15 +18,16 @@ from ..common.scopes import Scope, replaced
 from ..engine.call import Call
 from ..losses import DeferredLogits, checkpointed
 from ..losses.deferred.logits import dense
+from . import own_options
 from .log_probs import log_probs_and_entropy
 from .response_scores import response_scores
 
 #: Names by which releases pass whether the entropy has a gradient.
 _ENTROPY_GRAD = ("with_entropy_grad", "entropy_requires_grad", "need_entropy_grad")
-#: Parameters of ``calculate_log_probs_and_entropy``; a call with others runs the framework's own code.
-_KNOWN = {"logits", "tokens", "tp_group", "with_entropy", "log_prob_keep_mask", "chunk_size", *_ENTROPY_GRAD}
-#: miles passes these two for ``true_on_policy_mode``, which is not patched.
-_KNOWN |= {"true_on_policy", "vocab_size"}
+#: Parameters of ``calculate_log_probs_and_entropy``; a call with others runs the framework's own code. miles
+#: passes the last two for ``true_on_policy_mode``, which is not patched.
+_KNOWN = {"logits", "tokens", "tp_group", "with_entropy", "chunk_size", "temperature", *_ENTROPY_GRAD}
+_KNOWN |= {"log_prob_keep_mask", "sampling_mask", "true_on_policy", "vocab_size"}
 
 
 @dataclass
@@ -66,6 +67,9 @@ def get_log_probs_and_entropy(call: Call) -> Any:
         and getattr(framework_args, "entropy_coef", None) == 0
     )
     with scoring_context.enter(ScoringContext(not is_metric)):
+        if (backend := getattr(framework_args, "log_probs_backend", None)) not in (None, "torch"):
+            own_options["get_log_probs_and_entropy"] = f"not needed with --log-probs-backend {backend}"
+            return call(logits=dense(call["logits"]))
         scores = response_scores(call)
         return call() if scores is None else scores
 
@@ -88,7 +92,8 @@ def calculate_log_probs_and_entropy(call: Call) -> Any:
         call["tp_group"],
         with_entropy=bool(call["with_entropy"]),
         entropy_grad=context.entropy_grad,
-        keep_mask=call.get("log_prob_keep_mask"),
+        keep_mask=call.get("log_prob_keep_mask", call.get("sampling_mask")),
+        temperature=call.get("temperature", 1.0),
     )
     if entropy is not None and not passed_entropy_grad:
         entropy = entropy.to(logits.dtype)  # releases without such an argument compute it in this dtype

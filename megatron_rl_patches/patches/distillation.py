@@ -42,6 +42,7 @@ from ..errors import PatchError
 from ..frameworks import WITH_MEGATRON_UTILS
 
 Combination = Literal["mixture", "average", "route"]
+_DATA_OF_MILES = [f"miles.backends.training_utils.{name}" for name in ("data", "data.rollout")]
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ for _framework in WITH_MEGATRON_UTILS:
         requires_names=("train_one_step",),
     )
     patch.wrap(
-        "miles.backends.training_utils.data" if _framework == "miles" else f"{_utils}.data",
+        _DATA_OF_MILES if _framework == "miles" else f"{_utils}.data",
         "get_batch",
         ".frameworks.distillation_teachers:get_batch",
         parameters=("data_iterator", "keys"),

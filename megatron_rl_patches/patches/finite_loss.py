@@ -31,7 +31,7 @@ from ..frameworks import SLIME_LIKE
 
 _SLIME = [f"{framework}.backends.megatron_utils.loss" for framework in SLIME_LIKE]
 _SLIME_UTILS = [f"{framework}.utils.ppo_utils" for framework in SLIME_LIKE]
-_MILES = "miles.backends.training_utils.loss_hub.math_utils"
+_MILES = [f"miles.backends.training_utils.{hub}.math_utils" for hub in ("loss_hub", "loss.hub")]
 _ADAPTERS = ".frameworks.finite_losses"
 
 
@@ -89,7 +89,7 @@ _RATIOS: dict[str, tuple[str, ...]] = {
 }
 for _name, _ratios in _RATIOS.items():
     patch.wrap(
-        [*_SLIME_UTILS, _MILES],
+        [*_SLIME_UTILS, *_MILES],
         _name,
         f"{_ADAPTERS}:{_name}",
         parameters=_ratios,

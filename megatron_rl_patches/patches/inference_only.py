@@ -7,7 +7,7 @@ slime, miles   ``initialize_model_and_optimizer``  no optimizer, no scheduler   
                                                                                 or knows no roles
 slime, miles   ``get_optimizer_param_scheduler``   ``NullScheduler``
 slime, miles   ``train``                           refuses
-slime          ``setup_model_and_optimizer``       ``--num-rollout 0``: no DDP  has no evaluation-only mode
+slime, miles   ``setup_model_and_optimizer``       ``--num-rollout 0``: no DDP  has no evaluation-only mode
 Megatron-LM    ``get_model``                       no DDP
 Megatron-LM    ``load_checkpoint``                 loads the weights alone
 megatron-core  ``get_megatron_optimizer``          ``NullOptimizer``
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from ..engine.patch import Patch
 from ..engine.target_source import TargetSource
-from ..frameworks import SLIME_LIKE, WITH_MEGATRON_UTILS
+from ..frameworks import WITH_MEGATRON_UTILS
 
 _MODELS = [f"{framework}.backends.megatron_utils.model" for framework in WITH_MEGATRON_UTILS]
 _BUILDERS = ("initialize_model_and_optimizer", "setup_model_and_optimizer")
@@ -93,7 +93,7 @@ patch.wrap(
 )
 patch.wrap(_MODELS, "train", ".frameworks.inference_roles:train", parameters=("model",), helps=_BUILDERS)
 patch.wrap(
-    [f"{framework}.backends.megatron_utils.model" for framework in SLIME_LIKE],
+    _MODELS,
     "setup_model_and_optimizer",
     ".frameworks.inference_roles:set_up_for_evaluation",
     parameters=("args", "role"),

@@ -3,8 +3,8 @@
 =============  ===============================  ==============================  ===========================
 framework      function                         in its place                    left alone when
 =============  ===============================  ==============================  ===========================
-megatron-core  ``GPTModel.forward``             its output layer defers         the call has labels, or
-                                                                                generates text
+megatron-core  ``GPTModel.forward``             its output layer defers         it generates text, or has
+                                                                                labels, output_processor
 megatron-core  ``MambaModel.forward``           the same                        the same; or the release
                                                                                 has no such model
 megatron-core  ``HybridModel.forward``          the same                        the same
@@ -24,10 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from ..engine.patch import Patch
 from ..errors import PatchError
+from ..frameworks import own_options
 
 if TYPE_CHECKING:
     from ..engine.statuses import SiteStatus
@@ -68,7 +70,7 @@ _MODELS = (
 
 def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
     """Return for each framework whether its losses take deferred logits, or why logits are materialized."""
-    sites = [status for status in statuses if status.state != "absent"]
+    sites = [status for status in statuses if status.state not in ("absent", "not needed")]
     models = [s for s in sites if s.target.endswith((".GPTModel.forward", ".ColumnParallelLinear.forward"))]
     losses = [s for s in sites if s.patch == "lean-loss" and s.target.endswith(_LOG_PROB_FUNCTIONS)]
     if models and not losses:
@@ -102,6 +104,7 @@ for _module, _model_class in _MODELS:
         ".frameworks.megatron_models:forward",
         parameters=("labels",),
         optional_module=_model_class != "GPTModel",
+        detail=partial(own_options.get, f"{_model_class}.forward", ""),
         # From megatron-core 0.18 on, mamba_model.py only gives HybridModel its old name MambaModel. It has no
         # output_layer then, and the site is not needed.
         introduced_with="output_layer",

@@ -4,7 +4,7 @@
 framework     function                                  in its place                 left alone when
 ============  ========================================  ===========================  =========================
 slime, miles  ``loss_function``                         not reentrant                it is not reentrant
-slime, miles  ``get_log_probs_and_entropy``             all samples in one pass
+slime, miles  ``get_log_probs_and_entropy``             all samples in one pass      log-probs-backend is set
 slime, miles  ``calculate_log_probs_and_entropy``       one pass, O(rows) kept
 slime, miles  ``allgather_cp_redistribute``             entropy metric: no backward  its placeholder already
                                                         collective                   follows the values
@@ -26,13 +26,18 @@ that a framework compiles: ``torch.compile`` would look through the wrapper.
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..engine.patch import Patch
 from ..engine.target_source import TargetSource
-from ..frameworks import SLIME_LIKE
+from ..frameworks import SLIME_LIKE, own_options
 
 _SLIME = [f"{framework}.backends.megatron_utils.loss" for framework in SLIME_LIKE]
 _SLIME_UTILS = [f"{framework}.utils.ppo_utils" for framework in SLIME_LIKE]
 _MILES = "miles.backends.training_utils"
+#: Modules of miles before and after September 2026.
+_MILES_SCORES = [f"{_MILES}.{hub}.logit_processors" for hub in ("loss_hub", "loss.hub")]
+_MILES_MATH = [f"{_MILES}.{hub}.math_utils" for hub in ("loss_hub", "loss.hub")]
 _VERL = "verl.utils.megatron.tensor_parallel"
 _CALCULATE = "calculate_log_probs_and_entropy"
 _VERL_LOG_PROBS = "vocab_parallel_log_probs_from_logits"
@@ -67,7 +72,7 @@ patch = Patch(
 )
 
 patch.wrap(
-    [*_SLIME, f"{_MILES}.loss"],
+    [*_SLIME, f"{_MILES}.loss", f"{_MILES}.loss.objective"],
     "loss_function",
     ".frameworks.slime_losses:loss_function",
     parameters=("args",),
@@ -75,15 +80,15 @@ patch.wrap(
     skip_if=_checkpoints_without_reentrance,
 )
 patch.wrap(
-    [*_SLIME, f"{_MILES}.loss_hub.logit_processors"],
+    [*_SLIME, *_MILES_SCORES],
     "get_log_probs_and_entropy",
     ".frameworks.slime_losses:get_log_probs_and_entropy",
     parameters=("logits", "args"),
-    requires_names=(_CALCULATE,),
     helps=(_CALCULATE,),
+    detail=partial(own_options.get, "get_log_probs_and_entropy", ""),
 )
 patch.wrap(
-    [*_SLIME_UTILS, f"{_MILES}.loss_hub.math_utils"],
+    [*_SLIME_UTILS, *_MILES_MATH],
     _CALCULATE,
     ".frameworks.slime_losses:calculate_log_probs_and_entropy",
     parameters=("logits", "tokens", "tp_group", "with_entropy"),
@@ -91,7 +96,7 @@ patch.wrap(
 )
 for _modules, _qualname in (
     (_SLIME, "_allgather_cp_redistribute"),
-    ([f"{_MILES}.cp_utils"], "allgather_cp_redistribute"),
+    ([f"{_MILES}.cp_utils", f"{_MILES}.data.context_parallel"], "allgather_cp_redistribute"),
 ):
     patch.wrap(
         _modules,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 from argparse import Namespace
 from contextlib import nullcontext
 from typing import Any
@@ -23,6 +24,11 @@ _HOMES["miles"] = "miles.backends.training_utils"
 LOSSES = {name: f"{home}.loss" for name, home in _HOMES.items()}
 SCORES = {**LOSSES, "miles": f"{_HOMES['miles']}.loss_hub.logit_processors"}
 CP_UTILS = {name: f"{home}.cp_utils" for name, home in _HOMES.items()}
+#: Modules of miles since September 2026.
+NEWEST_MILES = "newest miles"
+LOSSES[NEWEST_MILES] = f"{_HOMES['miles']}.loss.objective"
+SCORES[NEWEST_MILES] = f"{_HOMES['miles']}.loss.hub.logit_processors"
+CP_UTILS[NEWEST_MILES] = f"{_HOMES['miles']}.data.context_parallel"
 
 TOTALS, RESPONSES = (9, 11, 4), (4, 6, 2)
 VOCAB = 24
@@ -73,17 +79,20 @@ class LossJob:
         responses: tuple[int, ...] = RESPONSES,
         vocabulary: int = VOCAB,
         deferred: bool = False,
+        masked: bool = False,
         **options: Any,
     ) -> None:
+        """``masked``: each token was sampled from a part of the vocabulary, which the framework knows."""
         self.totals, self.responses, self.vocabulary = totals, responses, vocabulary
         self.framework, self.deferred = framework, deferred
-        if framework == "miles":
+        if "miles" in framework:
             set_parallel_state_of_miles()
         self.args = Arguments(
             qkv_format="thd",
             allgather_cp=False,
             rollout_temperature=1.0,
             rollout_top_p=1.0,
+            rollout_top_k=-1,
             log_probs_chunk_size=-1,
             entropy_coef=0.0,
             observe_training_entropy=True,
@@ -101,6 +110,9 @@ class LossJob:
         self.whole = 3 * torch.randn(sum(totals), vocabulary, generator=generator)
         self.tokens = [torch.randint(vocabulary, (length,), generator=generator) for length in totals]
         self.weights = torch.linspace(0.5, 1.5, sum(responses)).split(responses)
+        sampled = torch.cat([tokens[-n:] for tokens, n in zip(self.tokens, responses, strict=True)])[:, None]
+        kept = torch.rand(sum(responses), vocabulary, generator=generator) < 0.4
+        self.keep_mask = kept.scatter(1, sampled, True) if masked else None
         self.columns = columns_of_rank(vocabulary)
         self.rows = _rows_of_rank(totals, self.args.allgather_cp)
 
@@ -128,6 +140,7 @@ class LossJob:
             total_lengths=list(self.totals),
             response_lengths=list(self.responses),
             with_entropy=True,
+            **self._mask(),
         )
         # miles, and slime up to v0.2.2, have nothing beside them.
         scores = returned[1] if isinstance(returned, tuple) else returned
@@ -153,7 +166,7 @@ class LossJob:
             [torch.arange(end - n - 1, end - 1) for end, n in zip(ends, self.responses, strict=True)]
         )
         tokens = torch.cat([tokens[-n:] for tokens, n in zip(self.tokens, self.responses, strict=True)])
-        log_probs, entropy = dense_log_probs_and_entropy(logits, tokens, rows, temperature)
+        log_probs, entropy = dense_log_probs_and_entropy(logits, tokens, rows, temperature, self.keep_mask)
         self._loss_of(torch.cat(self.weights), log_probs, entropy).backward()
         padded = torch.cat([logits.grad, torch.zeros(1, self.vocabulary)])
         return {
@@ -161,6 +174,28 @@ class LossJob:
             "entropy": torch.cat(self.local(entropy.detach().split(self.responses))),
             "gradient": padded[self.rows][:, self.columns],
         }
+
+    def _mask(self) -> dict[str, Any]:
+        """Return the tokens that each token was sampled from, as this release of the framework takes them."""
+        if self.keep_mask is None:
+            return {}
+        kept = [
+            [row.nonzero().flatten().tolist() for row in mask]
+            for mask in self.keep_mask.split(self.responses)
+        ]
+        ids = [[token for row in rows for token in row] for rows in kept]
+        offsets = [[0, *itertools.accumulate(map(len, rows))] for rows in kept]
+        names = self.names_of_masks()
+        if len(names) == 1:
+            make = importlib.import_module("miles.utils.sampling_mask").RolloutSamplingMask.from_mask_list
+            return {names[0]: [*map(make, kept)]}
+        return dict(zip(names, (ids, offsets), strict=True))
+
+    def names_of_masks(self) -> list[str]:
+        """Return the parameters by which this release takes the tokens: masks, or their ids and offsets."""
+        scores = importlib.import_module(SCORES[self.framework]).get_log_probs_and_entropy
+        ends = ("sampling_mask", "token_ids", "mask_ids", "_offsets")
+        return [name for name in inspect.signature(scores).parameters if name.endswith(ends)]
 
     def _loss_of(self, weights: Tensor, log_probs: Tensor, entropy: Tensor) -> Tensor:
         return (weights * log_probs).sum() - self.args.entropy_coef * (weights * entropy).sum()

@@ -224,7 +224,7 @@ def _reason(one: Known, patch: str) -> str:
     statuses = [status for status in one.judged() if status.patch == patch and status.state != "fits"]
     if faults := [status for status in statuses if status.is_fault]:
         return f"**{faults[0].state}**: {faults[0].reason}"
-    no_reasons = ("it only helps", "no source of module", "its workers have no")
+    no_reasons = ("it only helps", "no source of module", "this release has it in", "its workers have no")
     reasons = (s.reason for s in statuses if " does not contain " not in s.reason)
     return next((reason for reason in reasons if not reason.startswith(no_reasons)), "")
 

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rl_patches import apply, revert
+from megatron_rl_patches import applied, apply, revert, status
 from megatron_rl_patches.engine.call import Call
 from tests.device_thread import device_thread
 from tests.frameworks.rollouts import states_of
@@ -28,6 +28,14 @@ pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
 PATCH = "lean-loss"
 UTILS = "slime.utils.ppo_utils"
 BFLOAT16 = 4e-3  # what Megatron's fused cross entropy rounds gradients to
+MILES = "miles.backends.training_utils"
+#: Where miles has the patched functions since September 2026.
+MOVED = {
+    "loss_function": "loss.objective",
+    "get_log_probs_and_entropy": "loss.hub.logit_processors",
+    "calculate_log_probs_and_entropy": "loss.hub.math_utils",
+    "allgather_cp_redistribute": "data.context_parallel",
+}
 
 
 def check_scores(framework: str, **options: Any) -> float:
@@ -58,6 +66,30 @@ def check_scores(framework: str, **options: Any) -> float:
         assert patched["returned"] == unpatched["returned"]
         assert patched["requires_grad"][1] == (way["entropy_coef"] != 0)
         assert job.args.rollout_temperature == way["rollout_temperature"]
+    return worst
+
+
+def check_masks(framework: str, **options: Any) -> float:
+    """Compare scores of masked logits with dense ones; return the error of unpatched ones."""
+    from tests.frameworks.loss_jobs import LossJob, distance
+
+    worst = 0.0
+    for entropy_coef, temperature in itertools.product((0.0, 0.1), (1.0, 0.7)):
+        way = {
+            "entropy_coef": entropy_coef,
+            "rollout_temperature": temperature,
+            "rollout_top_p": 0.9,
+            **options,
+        }
+        job = LossJob(framework, masked=True, **way)
+        unpatched, dense = job.result(), job.dense(temperature)
+        assert (dense["log_probs"] - LossJob(framework).dense(temperature)["log_probs"]).abs().max() > 0.1
+        with applied(PATCH):
+            for deferred in (False, True):
+                run = LossJob(framework, masked=True, deferred=deferred, **way).result()
+                assert all(distance(run[key], dense[key]) < 1e-6 for key in dense), way
+                assert run["returned"] == unpatched["returned"] and not run["made"]
+        worst = max(worst, *(distance(unpatched[key], dense[key]) for key in dense))
     return worst
 
 
@@ -201,3 +233,30 @@ def test_all_gather_cp() -> None:
     apply(PATCH)
     for (_, entropy_coef), requires_grad in _redistributed(backward=True).items():
         assert requires_grad == [True, entropy_coef != 0]
+
+
+@pytest.mark.usefixtures("newest_miles_on_the_path")
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        pytest.param(1, {}, id="1 rank"),
+        pytest.param(2, {"tp": 2}, id="TP 2", marks=pytest.mark.slow),
+        pytest.param(2, {"cp": 2}, id="zigzag CP 2", marks=pytest.mark.slow),
+        pytest.param(2, {"cp": 2, "allgather_cp": True}, id="all-gather CP 2", marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(lambda ranks: ranks)
+def test_the_newest_miles_and_its_sampling_masks(ranks: int, layout: dict[str, Any]) -> None:
+    from tests.frameworks import loss_jobs
+
+    framework, options = loss_jobs.NEWEST_MILES, {k: v for k, v in layout.items() if k == "allgather_cp"}
+    loss_jobs.initialize(tp=layout.get("tp", 1), cp=layout.get("cp", 1))
+    assert 1e-4 < check_masks(framework, **options) < BFLOAT16
+    with applied(PATCH):
+        recomputing = {"recompute_loss_function": True, "entropy_coef": 0.1, **options}
+        run = loss_jobs.LossJob(framework, **recomputing).loss()
+        assert {s.target for s in status() if s.state == "applied"} == {
+            f"{MILES}.{module}.{name}" for name, module in MOVED.items()
+        }
+    dense = loss_jobs.LossJob(framework, **recomputing).loss(dense=True)
+    assert max(loss_jobs.distance(run[key], dense[key]) for key in ("loss", "gradient")) < 1e-6

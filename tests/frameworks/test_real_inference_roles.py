@@ -88,15 +88,15 @@ def test_a_mixture_of_experts_as_teacher(framework: str, tmp_path: Path, paths: 
 
 
 @pytest.mark.runs("evaluation only", ranks=1)
-@pytest.mark.parametrize("framework", ["slime"])
+@pytest.mark.parametrize("framework", ["slime", "miles"])
 @on_ranks(1, timeout=300)
-def test_slime_evaluation_only(framework: str, tmp_path: Path, paths: list[str]) -> None:
+def test_evaluation_only(framework: str, tmp_path: Path, paths: list[str]) -> None:
     prepare(paths)
     from tests.frameworks import real_jobs
 
     policy = real_jobs.save(framework, str(tmp_path), 0)
     model = real_jobs.model_of(framework)
-    weights = importlib.import_module("slime.backends.megatron_utils.update_weight.common")
+    weights = importlib.import_module(f"{framework}.backends.megatron_utils.update_weight.common")
 
     def built() -> tuple[str, list[Any], list[str]]:
         args = real_jobs.global_arguments(load=policy, num_rollout=0)
@@ -107,7 +107,7 @@ def test_slime_evaluation_only(framework: str, tmp_path: Path, paths: list[str])
     apply("inference-only")
     [state] = [s.state for s in status() if s.target == f"{model.__name__}.setup_model_and_optimizer"]
     if state == "not needed":
-        pytest.skip("this release of slime has no evaluation-only branch")
+        pytest.skip("this release has no evaluation-only branch")
     kind, rest, names = built()
     assert (kind, rest) == ("Float16Module", [None, None, 7])
     assert all(name.startswith("module.module.") for name in names)

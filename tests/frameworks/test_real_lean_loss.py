@@ -16,7 +16,7 @@ import pytest
 from megatron_rl_patches import applied
 from tests.frameworks import test_finite_loss as finite
 from tests.frameworks.import_stubs import job_of, prepare
-from tests.frameworks.test_lean_loss import BFLOAT16, check_policy_loss, check_scores
+from tests.frameworks.test_lean_loss import BFLOAT16, check_masks, check_policy_loss, check_scores
 from tests.ranks import on_ranks
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
@@ -58,6 +58,19 @@ def test_scores_and_policy_loss(framework: str, ranks: int, layout: dict[str, An
 
     # Each function was tried, and none runs its own code.
     assert all(forms.values()) and bool(forms) != bool(layout.get("allgather_cp"))
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+@pytest.mark.parametrize("framework", ["slime", "miles"])
+@on_ranks(lambda ranks: ranks, timeout=300)
+def test_sampling_masks(framework: str, ranks: int, layout: dict[str, Any], paths: list[str]) -> None:
+    """slime from v0.3.1 on, and radixark/miles#2595."""
+    options = _initialize(framework, paths, layout)
+    from tests.frameworks.loss_jobs import LossJob
+
+    if not LossJob(framework).names_of_masks():
+        pytest.skip("this release takes no mask")
+    assert check_masks(framework, **options) < BFLOAT16
 
 
 # --- finite-loss

@@ -12,6 +12,8 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_rl_patches import Settings, applied
@@ -173,6 +175,50 @@ def test_an_output_layer_with_float32_logits_of_bfloat16_weights() -> None:
     exact = (hidden @ weight.T).log_softmax(1)[torch.arange(tiny_gpt.SEQUENCE), tokens[0]]
     torch.testing.assert_close(log_probs.detach().double(), exact, rtol=1e-6, atol=1e-6)
     assert layer.weight.main_grad.isfinite().all() and layer.weight.main_grad.any()
+
+
+class RowsOfTheLoss(GPTModel):  # type: ignore[misc]
+    """In the shape of THUDM/slime#2310: the output layer gets those rows only that the loss counts."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        logits: torch.Tensor = super().forward(*args, **kwargs)
+        return logits
+
+    def _postprocess(self, *, hidden_states: torch.Tensor, loss_mask: torch.Tensor, **_: Any) -> torch.Tensor:
+        layer, is_split = self.output_layer, self.output_layer.sequence_parallel
+        if is_split:  # its own gather, since the rows are those of the whole sequence
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False
+            )
+        try:
+            layer.sequence_parallel = False
+            logits: torch.Tensor = layer(hidden_states[loss_mask[0].bool()])[0]
+        finally:
+            layer.sequence_parallel = is_split
+        return logits.transpose(0, 1).contiguous()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(2, timeout=120)
+def test_a_subclass_that_selects_rows_before_the_output_layer(sequence_parallel: bool) -> None:
+    tokens = torch.randint(tiny_gpt.VOCABULARY, (1, tiny_gpt.SEQUENCE), generator=torch.Generator())
+    counted = torch.arange(tiny_gpt.SEQUENCE)[None] % 3 == 1
+
+    def trained(lean: bool) -> list[torch.Tensor]:
+        with applied("lean-head", settings=Settings(lean_head_tile_bytes=256)) if lean else nullcontext():
+            model, _ = matrix.tiny(tp=2, sequence_parallel=sequence_parallel).build()
+            get_attr_wrapped_model(model[0], "output_layer", return_model_obj=True).__class__ = RowsOfTheLoss
+            positions = torch.arange(tiny_gpt.SEQUENCE)[None]
+            logits = model[0](tokens, positions, None, loss_mask=counted)[0]
+            assert len(logits) == counted.sum() and getattr(logits, "is_deferred", False) == lean
+            group = parallel_state.get_tensor_model_parallel_group()
+            log_probs = vocab_parallel_log_probs(logits, tokens[counted], tp_group=group)
+            (torch.linspace(0.5, 1.5, len(log_probs)) * log_probs).sum().backward()
+            assert not lean or logits.is_deferred
+            return [log_probs.detach(), *(p.main_grad.clone() for p in model[0].parameters())]
+
+    torch.testing.assert_close(trained(True), trained(False), rtol=1e-5, atol=1e-6)
 
 
 # With these sizes the logits of a microbatch have more than twice the elements of the next largest tensor,

@@ -54,6 +54,33 @@ def read(text: str, name: str = "train") -> TargetSource:
     return from_source("framework.model", name, text)
 
 
+HERE, ELSEWHERE = "def train(model): ...", "not needed: this release has it in framework."
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (HERE, None, ["fits", f"{ELSEWHERE}old"]),
+        (None, HERE, [f"{ELSEWHERE}new", "fits"]),
+        ("", HERE, [f"{ELSEWHERE}new", "fits"]),  # a folder now
+        ("from framework.new import train", HERE, [f"{ELSEWHERE}new", "fits"]),
+        (None, None, ["missing: no source of", "missing: no source of"]),
+        ("", "", ["missing: framework.", "missing: framework."]),
+    ],
+)
+def test_a_function_that_has_moved(tmp_path: Path, old: Any, new: Any, expected: list[str]) -> None:
+    """Another framework that has it in a module of that name does not count."""
+    patch = Patch("moved", "a function in one of two modules")
+    patch.wrap(["framework.old", "framework.new", "other.old"], "train", to="adapter")
+    texts = {"__init__.py": "", "old.py": old, "new.py": new}
+    write(tmp_path, {f"framework/{name}": text for name, text in texts.items() if text is not None})
+    write(tmp_path, {"other/__init__.py": "", "other/old.py": HERE})
+    found = judge_all(open_source(str(tmp_path)), [patch], Settings())
+    assert found[-1].state == "fits"
+    for one, start in zip(found, expected, strict=False):
+        assert f"{one.state}: {one.reason}".startswith(start)
+
+
 def test_questions_of_the_function_and_of_its_module() -> None:
     target = read(LOOP)
     assert target.mentions("enable") and not target.mentions("chunks")

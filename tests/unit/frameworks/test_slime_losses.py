@@ -6,9 +6,11 @@ Context parallelism is tested on slime's stand-in and on checkouts.
 from __future__ import annotations
 
 import functools
+import inspect
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,12 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.frameworks import log_probs as frameworks
-from megatron_rl_patches.frameworks import slime_losses
+from megatron_rl_patches.frameworks import own_options, slime_losses
 from megatron_rl_patches.losses import deferred_logits
 from tests.references.dense import dense_log_probs_and_entropy
 from tests.references.live_bytes import live_bytes
+
+LOSS, PATCHES = "slime.backends.megatron_utils.loss", registry.patches()
 
 
 def model_logits(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -294,6 +299,87 @@ def test_a_keep_mask() -> None:
     expected, scores = framework.unpatched(logits), framework.patched(logits, batch={"top_p": 0.9})
     compare(scores, expected, logits)
     assert (framework.passes, framework.calls) == (2, 0)
+
+
+def with_sampling_mask(
+    logits: Tensor,
+    tokens: Tensor,
+    tp_group: Any,
+    with_entropy: bool = False,
+    sampling_mask: Any = None,
+    temperature: float = 1.0,
+    debug: bool = False,
+) -> tuple[Tensor, Any]:
+    """As in miles since September 2026: copies in float32, which are divided and masked in place."""
+    scaled = logits.to(torch.float32, copy=True).div_(temperature if temperature > 0 else 1.0)
+    kept = scaled.clone()
+    if sampling_mask is not None:
+        kept = kept.masked_fill_(~sampling_mask, float("-inf"))
+    return naive(kept, tokens, tp_group)[0], naive(scaled, tokens, tp_group, with_entropy)[1]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.7}, {"temperature": float("1.0")}, {"debug": True}]
+)
+def test_a_sampling_mask_and_a_temperature(options: dict[str, Any]) -> None:
+    leaf = (3 * torch.randn(30, V, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    tokens = torch.arange(30) % V
+    mask = torch.rand(30, V, generator=torch.Generator().manual_seed(1)) > 0.6
+    mask = mask.scatter(1, tokens[:, None], True)
+    own = mock.Mock(side_effect=with_sampling_mask, __signature__=inspect.signature(with_sampling_mask))
+    arguments = {"with_entropy": True, "sampling_mask": mask, **options}
+    scores = slime_losses.calculate_log_probs_and_entropy(Call(own, (leaf * 1, tokens, None), arguments))
+    assert own.call_count == bool(options.get("debug"))
+    exact = leaf.detach().double().requires_grad_()
+    temperature = max(options.get("temperature", 1.0), 0) or 1.0
+    expected = dense_log_probs_and_entropy(exact, tokens, None, temperature, mask)
+    weights = torch.linspace(0.5, 1.5, 30)
+    for log_probs, entropy in (scores, expected):
+        (weights * (log_probs.reshape(-1) + 0.1 * entropy)).sum().backward()
+        torch.testing.assert_close(log_probs.reshape(-1).double(), expected[0], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(entropy.double(), expected[1], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sampling_mask_costs_itself_and_one_gradient() -> None:
+    logits, tokens = model_logits(64, 8192), torch.arange(64)
+    mask = (torch.rand(logits.shape) > 0.5).scatter(1, tokens[:, None], True)
+
+    def peak(calculate: Callable[..., Any]) -> int:
+        def gradient() -> Tensor:
+            log_probs, _ = calculate(logits, tokens, None, sampling_mask=mask)
+            return torch.autograd.grad(log_probs.sum(), logits)[0]
+
+        return live_bytes(gradient).peak
+
+    def patched(*args: Any, **options: Any) -> Any:
+        return slime_losses.calculate_log_probs_and_entropy(Call(with_sampling_mask, args, options))
+
+    assert peak(with_sampling_mask) > 2.5 * logits.nbytes
+    assert peak(patched) < 1.3 * logits.nbytes
+
+
+@pytest.mark.parametrize("backend", ["fused", "triton"])
+def test_a_kernel_that_an_option_selects_runs_on_logits(backend: str) -> None:
+    """It does what the patch does, and reads memory, which deferred logits do not have."""
+    kinds: list[type] = []
+
+    def kernel(logits: Tensor, *args: Any, **options: Any) -> Any:
+        kinds.append(type(logits))
+        return with_need_entropy_grad(logits, *args, **options)
+
+    framework = Framework(functools.wraps(with_need_entropy_grad)(kernel), need_entropy_grad=True)
+    hidden, weight = model_logits(1, 30, 4), torch.randn(V, 4)
+    expected = framework.unpatched(hidden @ weight.T)
+    with (
+        mock.patch.dict(own_options),
+        mock.patch.object(slime_losses, "calculate_log_probs_and_entropy", lambda call: call()),
+    ):
+        scores = framework.patched(deferred_logits(hidden, weight), log_probs_backend=backend)
+        [site] = [s for s in PATCHES["lean-loss"].sites if s.target == f"{LOSS}.get_log_probs_and_entropy"]
+        assert site.detail is not None and site.detail() == f"not needed with --log-probs-backend {backend}"
+    torch.testing.assert_close(scores, expected)
+    assert kinds == [Tensor] * 6 and framework.passes == 2  # of two passes over three samples
 
 
 def test_an_argument_that_is_not_known_is_left_to_the_framework() -> None:

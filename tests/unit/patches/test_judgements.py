@@ -61,7 +61,7 @@ def finite_loss() -> list[Case]:
     return [
         *(
             case
-            for utils in (PPO_UTILS, f"{MILES}.loss_hub.math_utils")
+            for utils in (PPO_UTILS, f"{MILES}.loss_hub.math_utils", f"{MILES}.loss.hub.math_utils")
             for case in (
                 *(
                     (f"{utils}.compute_policy_loss", "ppo_kl, eps", body, expected)
@@ -140,6 +140,8 @@ def inference_only() -> list[Case]:
         ),
         (setup, role, "if args.num_rollout == 0: return model, None, None", "fits"),
         (setup, role, "return model", "not needed: no evaluation-only branch"),
+        # radixark/miles#2685
+        (setup.replace("slime", "miles"), role, "if args.num_rollout == 0: return model, None, None", "fits"),
         *(
             (f"nemo_rl.models.megatron.setup.{name}", "config, load_optimizer=True", body, state)
             for name in ("setup_reference_model_state", "setup_model_and_optimizer")
@@ -160,7 +162,7 @@ def lean_loss() -> list[Case]:
     name = "calculate_log_probs_and_entropy"
     scores = f"{PPO_UTILS}.{name}"
     reduce = "dist.nn.all_reduce(torch.zeros(length, requires_grad={}))"
-    gather = f"{LOSS}._allgather_cp_redistribute"
+    gather, of_miles = f"{LOSS}._allgather_cp_redistribute", ".allgather_cp_redistribute"
     cross_entropy = "fused_vocab_parallel_cross_entropy"
     verl = f"{ENGINE}.MegatronEngineWithLMHead._lm_head_logits_processor"
     processor = "self, logits, label, *, calculate_entropy, distillation_only"
@@ -168,7 +170,7 @@ def lean_loss() -> list[Case]:
     return [
         *(
             (f"{module}.loss_function", its, checkpoint + call, state)
-            for module in (LOSS, f"{MILES}.loss")
+            for module in (LOSS, f"{MILES}.loss", f"{MILES}.loss.objective")
             for call, state in (
                 ("checkpoint(func, args, batch, logits)", "fits"),
                 ("torch.utils.checkpoint.checkpoint(func, args, batch, logits)", "fits"),
@@ -179,7 +181,7 @@ def lean_loss() -> list[Case]:
         (loss, its, "return checkpoint(func, args)", "drifted: no longer uses recompute_loss_function"),
         *(
             (target, "res, *, args", reduce.format(requires_grad), state)
-            for target in (gather, f"{MILES}.cp_utils.allgather_cp_redistribute")
+            for target in (gather, f"{MILES}.cp_utils{of_miles}", f"{MILES}.data.context_parallel{of_miles}")
             for requires_grad, state in (
                 ("True", "fits"),
                 ("value.requires_grad", "not needed: requires grad when the values do"),
@@ -192,6 +194,8 @@ def lean_loss() -> list[Case]:
         (scores, f"{entropy}, need_entropy_grad=False", "...", "fits"),
         (scores, f"{entropy}, log_prob_keep_mask=None, with_entropy_grad=True", "...", "fits"),
         (scores, "hidden, weight, tokens", "...", "drifted"),
+        # Which of its functions it calls does not matter: it is tried.
+        (f"{MILES}.loss.hub.logit_processors.get_log_probs_and_entropy", "logits, args", "fused()", "fits"),
         *(
             (f"{PPO_UTILS}.compute_log_probs", "logits, tokens, process_group", body, state)
             for body, state in (

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.engine.statuses import SiteStatus
-from megatron_rl_patches.frameworks.megatron_models import loss_of_labels
-from megatron_rl_patches.patches.lean_head import patch
+from megatron_rl_patches.frameworks import own_options
+from megatron_rl_patches.frameworks.megatron_models import forward, loss_of_labels
+from megatron_rl_patches.losses.output_layer import _deferral
+from megatron_rl_patches.patches.lean_head import LeanHeadOptions, patch
 
 MODEL = "megatron.core.models.gpt.gpt_model.GPTModel.forward"
 SLIME = "slime.backends.megatron_utils.loss.get_log_probs_and_entropy"
@@ -25,6 +28,8 @@ VERL = "verl.utils.megatron.tensor_parallel.vocab_parallel_log_probs_from_logits
         ("fits", "drifted", "absent", [f"slime: {MATERIALIZED}: lean-loss: {SLIME}: drifted: why"]),
         ("missing", "absent", "fits", [f"verl: {MATERIALIZED}: lean-head: {MODEL}: missing: why"]),
         ("fits", "absent", "absent", [IN_TILES]),
+        # This release has the function in another module.
+        ("fits", "not needed", "fits", ["verl: its losses compute the logits in tiles"]),
         ("absent", "absent", "absent", []),
     ],
 )
@@ -36,6 +41,37 @@ def test_whether_the_logits_are_materialized(model: Any, slime: Any, verl: Any, 
     ]
     assert patch.notes is not None
     assert patch.notes(statuses) == notes
+
+
+class HybridModel:
+    """In the shape of NVIDIA/Megatron-LM#7008: what the hidden states become is the caller's business."""
+
+    output_layer = object()
+
+    def forward(self, hidden: str, labels: Any = None, output_processor: Any = None) -> str:
+        def logits() -> str:
+            deferral = _deferral.get()
+            return "deferred" if deferral and deferral.layer is self.output_layer else "logits"
+
+        return output_processor(hidden, logits) if output_processor else logits()
+
+
+def test_a_call_with_an_output_processor_is_left_alone_and_status_says_so() -> None:
+    """So do verl with its fused kernels, and slime and miles with ``--compact-actor-logits``."""
+    model, options = HybridModel(), LeanHeadOptions()
+    [site] = [site for site in patch.sites if site.qualname == "HybridModel.forward"]
+    with mock.patch.dict(own_options, clear=True):
+        for arguments, expected, detail in (
+            ({}, "deferred", ""),
+            (
+                {"output_processor": lambda hidden, logits: f"{hidden}, {logits()}"},
+                "hidden, logits",
+                "not needed in calls with an output_processor",
+            ),
+        ):
+            call = Call(model.forward, ("hidden",), arguments, instance=model, options=options)
+            assert forward(call) == expected
+            assert site.detail is not None and site.detail() == detail
 
 
 def test_a_model_without_an_output_layer_computes_its_own_loss() -> None:
