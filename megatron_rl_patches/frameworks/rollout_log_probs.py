@@ -51,13 +51,13 @@ def check_rollout(data_iterator: Any) -> None:
             check(rollout)
 
 
-def initialize_verl_worker(call: Call) -> None:
-    """Set up verl's worker, whose actor takes log-probs of the whole vocabulary, and check its rollouts."""
-    call()
+def update_verl_actor(call: Call) -> Any:
+    """Train verl's actor, whose log-probs are of the whole vocabulary, and report what its rollouts cover."""
     with training_warnings.harmless():
-        role, config = call.instance.role, call.instance.config
-        if call.options.warn and "actor" in role and config.actor.strategy == "megatron":
+        config = call.instance.config
+        if call.options.warn and config.actor.strategy == "megatron":
             _report_sampling("actor_rollout_ref.rollout.", config.rollout.top_p, config.rollout.top_k)
+    return call()
 
 
 def _check_sampling(rollout: Mapping[str, Any]) -> None:

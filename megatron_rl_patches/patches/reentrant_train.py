@@ -13,7 +13,7 @@ Megatron-LM    ``training_log``                              intervals end on ti
 Bridge         ``train``                                     ``TrainGuard``             it is re-entrant
 Bridge         ``_update_model_config_funcs``                clears its own functions   it asserts nothing
 verl           ``register_megatron_training_hooks``          one call per config        it asserts nothing
-verl           ``ActorRolloutRefWorker.__init__``            warns of sampling
+verl           ``ActorRolloutRefWorker.update_actor``        warns of sampling
 any            ``Settings(train_functions=...)``             ``TrainGuard``
 =============  ============================================  =========================  ==================
 
@@ -231,8 +231,8 @@ patch.wrap(
 )
 patch.wrap(
     ["verl.workers.engine_workers", "verl.workers.megatron_workers"],
-    "ActorRolloutRefWorker.__init__",
-    ".frameworks.rollout_log_probs:initialize_verl_worker",
-    introduced_with="ActorRolloutRefWorker",
+    "ActorRolloutRefWorker.update_actor",
+    ".frameworks.rollout_log_probs:update_verl_actor",
+    introduced_with="update_actor",
     optional_module=True,
 )

@@ -63,7 +63,7 @@ def test_chunks_that_share_a_config(verl: list[str]) -> None:
 
 @on_ranks(1, timeout=300)
 def test_workers_whose_rollouts_sample_from_a_part_of_the_vocabulary(verl: list[str]) -> None:
-    """verl's own worker and its own configuration of rollouts; there is no cluster."""
+    """verl's own worker and its own configuration of rollouts, without a cluster and without a model."""
     prepare(verl)
     from tests.frameworks.loss_jobs import Arguments
 
@@ -77,11 +77,15 @@ def test_workers_whose_rollouts_sample_from_a_part_of_the_vocabulary(verl: list[
         training_warnings.messages.clear()
         rollout = rollout_config(name="vllm", mode="async", **sampling)
         worker = workers.ActorRolloutRefWorker(Arguments(actor=actor, rollout=rollout), "actor_rollout")
-        assert worker.config.rollout is rollout
+        worker.actor = SimpleNamespace(train_mini_batch=mock.Mock(return_value=None))
+        worker.update_actor(mock.sentinel.data)
+        worker.actor.train_mini_batch.assert_called_once_with(data=mock.sentinel.data)
         return training_warnings.reported()
 
+    dispatch = vars(workers.ActorRolloutRefWorker.update_actor)  # where verl says how a group calls it
     with mock.patch.object(workers.Worker, "__init__", lambda self: setattr(self, "_rank", 0)):
         with applied("reentrant-train"):
+            assert dispatch.items() <= vars(workers.ActorRolloutRefWorker.update_actor).items()
             assert reported() == []
             [message] = reported(top_k=20)
         assert message.startswith("actor_rollout_ref.rollout.top_p=1.0, actor_rollout_ref.rollout.top_k=20: ")

@@ -15,7 +15,7 @@ import torch
 
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.frameworks import slime_losses
-from megatron_rl_patches.frameworks.rollout_log_probs import check_rollout, initialize_verl_worker
+from megatron_rl_patches.frameworks.rollout_log_probs import check_rollout, update_verl_actor
 from megatron_rl_patches.losses import vocab_parallel_log_probs
 from megatron_rl_patches.reentry import training_warnings
 
@@ -164,9 +164,6 @@ OF_VERL: dict[str, tuple[dict[str, Any], bool]] = {
     "whole vocabulary": ({"top_p": 1, "top_k": -1}, False),
     "top-p": ({"top_p": 0.8}, True),
     "top-k": ({"top_k": 20}, True),
-    "an actor alone": ({"top_p": 0.8, "role": "actor"}, True),
-    "a reference": ({"top_p": 0.8, "role": "ref"}, False),
-    "a server": ({"top_p": 0.8, "role": "rollout"}, False),
     "not Megatron": ({"top_p": 0.8, "strategy": "fsdp2"}, False),
     "validation": ({"val_kwargs": SimpleNamespace(top_p=0.8, top_k=20)}, False),
     "warn=False": ({"top_p": 0.8, "warn": False}, False),
@@ -175,25 +172,19 @@ OF_VERL: dict[str, tuple[dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize("case", OF_VERL)
 def test_what_verl_samples_from(case: str) -> None:
-    options, is_reported = OF_VERL[case]
-    options = {
-        "role": "actor_rollout",
-        "strategy": "megatron",
-        "warn": True,
-        "top_p": 1.0,
-        "top_k": -1,
-        **options,
-    }
-    role, strategy, warn = (options.pop(name) for name in ("role", "strategy", "warn"))
-    rollout, worker = SimpleNamespace(**options), SimpleNamespace()
-
-    def initialize(role: str, **rollout: Any) -> None:
-        config = SimpleNamespace(actor=SimpleNamespace(strategy=strategy), rollout=SimpleNamespace(**rollout))
-        vars(worker).update(role=role, config=config)
-
-    call = Call(initialize, (role,), vars(rollout), worker, options=SimpleNamespace(warn=warn))
-    initialize_verl_worker(call)
+    changes, is_reported = OF_VERL[case]
+    options: dict[str, Any] = {"strategy": "megatron", "warn": True, "top_p": 1.0, "top_k": -1, **changes}
+    settings = SimpleNamespace(warn=options.pop("warn"))
+    actor, rollout = SimpleNamespace(strategy=options.pop("strategy")), SimpleNamespace(**options)
+    worker = SimpleNamespace(config=SimpleNamespace(actor=actor, rollout=rollout))
+    assert update_verl_actor(Call(lambda data: data + 1, (1,), instance=worker, options=settings)) == 2
     assert len(training_warnings.reported()) == is_reported
     if case == "top-p":
         [message] = training_warnings.reported()
         assert message.startswith("actor_rollout_ref.rollout.top_p=0.8, actor_rollout_ref.rollout.top_k=-1: ")
+
+
+def test_an_actor_of_another_shape_is_trained_all_the_same() -> None:
+    settings = SimpleNamespace(warn=True)
+    assert update_verl_actor(Call(lambda data: data + 1, (1,), instance=object(), options=settings)) == 2
+    assert training_warnings.reported() == []
