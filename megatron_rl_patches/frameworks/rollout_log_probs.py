@@ -45,7 +45,7 @@ def check_rollout(data_iterator: Any) -> None:
             ``rollout_data``. Iterators without such data are not looked at.
     """
     first = data_iterator[0] if isinstance(data_iterator, Sequence) and data_iterator else None
-    rollout = getattr(first, "rollout_data", None)
+    rollout: Any = getattr(first, "rollout_data", None)
     for check in (_compare_log_probs, _check_sampling) if isinstance(rollout, Mapping) else ():
         with training_warnings.harmless():
             check(rollout)
