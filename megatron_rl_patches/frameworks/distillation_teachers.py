@@ -118,8 +118,7 @@ class TeacherScorer:
             return f"opd_combine=route: the rollout has no {SOURCES}, which slime v0.3.1 and later pass on"
         if unknown := sorted(set(map(str, names)) - set(args.opd_teachers)):
             return (
-                f"opd_combine=route: samples name {unknown}, and the teachers are "
-                f"{sorted(args.opd_teachers)}; "
+                f"opd_combine=route: samples name {unknown}, the teachers are {sorted(args.opd_teachers)}; "
                 'the "source" of each sample, or "source_name" in its metadata, must be a teacher'
             )
         return None

@@ -34,11 +34,6 @@ class _PolicyLoss:
     log_probs: Mapping[str, Tensor]
     counted_n: Tensor
 
-    @property
-    def without_kl(self) -> bool:
-        """Whether the KL divergence is a metric only."""
-        return getattr(self.args, "kl_loss_coef", None) == 0
-
 
 _policy_loss: Scope[_PolicyLoss] = Scope("policy_loss")
 
@@ -98,7 +93,7 @@ def compute_approx_kl(call: Call) -> Any:
         kl_n = call(log_probs=log_probs_n, log_probs_base=base_n, **ratio)
     else:
         kl_n = call()
-    if (loss := _policy_loss.get()) is None or not loss.without_kl:
+    if (loss := _policy_loss.get()) is None or getattr(loss.args, "kl_loss_coef", None) != 0:
         return kl_n
     return finite.finite_where_masked(kl_n.detach(), torch.zeros_like(kl_n, dtype=torch.bool))
 

@@ -62,11 +62,6 @@ def inference_role(role: str, framework_args: Any = None) -> AbstractContextMana
     return _scope.enter(InferenceRole(role, framework_args))
 
 
-def in_inference_role() -> bool:
-    """Return whether this runs inside of :func:`inference_role`."""
-    return _scope.get() is not None
-
-
 def ddp_skipped() -> bool:
     """Return whether this runs inside of :func:`inference_role`, after ``get_model`` has left out DDP."""
     current = _scope.get()
@@ -128,7 +123,7 @@ def set_up_for_evaluation(call: Call) -> Any:
     """
     framework_args, role = call["args"], call["role"]
     has_wrapper = framework_args.bf16 or framework_args.fp16
-    if framework_args.num_rollout != 0 or not has_wrapper or in_inference_role():
+    if framework_args.num_rollout != 0 or not has_wrapper or _scope.get() is not None:
         return call()
     with inference_role(role) as current:
         model, optimizer, scheduler = call()
@@ -204,7 +199,7 @@ def _reason_to_wrap(call: Call, args: Any) -> str:
 
 def megatron_get_model(call: Call) -> Sequence[torch.nn.Module]:
     """:func:`get_model` of Megatron-LM, whose global arguments decide, too."""
-    if not in_inference_role():
+    if _scope.get() is None:
         return call()
     from megatron.training.global_vars import get_args
 

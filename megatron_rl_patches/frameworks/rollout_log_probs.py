@@ -1,4 +1,4 @@
-"""Log-probs of a rollout's tokens, as the inference engine and as Megatron computed them.
+"""Log-probs of a rollout's tokens, as the inference engine and as Megatron compute them.
 
 torch is imported only where it is needed, since the loops of a test may run without it.
 """
@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..common.messages import Message
+from ..common.ranks import is_rank_0
+from ..engine.call import Call
 from ..reentry import training_warnings
 
 #: A mean difference above this, in nats per token, is reported. bfloat16 on both sides gives 0.01 to 0.05.
@@ -20,27 +22,55 @@ _DIFFERENT_POLICIES = Message(
     "Compare precision, temperature and expert routing of both, and gather weights before you send them. If "
     "the run samples with older weights by design, ignore it.",
 )
+_TRUNCATED = Message(
+    "{name}top_p={top_p}, {name}top_k={top_k}: rollouts sample from a part of the vocabulary, and the "
+    "trainer's log-probs are of the whole vocabulary",
+    "Where that part has probability S, they are too low by -log S (0.22 for 0.8), so the loss is biased.",
+    "Sample with top_p=1 and top_k=-1, but for evaluation, or in a release whose trainer gets a mask.",
+)
+#: Data of a rollout that say from which ids each token was sampled: of slime from v0.3.1 on, and of miles.
+_MASKS = ("rollout_top_p_token_ids", "rollout_sampling_mask_ids")
 
 
-def check_rollout_log_probs(data_iterator: Any) -> None:
-    """Report, once per process, log-probs of the inference engine that differ from Megatron's.
+def check_rollout(data_iterator: Any) -> None:
+    """Report, once per process, rollouts that are not sampled from the policy that is trained.
 
-    slime, vime and miles have both in the data of a rollout where they compute the policy's log-probs before
-    training: ``rollout_log_probs`` as sampled, and ``log_probs`` of Megatron. With one step per rollout they
-    take those of the loss, and with ``--use-rollout-logprobs`` they need none: then nothing is compared here,
-    and slime's own metric ``train_rollout_logprob_abs_diff`` tells. verl has a metric, too.
+    slime, vime and miles have the engine's and Megatron's log-probs in the data of a rollout if they compute
+    these before training. With one step per rollout they take those of the loss, and need none with
+    ``--use-rollout-logprobs``: then none are compared here, and slime's own metric
+    ``train_rollout_logprob_abs_diff`` tells. verl has a metric, too.
 
     Args:
         data_iterator: what ``train()`` of a framework takes under this name: iterators, each with its
             ``rollout_data``. Iterators without such data are not looked at.
     """
-    if "rollout_log_probs" in training_warnings.messages:
-        return
     first = data_iterator[0] if isinstance(data_iterator, Sequence) and data_iterator else None
-    rollout = getattr(first, "rollout_data", None)
-    if isinstance(rollout, Mapping):
+    rollout: Any = getattr(first, "rollout_data", None)
+    for check in (_compare_log_probs, _check_sampling) if isinstance(rollout, Mapping) else ():
         with training_warnings.harmless():
-            _compare_log_probs(rollout)
+            check(rollout)
+
+
+def update_verl_actor(call: Call) -> Any:
+    """Train verl's actor, whose log-probs are of the whole vocabulary, and report what its rollouts cover."""
+    with training_warnings.harmless():
+        config = call.instance.config
+        if call.options.warn and config.actor.strategy == "megatron":
+            _report_sampling("actor_rollout_ref.rollout.", config.rollout.top_p, config.rollout.top_k)
+    return call()
+
+
+def _check_sampling(rollout: Mapping[str, Any]) -> None:
+    from megatron.training.global_vars import get_args
+
+    args = get_args()
+    if args.loss_type == "policy_loss" and not any(map(rollout.get, _MASKS)):
+        _report_sampling("rollout_", args.rollout_top_p, args.rollout_top_k)
+
+
+def _report_sampling(name: str, top_p: float | None, top_k: int | None) -> None:
+    if (top_p or 1) < 1 or (top_k or 0) > 0:
+        training_warnings.report("top_p", _TRUNCATED, is_rank_0, name=name, top_p=top_p, top_k=top_k)
 
 
 def _compare_log_probs(rollout: Mapping[str, Any]) -> None:
@@ -50,7 +80,7 @@ def _compare_log_probs(rollout: Mapping[str, Any]) -> None:
         return torch.cat([torch.as_tensor(value).detach().float().reshape(-1) for value in values])
 
     trained, sampled = rollout.get("log_probs"), rollout.get("rollout_log_probs")
-    if not trained or not sampled:
+    if not trained or not sampled or "rollout_log_probs" in training_warnings.messages:
         return
     lengths = [len(values) for values in trained]
     masks = rollout.get("loss_masks") or [torch.ones(length) for length in lengths]
@@ -72,14 +102,8 @@ def _compare_log_probs(rollout: Mapping[str, Any]) -> None:
 def _local_masks(rollout: Mapping[str, Any]) -> Sequence[Any]:
     """Return the loss masks of this context-parallel rank, which has a zigzag share of each response."""
     import torch
-    from megatron.core import parallel_state
 
-    from ..losses.sequences.layout import SequenceLayout
+    from .microbatch_layout import groups_of, layout_of
 
-    layout = SequenceLayout.build(
-        rollout["total_lengths"],
-        rollout["response_lengths"],
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        cp_size=parallel_state.get_context_parallel_world_size(),
-    )
+    layout = layout_of(None, rollout, groups_of(), None, torch.device("cpu"))
     return layout.local_parts([torch.as_tensor(mask).cpu() for mask in rollout["loss_masks"]])

@@ -14,7 +14,7 @@ from ..reentry.guard import TrainGuard
 from ..reentry.running_calls import places_in_use
 from ..reentry.sync_functions import clear_installed, install_per_config
 from ..reentry.timers import interval_timer_started
-from .rollout_log_probs import check_rollout_log_probs
+from .rollout_log_probs import check_rollout
 
 
 def train(call: Call, timers: Any = None, installs: bool = True) -> Any:
@@ -26,7 +26,7 @@ def train(call: Call, timers: Any = None, installs: bool = True) -> Any:
     """
     warn = call.options.warn
     if warn:
-        check_rollout_log_probs(call.get("data_iterator"))
+        check_rollout(call.get("data_iterator"))
     optimizer, config = call.get("optimizer"), call.get("config")
     with TrainGuard(call["model"], optimizer, timers, config, installs, warn):
         return call()

@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 
 from ..common.agreement import raise_on_all
 from ..common.messages import Message
+from ..common.ranks import is_first_of_stage
 from ..common.scopes import Scope, replaced
 from ..common.text import listed
 from ..engine.call import Call
@@ -75,23 +76,19 @@ MODES = {
 
 def settings_of(call: Call) -> Any:
     """Return verl's settings of a loss; our names are in its registry from now on."""
-    _register(_namespace(call))
+    _register(call)
     return call()
 
 
 def loss_of(call: Call) -> Any:
     """Return the function from what the model has put out to the losses of tokens."""
-    _register(_namespace(call))
+    _register(call)
     own = call()
     return partial(_losses, own, FORWARD_KL) if call["loss_name"] == FORWARD_KL else own
 
 
-def _namespace(call: Call) -> dict[str, Any]:
-    namespace: dict[str, Any] = inspect.unwrap(call.function).__globals__
-    return namespace
-
-
-def _register(verl: dict[str, Any]) -> None:
+def _register(call: Call) -> None:
+    verl = inspect.unwrap(call.function).__globals__
     registry = verl["DISTILLATION_LOSS_REGISTRY"]
     for name in MODES.keys() - registry.keys():
         settings = verl["DistillationLossSettings"](names=[name], use_topk=True)
@@ -133,13 +130,7 @@ _logged: list[bool] = []
 
 def _log_once(losses: Tensor, truncated: Tensor, mask: Tensor) -> None:
     """Log the loss of the masked tokens, and what verl's own would be; on one rank of those that have it."""
-    from megatron.core import parallel_state
-
-    ranks = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(with_context_parallel=True),
-    )
-    if _logged or any(ranks) or not mask.any():
+    if _logged or not is_first_of_stage() or not mask.any():
         return
     _logged.append(True)
     losses, truncated = losses[mask], truncated[mask]
@@ -288,8 +279,7 @@ def _problem(data: Any, vocabulary: int | None) -> str | None:
             "for NaN or missing log-probabilities in what its server returns"
         )
     ordered = ids.sort(-1).values
-    twice = torch.unique(ordered[:, 1:][ordered[:, 1:] == ordered[:, :-1]]).tolist()
-    if twice:
+    if twice := torch.unique(ordered[:, 1:][ordered[:, 1:] == ordered[:, :-1]]).tolist():
         return f"a teacher names the ids {listed(twice)} twice for a token, expected each at most once"
     return None
 

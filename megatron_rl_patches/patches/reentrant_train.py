@@ -13,6 +13,7 @@ Megatron-LM    ``training_log``                              intervals end on ti
 Bridge         ``train``                                     ``TrainGuard``             it is re-entrant
 Bridge         ``_update_model_config_funcs``                clears its own functions   it asserts nothing
 verl           ``register_megatron_training_hooks``          one call per config        it asserts nothing
+verl           ``ActorRolloutRefWorker.update_actor``        warns of sampling
 any            ``Settings(train_functions=...)``             ``TrainGuard``
 =============  ============================================  =========================  ==================
 
@@ -227,4 +228,11 @@ patch.wrap(
     parameters=("model", "optimizer"),
     skip_if=_chunks_may_share_a_config,
     introduced_with="no_sync_func",
+)
+patch.wrap(
+    ["verl.workers.engine_workers", "verl.workers.megatron_workers"],
+    "ActorRolloutRefWorker.update_actor",
+    ".frameworks.rollout_log_probs:update_verl_actor",
+    introduced_with="update_actor",
+    optional_module=True,
 )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 import re
@@ -12,8 +13,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron_rl_patches import applied
+from megatron_rl_patches.reentry import training_warnings
 from tests.frameworks import rollouts
 from tests.frameworks.import_stubs import job_of
 from tests.frameworks.rollouts import FINE, KEY_ERROR, NO_SYNC, TIMER, check_rollouts, outcome
@@ -52,6 +55,39 @@ def test_rollouts_with_saves_between(framework: str, ranks: int, paths: list[str
 def test_rollouts_of_a_mixture_of_experts(framework: str, paths: list[str]) -> None:
     """Each rank has half of the experts, and both overlaps have bucket groups for them."""
     check_rollouts(job_of(framework, paths), framework, kind="moe", ep=2)
+
+
+@on_ranks(1, timeout=300)
+def test_rollouts_that_sample_from_a_part_of_the_vocabulary(framework: str, paths: list[str]) -> None:
+    """With the framework's own policy loss, iterator and, where its trainer takes one, mask."""
+    if framework == "megatron.training":
+        return
+    job = job_of(framework, paths)()
+    job.use_policy_loss()
+    from tests.frameworks.loss_jobs import LOSSES
+    from tests.references.tiny_gpt import VOCABULARY
+
+    keys = getattr(importlib.import_module(LOSSES[framework]), "ROLLOUT_TOP_P_TOKEN_KEYS", ())
+    own_data = job._rollout_data
+
+    def with_masks(samples: int) -> dict[str, Any]:
+        data = own_data(samples)
+        offsets = [torch.arange(length + 1) * VOCABULARY for length in data["response_lengths"]]
+        ids = [torch.arange(VOCABULARY).repeat(length) for length in data["response_lengths"]]
+        return {**data, **dict(zip(keys, (ids, offsets), strict=True))}
+
+    def reported(top_p: float, top_k: int) -> list[str]:
+        training_warnings.messages.clear()
+        vars(job.args).update(rollout_top_p=top_p, rollout_top_k=top_k)
+        job.train(1)
+        return [line.partition(":")[0] for line in training_warnings.reported() if "top_p" in line]
+
+    with applied("reentrant-train"):
+        assert reported(1.0, -1) == []
+        assert reported(1.0, 20) == ["rollout_top_p=1.0, rollout_top_k=20"]
+        if keys:
+            job._rollout_data = with_masks
+        assert reported(0.8, -1) == ([] if keys else ["rollout_top_p=0.8, rollout_top_k=-1"])
 
 
 @on_ranks(1, timeout=300)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_rl_patches import Settings, applied, apply, revert
+from megatron_rl_patches.reentry import training_warnings
 from tests.frameworks.import_stubs import prepare
 from tests.frameworks.rollouts import NO_SYNC, outcome, spoil_forward, states_of
 from tests.frameworks.test_lean_loss import PATCH
@@ -58,6 +59,37 @@ def test_chunks_that_share_a_config(verl: list[str]) -> None:
     assert outcome(utils.register_megatron_training_hooks, model, optimizer).startswith(NO_SYNC)
     revert()
     assert utils.register_megatron_training_hooks is original
+
+
+@on_ranks(1, timeout=300)
+def test_workers_whose_rollouts_sample_from_a_part_of_the_vocabulary(verl: list[str]) -> None:
+    """verl's own worker and its own configuration of rollouts, without a cluster and without a model."""
+    prepare(verl)
+    from tests.frameworks.loss_jobs import Arguments
+
+    workers = importlib.import_module("verl.workers.engine_workers")
+    assert workers.__file__ is not None and workers.__file__.startswith(verl[0])
+    rollout_config = importlib.import_module("verl.workers.config").RolloutConfig
+    actor = Arguments(get=lambda name, default: default, strategy="megatron", megatron=Arguments())
+    actor.megatron.router_replay = Arguments(mode="disabled")
+
+    def reported(**sampling: Any) -> list[str]:
+        training_warnings.messages.clear()
+        rollout = rollout_config(name="vllm", mode="async", **sampling)
+        worker = workers.ActorRolloutRefWorker(Arguments(actor=actor, rollout=rollout), "actor_rollout")
+        worker.actor = SimpleNamespace(train_mini_batch=mock.Mock(return_value=None))
+        worker.update_actor(mock.sentinel.data)
+        worker.actor.train_mini_batch.assert_called_once_with(data=mock.sentinel.data)
+        return training_warnings.reported()
+
+    dispatch = vars(workers.ActorRolloutRefWorker.update_actor)  # where verl says how a group calls it
+    with mock.patch.object(workers.Worker, "__init__", lambda self: setattr(self, "_rank", 0)):
+        with applied("reentrant-train"):
+            assert dispatch.items() <= vars(workers.ActorRolloutRefWorker.update_actor).items()
+            assert reported() == []
+            [message] = reported(top_k=20)
+        assert message.startswith("actor_rollout_ref.rollout.top_p=1.0, actor_rollout_ref.rollout.top_k=20: ")
+        assert reported(top_k=20) == []
 
 
 @pytest.mark.runs("losses")

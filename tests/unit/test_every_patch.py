@@ -33,6 +33,8 @@ WANTED_EVERYWHERE = {
         "vocab_parallel_entropy": {"verl"},
         "vocab_parallel_entropy_with_chunking": {"verl"},
     },
+    # It changes nothing: it warns of what the configuration of this run says.
+    "reentrant-train": {"ActorRolloutRefWorker.update_actor": {"verl"}},
 }
 TESTS = Path(__file__).parents[1]
 

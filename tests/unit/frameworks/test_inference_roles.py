@@ -59,7 +59,7 @@ def test_inside_the_model_has_no_ddp_and_then_no_optimizer() -> None:
     assert not list(optimizer.chained_optimizers)
     scheduler.step(increment=7)
     assert (scheduler.num_steps, scheduler.state_dict()) == (0, {})
-    assert not roles.in_inference_role()
+    assert roles._scope.get() is None
     with roles.inference_role("ref") as scope:  # a framework that leaves out DDP itself
         assert get_model("m", False) == ("m", False)
     assert scope.ddp_skipped

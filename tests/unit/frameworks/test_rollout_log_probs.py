@@ -1,7 +1,11 @@
-"""Which tokens of a rollout are compared; ``tests/real/test_training_warnings.py`` has real megatron-core."""
+"""Which tokens of a rollout are compared, and which settings of the sampler are reported.
+
+``tests/real/test_training_warnings.py`` has real megatron-core.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl_patches.frameworks.rollout_log_probs import check_rollout_log_probs
+from megatron_rl_patches.engine.call import Call
+from megatron_rl_patches.frameworks import slime_losses
+from megatron_rl_patches.frameworks.rollout_log_probs import check_rollout, update_verl_actor
+from megatron_rl_patches.losses import vocab_parallel_log_probs
 from megatron_rl_patches.reentry import training_warnings
 
 
@@ -21,7 +28,7 @@ def nothing_found() -> Iterator[None]:
 
 
 def check(**rollout: Any) -> list[str]:
-    check_rollout_log_probs([SimpleNamespace(rollout_data=rollout)])
+    check_rollout([SimpleNamespace(rollout_data=rollout)])
     return training_warnings.reported()
 
 
@@ -38,6 +45,8 @@ def test_a_context_parallel_rank_compares_its_own_tokens(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda: 1)
     monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
+    for name in ("get_context_parallel_group", "get_tensor_model_parallel_group"):
+        monkeypatch.setattr(parallel_state, name, lambda: None)
     # Of eight tokens the second rank predicts from rows 2 to 5, and so has the response's tokens 1 to 4 of 6.
     rollout = {
         "total_lengths": [8],
@@ -65,6 +74,117 @@ NOT_COMPARABLE: dict[str, dict[str, Any]] = {
 def test_what_cannot_be_compared_is_left_alone() -> None:
     assert {name for name, rollout in NOT_COMPARABLE.items() if check(**rollout)} == set()
     for data_iterator in (None, [], [iter([])], iter([])):
-        check_rollout_log_probs(data_iterator)
+        check_rollout(data_iterator)
     assert training_warnings.reported() == []
     assert len(check(**APART)) == len(check(**APART)) == 1  # it is said once
+
+
+# --- rollouts that sample from a part of the vocabulary
+
+
+def _by_vocab_parallel(logits: torch.Tensor, tokens: torch.Tensor, mask: Any) -> torch.Tensor:
+    return vocab_parallel_log_probs(logits, tokens, keep_mask=mask)
+
+
+def _by_slime(logits: torch.Tensor, tokens: torch.Tensor, mask: Any) -> torch.Tensor:
+    def own(
+        logits: Any, tokens: Any, tp_group: Any, with_entropy: Any, log_prob_keep_mask: Any = None
+    ) -> Any:
+        raise AssertionError("it is replaced")
+
+    call = Call(own, (logits, tokens, None, False), {"log_prob_keep_mask": mask})
+    log_probs, _ = slime_losses.calculate_log_probs_and_entropy(call)
+    return log_probs.squeeze(-1)
+
+
+@pytest.mark.parametrize("trainer", [_by_vocab_parallel, _by_slime])
+def test_without_a_mask_log_probs_are_off_by_the_probability_of_what_is_sampled_from(trainer: Any) -> None:
+    """With the same weights on both sides, top-p 0.8 leaves two of four ids, which have 0.8808 together."""
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(2, 4)
+    mask = torch.tensor([[True, True, False, False]]).expand(2, 4)
+    tokens = torch.tensor([0, 1])
+    sampler = logits.masked_fill(~mask, -torch.inf).log_softmax(-1)
+    sampled = sampler.gather(1, tokens[:, None]).squeeze(1)
+    log_s = (logits.softmax(-1) * mask).sum(-1).log()
+    assert round(log_s[0].item(), 4) == -0.1269
+    for keep_mask, log_ratio in ((None, log_s), (mask, torch.zeros(2))):
+        leaf = logits.clone().requires_grad_()
+        log_probs = trainer(leaf * 1, tokens, keep_mask)
+        torch.testing.assert_close(log_probs.detach() - sampled, log_ratio, rtol=0.0, atol=1e-6)
+        # The same reward for every sample teaches nothing, if tokens are as frequent as they are sampled.
+        (log_probs * sampled.exp()).sum().backward()
+        assert leaf.grad is not None
+        lesson = leaf.grad.sum(0)
+        torch.testing.assert_close(
+            lesson, torch.zeros(4) if keep_mask is not None else (sampler.exp() - logits.softmax(-1))[0]
+        )
+
+
+#: Arguments, data of the rollout, and whether the trainer's log-probs are of more ids than were sampled from.
+OF_SLIME: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "whole vocabulary": ({}, {}, False),
+    "whole vocabulary, in other words": ({"rollout_top_p": None, "rollout_top_k": 0}, {}, False),
+    "top-p": ({"rollout_top_p": 0.8}, {}, True),
+    "top-k": ({"rollout_top_k": 20}, {}, True),
+    "log-probs of the engine for the ratio": ({"rollout_top_p": 0.8, "use_rollout_logprobs": True}, {}, True),
+    "mask of slime": ({"rollout_top_p": 0.8}, {"rollout_top_p_token_ids": [[1, 2]]}, False),
+    "mask of miles": ({"rollout_top_k": 20}, {"rollout_sampling_mask_ids": [[1, 2]]}, False),
+    "evaluation": ({"eval_top_p": 0.8, "eval_top_k": 20}, {}, False),
+    "critic": ({"rollout_top_p": 0.8, "loss_type": "value_loss"}, {}, False),
+    "own data": ({"rollout_top_p": 0.8, "loss_type": "sft_loss"}, {}, False),
+    "own loss": ({"rollout_top_p": 0.8, "loss_type": "custom_loss"}, {}, False),
+}
+
+
+def _in_slime(monkeypatch: pytest.MonkeyPatch, **args: Any) -> None:
+    args = {"loss_type": "policy_loss", "rollout_top_p": 1.0, "rollout_top_k": -1, **args}
+    module = SimpleNamespace(get_args=lambda: SimpleNamespace(**args))
+    for name in ("megatron.training", "megatron.training.global_vars"):
+        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("case", OF_SLIME)
+def test_what_slime_samples_from(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    args, rollout, is_reported = OF_SLIME[case]
+    _in_slime(monkeypatch, **args)
+    assert len(check(tokens=[], **rollout)) == len(check(tokens=[], **rollout)) == is_reported
+
+
+def test_the_message_says_what_is_set(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    _in_slime(monkeypatch, rollout_top_p=0.8)
+    [message] = check()
+    assert message.startswith("rollout_top_p=0.8, rollout_top_k=-1: rollouts sample from a part of the vocab")
+    assert [record.getMessage() for record in caplog.records] == [f"megatron_rl_patches: {message}"]
+    training_warnings.messages.clear()
+    monkeypatch.setenv("RANK", "1")
+    assert check() == [message] and len(caplog.records) == 1  # status() has it on every rank
+
+
+OF_VERL: dict[str, tuple[dict[str, Any], bool]] = {
+    "whole vocabulary": ({"top_p": 1, "top_k": -1}, False),
+    "top-p": ({"top_p": 0.8}, True),
+    "top-k": ({"top_k": 20}, True),
+    "not Megatron": ({"top_p": 0.8, "strategy": "fsdp2"}, False),
+    "validation": ({"val_kwargs": SimpleNamespace(top_p=0.8, top_k=20)}, False),
+    "warn=False": ({"top_p": 0.8, "warn": False}, False),
+}
+
+
+@pytest.mark.parametrize("case", OF_VERL)
+def test_what_verl_samples_from(case: str) -> None:
+    changes, is_reported = OF_VERL[case]
+    options: dict[str, Any] = {"strategy": "megatron", "warn": True, "top_p": 1.0, "top_k": -1, **changes}
+    settings = SimpleNamespace(warn=options.pop("warn"))
+    actor, rollout = SimpleNamespace(strategy=options.pop("strategy")), SimpleNamespace(**options)
+    worker = SimpleNamespace(config=SimpleNamespace(actor=actor, rollout=rollout))
+    assert update_verl_actor(Call(lambda data: data + 1, (1,), instance=worker, options=settings)) == 2
+    assert len(training_warnings.reported()) == is_reported
+    if case == "top-p":
+        [message] = training_warnings.reported()
+        assert message.startswith("actor_rollout_ref.rollout.top_p=0.8, actor_rollout_ref.rollout.top_k=-1: ")
+
+
+def test_an_actor_of_another_shape_is_trained_all_the_same() -> None:
+    settings = SimpleNamespace(warn=True)
+    assert update_verl_actor(Call(lambda data: data + 1, (1,), instance=object(), options=settings)) == 2
+    assert training_warnings.reported() == []
