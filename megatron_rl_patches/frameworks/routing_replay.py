@@ -29,7 +29,8 @@ def initialize_router(call: Call) -> Any:
 def forward(call: Call) -> Any:
     """Run a block of layers, and note whether a backward pass will need its routes."""
     try:
-        result = call()
+        with router_replay.recomputed_once(call.instance):
+            result = call()
     except BaseException:
         router_replay.end_forward(call.instance, failed=True)
         raise
