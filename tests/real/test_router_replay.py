@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -18,6 +17,7 @@ from megatron_rl_patches.inference import build_inference_model
 from megatron_rl_patches.reentry import reentrant_train, router_replay
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import by_speed, on_ranks
+from tests.real import matrix
 from tests.references import tiny_gpt
 from tests.worlds.passes import gradients_of
 
@@ -41,14 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def options(recompute: dict[str, Any] | None = None, kind: str = "moe", **sizes: Any) -> TinyModel:
     config = {"moe_enable_routing_replay": True, **(recompute or {}), **sizes.pop("config", {})}
-    return TinyModel(kind=kind, config=config, overlap_param_gather=False, **sizes)
-
-
-def has_hybrid_mtp() -> bool:
-    """Return whether hybrid models have multi-token prediction, from megatron-core 0.17 on."""
-    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
-
-    return "mtp_layer_pattern" in inspect.signature(MultiTokenPredictionBlock).parameters
+    return matrix.tiny(kind, config=config, overlap_param_gather=False, **sizes)
 
 
 def routes(replay_number: int, use: int) -> torch.Tensor:
@@ -131,8 +124,6 @@ def test_unpatched_training_reads_what_scoring_has_queued() -> None:
 @on_ranks(lambda layout: 1 if "MTP" in layout else 2, timeout=240)
 def test_recomputed_gradients_are_the_same(layout: str) -> None:
     sizes = LAYOUTS[layout]
-    if layout == "hybrid, MTP" and not has_hybrid_mtp():
-        pytest.skip("hybrid models of this release have no multi-token prediction")
     with applied("router-replay"):
         expected, _ = gradients(options(**sizes), scores=False)
         # Up to megatron-core 0.17, hybrid models recompute no whole layers.
@@ -188,8 +179,6 @@ def run_program(program: str, model: list[Any]) -> torch.Tensor:
 @on_ranks(1)
 def test_passes_may_share_routes(kind: str) -> None:
     """Whatever runs between them, training passes use the routes that were set last."""
-    if kind == "hybrid, MTP" and not has_hybrid_mtp():
-        pytest.skip("hybrid models of this release have no multi-token prediction")
     sizes: dict[str, Any] = {"kind": kind.partition(",")[0], "overlap_grad_reduce": False}
     programs = PROGRAMS
     if "MTP" in kind:
