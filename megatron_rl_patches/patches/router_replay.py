@@ -30,12 +30,11 @@ from ..engine.target_source import TargetSource
 from ..frameworks import WITH_MEGATRON_UTILS
 
 _ROUTER = ("TopKRouter.__init__",)
-_MTP = "MultiTokenPredictionBlock"
 _BLOCKS = (
-    ("transformer.transformer_block", "TransformerBlock"),
-    ("models.hybrid.hybrid_block", "HybridStack"),
-    ("ssm.mamba_block", "MambaStack"),
-    ("transformer.multi_token_prediction", _MTP),
+    ("megatron.core.transformer.transformer_block", "TransformerBlock"),
+    ("megatron.core.models.hybrid.hybrid_block", "HybridStack"),
+    ("megatron.core.ssm.mamba_block", "MambaStack"),
+    ("megatron.core.transformer.multi_token_prediction", "MultiTokenPredictionBlock"),
 )
 _SCHEDULES = ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving")
 
@@ -61,11 +60,10 @@ for _module, _block in _BLOCKS:
         "introduced_with": "hidden_states" if _block == "MambaStack" else "",
         "helps": _ROUTER,
     }
-    _module, _adapters = f"megatron.core.{_module}", ".frameworks.routing_replay"
-    patch.wrap(_module, f"{_block}.forward", f"{_adapters}:forward", **_options)
-    if _block != _MTP:
+    patch.wrap(_module, f"{_block}.forward", ".frameworks.routing_replay:forward", **_options)
+    if _block != "MultiTokenPredictionBlock":
         _options["parameters"] = ("config",)
-        patch.wrap(_module, f"{_block}.__init__", f"{_adapters}:initialize_block", **_options)
+        patch.wrap(_module, f"{_block}.__init__", ".frameworks.routing_replay:initialize_block", **_options)
 patch.wrap(
     "megatron.core.transformer.moe.router",
     "TopKRouter.__init__",

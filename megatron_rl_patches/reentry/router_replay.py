@@ -8,11 +8,9 @@ without them costs one look at its config.
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..common.chunks import as_chunks, distinct_configs
-from ..common.scopes import replaced
 from ..errors import InvalidInputError
 
 #: Attributes of a router's replay: its routes, which the pass that used them has marked, and those in the
@@ -78,16 +76,12 @@ def finish_clearing(model: Any) -> None:
             clear(chunk)
 
 
-def recomputed_once(block: Any) -> AbstractContextManager[None]:
-    """Return a context in which a stack of multi-token prediction, which is being recomputed, does so once.
-
-    Megatron recomputes its layers again inside of that, and each recomputation takes routes off the queue.
-    """
+def is_recomputed(block: Any) -> bool:
+    """Return whether the block runs in a recomputation, which takes its routes off the queue."""
     import torch
 
-    is_inner = getattr(block, "is_mtp_layer", False) and torch.is_grad_enabled()
-    actions = {getattr(replay.router_replay_action, "name", "") for replay in routers(block)} if is_inner else ()
-    return replaced(block, training=False) if "REPLAY_BACKWARD" in actions else nullcontext()
+    actions = [getattr(replay.router_replay_action, "name", "") for replay in routers(block)]
+    return torch.is_grad_enabled() and "REPLAY_BACKWARD" in actions
 
 
 def end_forward(block: Any, failed: bool = False) -> None:
