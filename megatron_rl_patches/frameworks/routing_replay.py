@@ -6,6 +6,7 @@ import importlib
 import os
 from typing import Any
 
+from ..common.scopes import replaced
 from ..engine.call import Call
 from ..reentry import router_replay
 
@@ -19,21 +20,27 @@ def initialize_block(call: Call) -> Any:
     return call()
 
 
-def initialize_router(call: Call) -> Any:
+def initialize_router(call: Call) -> None:
     """Build a router whose replay is freed with it."""
-    result = call()
+    call()
     router_replay.remove_with(call.instance)
-    return result
 
 
 def forward(call: Call) -> Any:
-    """Run a block of layers, and note whether a backward pass will need its routes."""
+    """Run a block of layers, and note whether a backward pass will need its routes.
+
+    A stack in multi-token prediction would be recomputed as a whole, and inside of that layer by layer. Both
+    would take routes off the queue, so the recomputation of the layers is left out.
+    """
+    block = call.instance
+    is_inner = getattr(block, "is_mtp_layer", False) and router_replay.is_recomputed(block)
+    failed = True
     try:
-        result = call()
-    except BaseException:
-        router_replay.end_forward(call.instance, failed=True)
-        raise
-    router_replay.end_forward(call.instance)
+        with replaced(block, **({"training": False} if is_inner else {})):
+            result = call()
+        failed = False
+    finally:
+        router_replay.end_forward(block, failed)
     return result
 
 

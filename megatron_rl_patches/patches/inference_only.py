@@ -8,7 +8,8 @@ slime, miles   ``initialize_model_and_optimizer``  no optimizer, no scheduler   
 slime, miles   ``get_optimizer_param_scheduler``   ``NullScheduler``
 slime, miles   ``train``                           refuses
 slime, miles   ``setup_model_and_optimizer``       ``--num-rollout 0``: no DDP  has no evaluation-only mode
-Megatron-LM    ``get_model``                       no DDP
+Megatron-LM    ``get_model``,                      no DDP                       the caller passes
+               ``build_distributed_models``                                     ``wrap_with_ddp=True``
 Megatron-LM    ``load_checkpoint``                 loads the weights alone
 megatron-core  ``get_megatron_optimizer``          ``NullOptimizer``
 Bridge         ``get_model``                       no DDP
@@ -22,7 +23,8 @@ such a role is in :mod:`..frameworks.inference_roles` and :mod:`..frameworks.rol
 
 Not patched: frameworks that build such a model already (verl, SkyRL, ROLL, ms-swift), references and teachers
 whose weights slime and miles swap into the actor's model (there is no second one), adapters (LoRA) of miles,
-which its bridge wraps itself, and models whose parameters FSDP shards.
+which its bridge wraps itself, models whose parameters FSDP shards, and Megatron-LM's own set-up: it passes
+``wrap_with_ddp`` to a model builder, and leaves out DDP and the optimizer with ``--skip-train``.
 """
 
 from __future__ import annotations
@@ -99,12 +101,18 @@ patch.wrap(
     parameters=("args", "role"),
     skip_if=lambda target: None if target.mentions("num_rollout") else "it has no evaluation-only branch",
 )
-patch.wrap(
-    "megatron.training.training",
-    "get_model",
-    ".frameworks.inference_roles:megatron_get_model",
-    parameters=("wrap_with_ddp",),
-)
+for _module, _builds in (
+    ("training", "get_model"),
+    ("models.gpt", "GPTModelBuilder.build_distributed_models"),
+    ("models.hybrid", "HybridModelBuilder.build_distributed_models"),
+):
+    patch.wrap(
+        f"megatron.training.{_module}",
+        _builds,
+        ".frameworks.inference_roles:megatron_get_model",
+        parameters=("wrap_with_ddp",),
+        optional_module=_builds != "get_model",
+    )
 patch.wrap(
     "megatron.training.checkpointing",
     "load_checkpoint",
@@ -124,21 +132,19 @@ patch.wrap(
     ".frameworks.inference_roles:get_model",
     parameters=("wrap_with_ddp",),
 )
-patch.wrap(
-    "nemo_rl.models.megatron.setup",
-    "setup_reference_model_state",
-    ".frameworks.inference_roles:set_up_reference_state",
-    requires_names=("get_model",),
-    skip_if=_passes_wrap_with_ddp,
-)
-patch.wrap(
-    "nemo_rl.models.megatron.setup",
-    "setup_model_and_optimizer",
-    ".frameworks.inference_roles:set_up_policy",
-    parameters=("load_optimizer",),
-    requires_names=("get_model",),
-    skip_if=_passes_wrap_with_ddp,
-)
+_NEMO_RL: dict[str, tuple[str, tuple[str, ...]]] = {
+    "setup_reference_model_state": ("set_up_reference_state", ()),
+    "setup_model_and_optimizer": ("set_up_policy", ("load_optimizer",)),
+}
+for _function, (_adapter, _parameters) in _NEMO_RL.items():
+    patch.wrap(
+        "nemo_rl.models.megatron.setup",
+        _function,
+        f".frameworks.inference_roles:{_adapter}",
+        parameters=_parameters,
+        requires_names=("get_model",),
+        skip_if=_passes_wrap_with_ddp,
+    )
 patch.wrap(
     "areal.engine.megatron_engine",
     "MegatronEngine.initialize",

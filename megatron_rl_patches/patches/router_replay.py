@@ -3,10 +3,11 @@
 =============  =============================================  ==============================================
 framework      function                                       what is around it
 =============  =============================================  ==============================================
-megatron-core  ``forward`` of ``TransformerBlock`` and        what a pass without gradients queues is kept
-               ``MultiTokenPredictionBlock``                  until a pass uses other routes
+megatron-core  ``forward`` of ``TransformerBlock``,           what a pass without gradients queues is kept
+               ``HybridStack`` (``MambaStack`` up to 0.17),   until a pass uses other routes; a stack in
+               ``MultiTokenPredictionBlock``                  multi-token prediction is recomputed once
+megatron-core  ``__init__`` of the first two                  refuses a fused router with replay
 megatron-core  ``forward_backward_...``                       a step leaves nothing for the next one
-megatron-core  ``TransformerBlock.__init__``                  refuses a fused router with replay
 megatron-core  ``TopKRouter.__init__``                        a router that is deleted is taken off the list
 slime, miles   ``MegatronTrainRayActor.train_actor``          routes of a rollout that broke off are cleared
 verl           ``MegatronEngine...forward_backward_batch``    the same
@@ -22,11 +23,19 @@ that a ``train()`` that raised leaves nothing, of ``TrainGuard``.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..engine.patch import Patch
 from ..engine.target_source import TargetSource
 from ..frameworks import WITH_MEGATRON_UTILS
 
 _ROUTER = ("TopKRouter.__init__",)
+_BLOCKS = (
+    ("megatron.core.transformer.transformer_block", "TransformerBlock"),
+    ("megatron.core.models.hybrid.hybrid_block", "HybridStack"),
+    ("megatron.core.ssm.mamba_block", "MambaStack"),
+    ("megatron.core.transformer.multi_token_prediction", "MultiTokenPredictionBlock"),
+)
 _SCHEDULES = ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving")
 
 
@@ -44,26 +53,17 @@ patch = Patch(
     upstream=("NVIDIA/Megatron-LM#4168", "NVIDIA/Megatron-LM#2693", "verl-project/verl#7106"),
 )
 
-patch.wrap(
-    "megatron.core.transformer.transformer_block",
-    "TransformerBlock.__init__",
-    ".frameworks.routing_replay:initialize_block",
-    parameters=("config",),
-    helps=_ROUTER,
-)
-patch.wrap(
-    "megatron.core.transformer.transformer_block",
-    "TransformerBlock.forward",
-    ".frameworks.routing_replay:forward",
-    helps=_ROUTER,
-)
-patch.wrap(
-    "megatron.core.transformer.multi_token_prediction",
-    "MultiTokenPredictionBlock.forward",
-    ".frameworks.routing_replay:forward",
-    optional_module=True,
-    helps=_ROUTER,
-)
+for _module, _block in _BLOCKS:
+    _options: dict[str, Any] = {
+        "optional_module": _block != "TransformerBlock",
+        # From megatron-core 0.18 on, mamba_block.py only gives HybridStack its old name.
+        "introduced_with": "hidden_states" if _block == "MambaStack" else "",
+        "helps": _ROUTER,
+    }
+    patch.wrap(_module, f"{_block}.forward", ".frameworks.routing_replay:forward", **_options)
+    if _block != "MultiTokenPredictionBlock":
+        _options["parameters"] = ("config",)
+        patch.wrap(_module, f"{_block}.__init__", ".frameworks.routing_replay:initialize_block", **_options)
 patch.wrap(
     "megatron.core.transformer.moe.router",
     "TopKRouter.__init__",

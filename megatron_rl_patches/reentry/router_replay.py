@@ -76,6 +76,14 @@ def finish_clearing(model: Any) -> None:
             clear(chunk)
 
 
+def is_recomputed(block: Any) -> bool:
+    """Return whether the block runs in a recomputation, which takes its routes off the queue."""
+    import torch
+
+    actions = [getattr(replay.router_replay_action, "name", "") for replay in routers(block)]
+    return torch.is_grad_enabled() and "REPLAY_BACKWARD" in actions
+
+
 def end_forward(block: Any, failed: bool = False) -> None:
     """Note who has used the routes of a forward pass, and drop routes that no backward pass will read.
 

@@ -6,10 +6,11 @@ import importlib
 import inspect
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from megatron_rl_patches import apply, revert, status
+from megatron_rl_patches import applied, apply, revert, status
 from megatron_rl_patches.errors import InferenceOnlyError
 from tests.frameworks.import_stubs import prepare
 from tests.frameworks.test_inference_roles import DDP, TEACHER
@@ -113,3 +114,67 @@ def test_evaluation_only(framework: str, tmp_path: Path, paths: list[str]) -> No
     assert all(name.startswith("module.module.") for name in names)
     revert()
     assert built() == (DDP, rest, names)
+
+
+@pytest.mark.parametrize("kind", ["GPT", "Hybrid"])
+@pytest.mark.parametrize("framework", ["megatron.training"])
+@on_ranks(1, timeout=300)
+def test_a_role_that_a_model_builder_of_megatron_builds(framework: str, kind: str, paths: list[str]) -> None:
+    """A builder wraps its model by default. A role that only scores gets none of what training needs."""
+    prepare(paths)
+    from megatron.core import optimizer as optimizers
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.enums import ModelType
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training import training
+
+    from megatron_rl_patches.frameworks.inference_roles import NullOptimizer, freeze_role, inference_role
+    from megatron_rl_patches.testing import TinyModel
+    from tests.frameworks import real_jobs
+
+    try:
+        models = importlib.import_module(f"megatron.training.models.{kind.lower()}")
+    except ModuleNotFoundError:
+        pytest.skip("this Megatron-LM has no such builder")
+    of = TinyModel(kind={"GPT": "moe", "Hybrid": "hybrid"}[kind], bf16=True)
+    of.initialize()
+    args = real_jobs.global_arguments()
+    config = getattr(models, f"{kind}ModelConfig")(transformer=of.transformer_config())
+    builder_class = config.get_builder_cls()
+    # Its own layers are those of TransformerEngine.
+    builder_class.build_model = lambda *unused, **options: of.provider(config=config.transformer)
+    ddp = DistributedDataParallelConfig()
+
+    def build(**options: Any) -> Any:
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        [chunk] = builder_class(config).build_distributed_models(groups, ddp, **options)
+        return chunk
+
+    with applied("inference-only"):
+        assert type(build()).__name__ == DDP
+        bytes_before = reachable_bytes()
+        with inference_role(TEACHER) as role:
+            chunk = build()
+            optimizer = optimizers.get_megatron_optimizer(optimizers.OptimizerConfig(), [chunk])
+        assert isinstance(optimizer, NullOptimizer) and role.ddp_skipped
+        assert type(chunk).__name__ == "Float16Module"
+        weights = sum(parameter.nbytes for parameter in chunk.parameters())
+        assert reachable_bytes() - bytes_before < 1.2 * weights
+        freeze_role([chunk], TEACHER)
+        with pytest.raises(InferenceOnlyError, match=f"the model of role '{TEACHER}' only scores"):
+            optimizers.get_megatron_optimizer(optimizers.OptimizerConfig(), [chunk])
+        with inference_role(TEACHER) as role:
+            assert type(build(wrap_with_ddp=True)).__name__ == DDP
+        assert role.reason_skipped == "the framework passes wrap_with_ddp itself"
+    with inference_role(TEACHER):
+        assert type(build()).__name__ == DDP
+
+    # Megatron-LM's own set-up passes wrap_with_ddp: its option leaves out what only training needs.
+    args.skip_train = True
+    settings = mock.Mock(model=config, ddp=ddp)
+    settings.profiling.record_memory_history = settings.dist.use_megatron_fsdp = False
+    settings.dist.use_torch_fsdp2 = False
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    set_up = training.setup_model_and_optimizer
+    [chunk], *trains = set_up(ModelType.encoder_or_decoder, cfg_container=settings, pg_collection=groups)
+    assert type(chunk).__name__ == "Float16Module" and trains == [None, None]
