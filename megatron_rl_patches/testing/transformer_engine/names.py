@@ -32,6 +32,8 @@ def modules() -> dict[str, dict[str, Any]]:
     linear = _named(Linear, LayerNormLinear, GroupedLinear, LayerNorm, RMSNorm)
     fp8 = _named(refusals.fp8_autocast, refusals.fp8_model_init, refusals.FP8GlobalStateManager)
     fp8 |= {"autocast": refusals.fp8_autocast, "quantized_model_init": refusals.fp8_model_init}
+    formats_checked = ("fp8", "mxfp8", "nvfp4", "fp8_block_scaling")
+    fp8 |= {f"check_{name}_support": refusals.is_available for name in formats_checked}
     quantized = _named(refusals.QuantizedTensor)
     formats = _named(refusals.Format, refusals.Recipe) | refusals.RECIPES
     distributed = _named(
@@ -57,6 +59,7 @@ def modules() -> dict[str, dict[str, Any]]:
         f"{root}.pytorch.distributed": distributed,
         f"{root}.pytorch.float8_tensor": _named(Float8Tensor),
         f"{root}.pytorch.fp8": fp8,
+        f"{root}.pytorch.quantization": fp8,
         f"{root}.pytorch.module": linear,
         f"{root}.pytorch.module.base": _named(TransformerEngineBaseModule, get_dummy_wgrad),
         f"{root}.pytorch.ops": {
