@@ -223,6 +223,7 @@ _RAISED = {
     ),
     CUDA_KERNEL: (
         rf"No module named '({_KERNELS})\b|Mamba ?SSM is not installed|using cudagraphs with RNG",
+        r"CUDA Graphs are not supported|does not support cudagraphs",
         # Without fused norms Megatron uses torch's, which refuses some of their options.
         r"Grouped GEMM is not available|not supported by torch LayerNorm|name 'causal_conv1d",
         r"LayerNorm\.__init__\(\) got an unexpected keyword argument 'config'",
@@ -259,7 +260,7 @@ _RANKS_IN_CI = 8
 # What the stand-in of TransformerEngine refuses or does not have. Tracebacks of other errors have the name of
 # Megatron's file in them.
 _NOT_IN_STAND_IN = (
-    r"[Tt]he stand-in of TransformerEngine has no",
+    r"[Tt]he stand-in of TransformerEngine has no|(?:TE|TransformerEngine)(?: version)? ?>= ?\d",
     r"(?:No module named|cannot import name '\w+' from|module) 'transformer_engine",
 )
 
@@ -269,7 +270,7 @@ def reason_of(
 ) -> str:
     """Return why a test that raised or skipped with this message cannot run here; "" if that is not known."""
     known = _SKIPPED if skipped else _RAISED
-    if transformer_engine and not skipped:
+    if transformer_engine:
         known = known | {TRANSFORMER_ENGINE: _NOT_IN_STAND_IN}
     for reason, patterns in known.items():
         if any(re.search(pattern, message) for pattern in patterns):

@@ -287,6 +287,8 @@ def test_faults_of_the_stand_in_are_failures() -> None:
     assert runs.reason_of(fault) == runs.TRANSFORMER_ENGINE
     assert runs.reason_of(fault, transformer_engine=True) == ""
     assert runs.reason_of(refusal, transformer_engine=True) == runs.TRANSFORMER_ENGINE
+    for skip, reason in (("Requires TE >= 2.14", runs.TRANSFORMER_ENGINE), ("Not with TE > 1.9", "")):
+        assert runs.reason_of(skip, skipped=True, transformer_engine=True) == reason
 
 
 def test_the_pages_show_the_records() -> None:
