@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from . import ops, refusals, version
 from .attention import DotProductAttention
 from .base import TransformerEngineBaseModule, add_to_main_grad, get_dummy_wgrad
@@ -16,6 +18,7 @@ from .distributed import (
 )
 from .linear import GroupedLinear, LayerNormLinear, Linear
 from .norms import LayerNorm, RMSNorm
+from .optimizers import FusedAdam
 from .rope import apply_rotary_pos_emb
 
 
@@ -66,6 +69,7 @@ def modules() -> dict[str, dict[str, Any]]:
             **_named(ops.FusibleOperation, ops.Sequential, ops.Linear),
             **ops.ACTIVATIONS,
         },
+        f"{root}.pytorch.optimizers": _named(FusedAdam) | {"FusedSGD": torch.optim.SGD},
         f"{root}.pytorch.router": {f"fused_{name}": refusals.fused_router for name in router},
         f"{root}.pytorch.tensor": quantized,
         # Of apex: with it, Megatron's own layers add gradients of weights to main_grad, too.

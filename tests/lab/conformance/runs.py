@@ -262,6 +262,7 @@ _RANKS_IN_CI = 8
 _NOT_IN_STAND_IN = (
     r"[Tt]he stand-in of TransformerEngine has no|(?:TE|TransformerEngine)(?: version)? ?>= ?\d",
     r"(?:No module named|cannot import name '\w+' from|module) 'transformer_engine",
+    r"(?:\bTE\b|Transformer ?Engine).* not available",
 )
 
 
