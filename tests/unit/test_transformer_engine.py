@@ -94,6 +94,8 @@ def test_what_it_does_not_have_is_refused_by_name() -> None:
             import_module("transformer_engine.pytorch.router").fused_moe_aux_loss()
         with pytest.raises(TypeError, match="unknown"):
             te.Linear(2, 2, unknown=True)
+        fp8 = import_module("transformer_engine.pytorch.fp8")
+        assert not fp8.check_fp8_support()[0] and not fp8.FP8GlobalStateManager.is_mxfp8_available()[0]
 
 
 @pytest.mark.parametrize(("release", "marked"), [("2.12.0", True), ("2.13.0", False)])
@@ -239,6 +241,23 @@ def test_activations_and_a_checkpoint() -> None:
         dropped.sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad * x, dropped)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_fused_adam_counts_its_steps_in_the_group(decoupled: bool) -> None:
+    with cpu_backend(transformer_engine=True):
+        fused_adam = import_module("transformer_engine.pytorch.optimizers").FusedAdam
+        parameter, expected = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+        fused = fused_adam([parameter], weight_decay=0.1, adam_w_mode=decoupled)
+        reference = (torch.optim.AdamW if decoupled else torch.optim.Adam)([expected], weight_decay=0.1)
+        for _ in range(3):
+            parameter.grad = expected.grad = torch.tensor([1.0, -2.0, 0.5])
+            fused.step()
+            reference.step()
+        with pytest.raises(MegatronRLPatchesError, match="FusedAdam \\(master_weights\\)"):
+            fused_adam([parameter], master_weights=True)
+    assert torch.equal(parameter, expected) and parameter[0] != 1
+    assert fused.param_groups[0]["step"] == 3 and fused.state[parameter].keys() == {"exp_avg", "exp_avg_sq"}
 
 
 def test_padding_between_packed_samples_is_zero() -> None:

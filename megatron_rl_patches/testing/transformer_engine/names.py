@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from . import ops, permutation, refusals, version
 from .attention import DotProductAttention
 from .base import TransformerEngineBaseModule, add_to_main_grad, get_dummy_wgrad
@@ -16,6 +18,7 @@ from .distributed import (
 )
 from .linear import GroupedLinear, LayerNormLinear, Linear
 from .norms import LayerNorm, RMSNorm
+from .optimizers import FusedAdam
 from .rope import apply_rotary_pos_emb
 
 
@@ -32,6 +35,8 @@ def modules() -> dict[str, dict[str, Any]]:
     linear = _named(Linear, LayerNormLinear, GroupedLinear, LayerNorm, RMSNorm)
     contexts = "fp8_autocast", "fp8_model_init", "autocast", "quantized_model_init"
     fp8 = _named(refusals.FP8GlobalStateManager) | dict.fromkeys(contexts, refusals.fp8_autocast)
+    formats_checked = ("fp8", "mxfp8", "nvfp4", "fp8_block_scaling")
+    fp8 |= {f"check_{name}_support": refusals.is_available for name in formats_checked}
     quantized = _named(refusals.QuantizedTensor)
     formats = _named(refusals.Format, refusals.Recipe) | refusals.RECIPES
     distributed = _named(
@@ -57,6 +62,7 @@ def modules() -> dict[str, dict[str, Any]]:
         f"{root}.pytorch.distributed": distributed,
         f"{root}.pytorch.float8_tensor": _named(Float8Tensor),
         f"{root}.pytorch.fp8": fp8,
+        f"{root}.pytorch.quantization": fp8,
         f"{root}.pytorch.module": linear,
         f"{root}.pytorch.module.base": _named(TransformerEngineBaseModule, get_dummy_wgrad),
         f"{root}.pytorch.ops": {
@@ -66,6 +72,7 @@ def modules() -> dict[str, dict[str, Any]]:
         f"{root}.pytorch.permutation": {
             name: value for name, value in vars(permutation).items() if name.startswith("moe_")
         },
+        f"{root}.pytorch.optimizers": _named(FusedAdam) | {"FusedSGD": torch.optim.SGD},
         f"{root}.pytorch.router": {f"fused_{name}": refusals.fused_router for name in router},
         f"{root}.pytorch.tensor": quantized,
         # Of apex: with it, Megatron's own layers add gradients of weights to main_grad, too.

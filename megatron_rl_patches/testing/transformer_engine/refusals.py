@@ -23,6 +23,11 @@ def fp8_autocast(enabled: bool = True, **options: Any) -> AbstractContextManager
     return refuse("FP8 (fp8_autocast, fp8_model_init)") if enabled else nullcontext()
 
 
+def is_available() -> tuple[bool, str]:
+    """Answer for every format of low precision."""
+    return False, "the stand-in of TransformerEngine has no FP8"
+
+
 def fused_router(*args: Any, **kwargs: Any) -> NoReturn:
     """Refuse the fused kernels of the router."""
     refuse("fused router (moe_router_fusion)")
@@ -36,8 +41,7 @@ class FP8GlobalStateManager:
     is_fp8_enabled = is_fp8_calibration = with_fp8_parameters = is_first_fp8_module = _no
     fp8_graph_capturing = get_fp8_recipe = get_fp8_group = get_skip_fp8_weight_update_tensor = _nothing
     reset = reduce_and_update_fp8_tensors = set_skip_fp8_weight_update_tensor = _nothing
-    is_fp8_available = staticmethod(lambda: (False, "the stand-in of TransformerEngine has no FP8"))
-    is_mxfp8_available = is_fp8_block_scaling_available = is_fp8_available
+    is_fp8_available = is_mxfp8_available = is_fp8_block_scaling_available = staticmethod(is_available)
 
 
 class QuantizedTensor(torch.Tensor):

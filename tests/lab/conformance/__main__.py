@@ -25,13 +25,20 @@ from tests.lab.conformance.runs import Change
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 if the patches have changed no outcome, and 1 otherwise; usage errors exit with 2."""
     options = _options(arguments)
-    checkout, file, hang_after = options.checkout, options.results, options.hang_after
+    checkout, file, only = options.checkout, options.results, None
+    plugin = [f"--hang-after={options.hang_after}"]
+    if options.transformer_engine:
+        plugin.append("--transformer-engine")
+        without = runs.final_of(options.transformer_engine)
+        only = [result.nodeid for result in without if result.reason == runs.TRANSFORMER_ENGINE]
     changed, differed_once = list[Change](), list[Change]()
-    runs.run_at_smallest(checkout, options.select, ranks=options.ranks, results=file, hang_after=hang_after)
+    runs.run_at_smallest(
+        checkout, options.select, ranks=options.ranks, results=file, only=only, options=plugin
+    )
     for names in options.patches:
-        runs.run_with_patches(checkout, names, results=file, hang_after=hang_after)
+        runs.run_with_patches(checkout, names, results=file, options=plugin)
         differ = runs.changes(file, names)
-        again = runs.repeated_changes(checkout, differ, names, hang_after=hang_after)
+        again = runs.repeated_changes(checkout, differ, names, options=plugin)
         changed += again
         repeated = {change.without.nodeid for change in again}
         differed_once += [change for change in differ if change.without.nodeid not in repeated]
@@ -61,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "ranks": options.ranks,
             "patches": options.patches,
             "seconds": round(sum(one.seconds for one in runs.read_results(file) if not one.patches)),
+            **({} if only is None else {"lacked": len(only)}),
             "tests": len(final),
             "passed": outcomes[runs.PASSED],
             "skipped": outcomes[runs.SKIPPED],
@@ -81,11 +89,18 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--patches", action="append", help="names; may be repeated; empty: none [all]")
     parser.add_argument("--hang-after", type=float, default=60.0, help="seconds until a test is cut off")
     parser.add_argument("--results", type=Path, help="a line per test; a run goes on where it ends")
+    parser.add_argument(
+        "--transformer-engine",
+        type=Path,
+        metavar="RESULTS",
+        help="run with its stand-in what lacks TransformerEngine according to these results of a run before",
+    )
     parser.add_argument("--json", type=Path, help="gets counts, failures and changes")
     options = parser.parse_args(arguments)
     options.select = options.select or ["tests/unit_tests"]
     options.patches = [names for names in options.patches or ["all"] if names]
-    options.results = options.results or Path(f"conformance-{options.checkout.resolve().name}.jsonl")
+    name = options.checkout.resolve().name + "-transformer-engine" * bool(options.transformer_engine)
+    options.results = options.results or Path(f"conformance-{name}.jsonl")
     for names in options.patches:
         if unknown := parse_selection(names)[1]:
             parser.error(registry.unknown_names(unknown))

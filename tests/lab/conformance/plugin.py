@@ -50,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--results", type=Path, default=os.devnull, help="gets a line per test; leave out its tests"
     )
     group.addoption("--only", type=Path, metavar="FILE", help="run only the tests that this file lists")
+    group.addoption("--transformer-engine", action="store_true", help="have its stand-in in place")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -74,7 +75,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)
-    _until_exit.enter_context(cpu_backend())
+    _until_exit.enter_context(cpu_backend(transformer_engine=options.transformer_engine))
     if options.patches:
         import megatron_rl_patches
 
@@ -146,8 +147,14 @@ class _Conductor:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         only: Path | None = self.options.only
-        listed = set(only.read_text().splitlines()) if only else {item.nodeid for item in items}
-        items[:] = [item for item in items if item.nodeid in listed - self._known]
+        listed = set(only.read_text().splitlines() if only else ())
+        items[:] = [
+            item
+            for item in items
+            if item.nodeid not in self._known
+            # Of a file or class that could not be collected without TransformerEngine all tests run.
+            and (not only or listed & {node.nodeid for node in item.listchain()})
+        ]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(
@@ -222,7 +229,12 @@ class _Conductor:
 
     def _judge(self, report: Report, path: Path, message: str, seconds: float = 0.0) -> None:
         """Record a report of a failure or a skip, and make it a skip if the test is not runnable here."""
-        reason = reason_of(message, skipped=report.skipped, ranks=self.options.ranks)
+        reason = reason_of(
+            message,
+            skipped=report.skipped,
+            ranks=self.options.ranks,
+            transformer_engine=self.options.transformer_engine,
+        )
         outcome = NOT_RUNNABLE if reason else SKIPPED if report.skipped else FAILED
         if report.nodeid not in self._known:
             self._record(report.nodeid, outcome, reason, message, seconds)

@@ -68,15 +68,16 @@ def run(
     patches: str = "",
     results: Path,
     only: Collection[str] | None = None,
-    hang_after: float = 60.0,
+    options: Sequence[str] = (),
 ) -> None:
     """Run tests of Megatron-LM at a number of ranks, and append what became of each to a file.
 
     pytest runs in a process of its own, and its output goes to stderr. Tests for which ``results`` has a line
     already, at these ranks and patches, are left out, so a run that was interrupted goes on where it was.
-    ``only`` lists the node ids of all tests that are to run, in place of ``select``.
+    ``only`` lists the node ids of all tests that are to run, or of their files, in place of ``select``.
+    ``options`` are more options of the plugin.
     """
-    options = [f"--ranks={ranks}", f"--patches={patches}", f"--results={results.resolve()}"]
+    options = [*options, f"--ranks={ranks}", f"--patches={patches}", f"--results={results.resolve()}"]
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
         if only is not None:
             select = _files_of(only)
@@ -85,7 +86,7 @@ def run(
             options.append(f"--only={listed}")
         command = [sys.executable, "-m", "pytest", "-p", "conformance.plugin", "-o", "addopts="]
         command += ["-p", "no:cacheprovider", "--tb=short", "-q", f"--rootdir={checkout.resolve()}", *options]
-        command += [f"--hang-after={hang_after}", *select]
+        command += select
         # The patches are those that the caller asks for, and no others.
         variables = {name: value for name, value in os.environ.items() if name != "MEGATRON_RL_PATCHES"}
         # Some tests call ``python3`` and ``python3-config``, to build what Megatron's datasets have in C++.
@@ -105,30 +106,31 @@ def run_at_smallest(
     *,
     ranks: Sequence[int] = (1, 2, 4, 8),
     results: Path,
-    hang_after: float = 60.0,
+    only: Collection[str] | None = None,
+    options: Sequence[str] = (),
 ) -> None:
     """Run each selected test at the first of these numbers of ranks, and at the next ones until it passes.
 
     Only tests that need more ranks or fail run again, unless their message shows that this number of ranks
     does not help either. :func:`final_of` selects one result per test in the end.
     """
-    run(checkout, select, ranks=ranks[0], results=results, hang_after=hang_after)
+    run(checkout, select, ranks=ranks[0], results=results, only=only, options=options)
     for count in ranks[1:]:
         # Messages of tests that lack ranks differ, and some tests fail without such a message.
         unsettled = [one for one in final_of(results) if one.reason == MORE_RANKS or one.outcome == FAILED]
         fewer = [one for one in unsettled if one.ranks < count and count % ranks_needed(one.message) == 0]
         if again := [one.nodeid for one in fewer]:
-            run(checkout, ranks=count, only=again, results=results, hang_after=hang_after)
+            run(checkout, ranks=count, only=again, results=results, options=options)
 
 
-def run_with_patches(checkout: Path, patches: str, *, results: Path, hang_after: float = 60.0) -> None:
+def run_with_patches(checkout: Path, patches: str, *, results: Path, options: Sequence[str] = ()) -> None:
     """Run with patches the tests that could run without them according to ``results``, at as many ranks."""
     by_ranks: dict[int, list[str]] = {}
     for result in final_of(results):
         if result.outcome != NOT_RUNNABLE:
             by_ranks.setdefault(result.ranks, []).append(result.nodeid)
     for count, only in sorted(by_ranks.items()):
-        run(checkout, ranks=count, patches=patches, only=only, results=results, hang_after=hang_after)
+        run(checkout, ranks=count, patches=patches, only=only, results=results, options=options)
 
 
 class Change(NamedTuple):
@@ -156,7 +158,7 @@ def changes(results: Path, patches: str) -> list[Change]:
 
 
 def repeated_changes(
-    checkout: Path, changed: Sequence[Change], patches: str, *, hang_after: float = 60.0
+    checkout: Path, changed: Sequence[Change], patches: str, *, options: Sequence[str] = ()
 ) -> list[Change]:
     """Run the files of tests whose verdict has changed once more, both ways, and return what changes again.
 
@@ -170,7 +172,7 @@ def repeated_changes(
             results = Path(folder, "results")
             for names in ("", patches):
                 files = _files_of(nodeids)
-                run(checkout, files, ranks=count, patches=names, results=results, hang_after=hang_after)
+                run(checkout, files, ranks=count, patches=names, results=results, options=options)
             again += [change for change in changes(results, patches) if change.without.nodeid in nodeids]
     return again
 
@@ -181,7 +183,7 @@ def _files_of(nodeids: Iterable[str]) -> list[str]:
 
 _NEEDED = re.compile(
     r"(?i)not divisible by (?:\w+ size )?\(?(\d+)|world_size=(\d+), but"
-    r"|requires (?:at least )?(\d+) (?:gpus|ranks)"
+    r"|requires (?:at least )?(\d+) (?:gpus|ranks)|, but found (\d+) ranks"
 )
 
 
@@ -203,6 +205,7 @@ _RAISED = {
     MORE_RANKS: (
         r"world.?size \(?\d+\)? is not divisible|not divisible by \w+ size|new group's world size",
         r"over sized with world size|divisible by partial DistOpt shard factor",
+        r"Mesh should not be bigger than default world size|invalid root rank",
         r"Valid ranks are 0 to|assert \d+ <= \d+\n +\+  where \d+ = Utils\.world_size",
     ),
     TRANSFORMER_ENGINE: (
@@ -220,6 +223,7 @@ _RAISED = {
     ),
     CUDA_KERNEL: (
         rf"No module named '({_KERNELS})\b|Mamba ?SSM is not installed|using cudagraphs with RNG",
+        r"CUDA Graphs are not supported|does not support cudagraphs",
         # Without fused norms Megatron uses torch's, which refuses some of their options.
         r"Grouped GEMM is not available|not supported by torch LayerNorm|name 'causal_conv1d",
         r"LayerNorm\.__init__\(\) got an unexpected keyword argument 'config'",
@@ -253,9 +257,23 @@ _SKIPPED = {
 _RANKS_IN_CI = 8
 
 
-def reason_of(message: str, *, skipped: bool = False, ranks: int = 1) -> str:
+# What the stand-in of TransformerEngine refuses or does not have. Tracebacks of other errors have the name of
+# Megatron's file in them.
+_NOT_IN_STAND_IN = (
+    r"[Tt]he stand-in of TransformerEngine has no|(?:TE|TransformerEngine)(?: version)? ?>= ?\d",
+    r"(?:No module named|cannot import name '\w+' from|module) 'transformer_engine",
+    r"(?:\bTE\b|Transformer ?Engine).* not available",
+)
+
+
+def reason_of(
+    message: str, *, skipped: bool = False, ranks: int = 1, transformer_engine: bool = False
+) -> str:
     """Return why a test that raised or skipped with this message cannot run here; "" if that is not known."""
-    for reason, patterns in (_SKIPPED if skipped else _RAISED).items():
+    known = _SKIPPED if skipped else _RAISED
+    if transformer_engine:
+        known = known | {TRANSFORMER_ENGINE: _NOT_IN_STAND_IN}
+    for reason, patterns in known.items():
         if any(re.search(pattern, message) for pattern in patterns):
             return "" if skipped and reason == MORE_RANKS and ranks >= _RANKS_IN_CI else reason
     return ""
