@@ -21,6 +21,8 @@ WANTED_EVERYWHERE = {
     # It does nothing unless a framework above Megatron is patched, and that is judged by itself.
     "inference-only": {
         "get_model": {"megatron.bridge", "megatron.training"},
+        "GPTModelBuilder.build_distributed_models": {"megatron.training"},
+        "HybridModelBuilder.build_distributed_models": {"megatron.training"},
         "load_checkpoint": {"megatron.training"},
         "get_megatron_optimizer": {"megatron.core"},
     },

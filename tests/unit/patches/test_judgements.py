@@ -273,7 +273,15 @@ def router_replay() -> list[Case]:
     router = "megatron.core.transformer.moe.router.TopKRouter.__init__"
     train, clears, replays_none = "train(self.model)", "RoutingReplay.clear_all()", "it replays no routes"
     cleans_up = f"try: {train}\n    finally: {clears}"
+    core = "megatron.core"
+    old, new = f"{core}.ssm.mamba_block.MambaStack", f"{core}.models.hybrid.hybrid_block.HybridStack"
+    re_export = f"from {new.rpartition('.')[0]} import *"
     return [
+        (f"{old}.forward", "self, hidden_states", "return hidden_states", "fits"),
+        # The module that only gives a stack its old name has nothing to patch.
+        (f"{old}.forward", MODULE, re_export, f"{WITHOUT} hidden_states"),
+        (f"{new}.__init__", "self, config", "pass", "fits"),
+        (f"{new}.__init__", "self, transformer_config", "pass", "drifted: it no longer takes config"),
         (slime, "self, rollout_id", f"{train}\n    {clears}", "fits"),
         (slime, "self, rollout_id", cleans_up, "not needed: it clears its routes when it raises"),
         (slime, "self, rollout_id", train, f"not needed: {replays_none}"),
