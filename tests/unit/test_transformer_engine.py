@@ -94,6 +94,10 @@ def test_what_it_does_not_have_is_refused_by_name() -> None:
             import_module("transformer_engine.pytorch.router").fused_moe_aux_loss()
         with pytest.raises(TypeError, match="unknown"):
             te.Linear(2, 2, unknown=True)
+        with pytest.raises(MegatronRLPatchesError, match="FP8"):
+            te.Fp8Padding(2)
+        with pytest.raises(TypeError):
+            te.DotProductAttention(2, 4, window_size=10)
         fp8 = import_module("transformer_engine.pytorch.fp8")
         assert not fp8.check_fp8_support()[0] and not fp8.FP8GlobalStateManager.is_mxfp8_available()[0]
 

@@ -56,6 +56,7 @@ def modules() -> dict[str, dict[str, Any]]:
             **linear,
             **fp8,
             **_named(DotProductAttention, CudaRNGStatesTracker, checkpoint),
+            **dict.fromkeys(("Fp8Padding", "Fp8Unpadding"), refusals.fp8_autocast),
         },
         f"{root}.pytorch.attention": _named(DotProductAttention, apply_rotary_pos_emb),
         f"{root}.pytorch.attention.rope": _named(apply_rotary_pos_emb),
