@@ -34,7 +34,8 @@ def on_ranks(
 
     Args:
         ranks: how many, or a function of parameters of the test that returns it.
-        megatron: run inside ``cpu_backend()``.
+        megatron: run inside ``cpu_backend()``. If the test has a parameter ``layers`` with the value
+            ``"transformer_engine"``, the stand-in of TransformerEngine is in place there.
         timeout: in seconds.
         env: environment variables, which need new interpreters instead of forks.
         sizes: options of ``tiny_model()``; with any of them, Megatron's groups are initialized.
@@ -77,7 +78,8 @@ def _run_test(
     """Run the test in the process of a rank; return why it is skipped, if it is."""
     with ExitStack() as stack:
         if megatron:
-            stack.enter_context(cpu_backend())
+            with_stand_in = arguments.get("layers") == "transformer_engine"
+            stack.enter_context(cpu_backend(transformer_engine=with_stand_in))
         if sizes:
             testing.tiny_model(**sizes).initialize()
         test = getattr(import_module(module), name).__wrapped__

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.frameworks.checkouts import VARIABLES, Checkouts
-from tests.frameworks.packages import TENSORDICT, VERL, Packages
+from tests.frameworks.packages import BRIDGE, TENSORDICT, VERL, Packages
+from tests.frameworks.rollouts import TRANSFORMER_ENGINE
 from tests.recording import installed, ran_on
 
 STAND_INS = Path(__file__).with_name("stand_in")
@@ -18,6 +19,12 @@ STAND_INS = Path(__file__).with_name("stand_in")
 def stand_ins_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks inherit ``sys.path``."""
     monkeypatch.syspath_prepend(str(STAND_INS))
+
+
+def has_transformer_engine(request: pytest.FixtureRequest) -> bool:
+    """Return whether the test has these layers."""
+    callspec = getattr(request.node, "callspec", None)
+    return callspec is not None and callspec.params.get("layers") == TRANSFORMER_ENGINE
 
 
 @pytest.fixture
@@ -43,8 +50,10 @@ def checkouts(request: pytest.FixtureRequest) -> Checkouts:
 
 
 @pytest.fixture
-def paths(framework: str, checkouts: Checkouts) -> list[str]:
+def paths(framework: str, checkouts: Checkouts, request: pytest.FixtureRequest) -> list[str]:
     """The folders to import the framework of the test from."""
+    if framework == "vime" and has_transformer_engine(request):
+        pytest.skip("vime's own command line was not tried")
     return checkouts(framework)
 
 
@@ -61,4 +70,6 @@ def verl(request: pytest.FixtureRequest, packages: Packages, checkouts: Checkout
     else:
         folders = [str(packages.unpacked(VERL))]
         ran_on(request, VERL, installed("megatron-core"))
+    if has_transformer_engine(request):
+        folders.append(str(packages.unpacked(BRIDGE)))
     return folders + [str(packages.unpacked(release)) for release in TENSORDICT]

@@ -19,8 +19,11 @@ from typing import Any
 #: Trackers, inference engines, schedulers of clusters, tokenizers, servers, GPU kernels.
 PACKAGES = (
     "accelerate cloudpickle codetiming datasets fastapi httpx huggingface_hub omegaconf orjson pandas peft "
-    "psutil ray regex sglang six tensordict transformers triton uvicorn wandb yaml"
+    "polars psutil ray regex sglang sglang_router six tensordict tokenizers transformers triton uvicorn "
+    "wandb yaml"
 )
+#: What Megatron-Bridge imports besides.
+OF_BRIDGE = "einops google modelopt tensorboard"
 
 
 class _Stub(ModuleType):
@@ -38,6 +41,10 @@ class _Stub(ModuleType):
 
 class _Anything:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    @staticmethod
+    def add_cli_args(*args: Any, **kwargs: Any) -> None:
+        """Add nothing to a command line: there is no server."""
 
 
 def _nothing(*args: Any, **kwargs: Any) -> Any:

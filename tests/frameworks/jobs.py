@@ -156,8 +156,6 @@ class Job:
 
     def __init__(self, **options: Any) -> None:
         self.options = TinyModel(**options)
-        self.model, self.optimizer = self.options.build()
-        self.config = get_model_config(self.model[0])
         self.batches = Batches()
         self.disk = Disk()
         self.steps = 0
@@ -171,8 +169,8 @@ class Job:
             timing_log_level=2,
             disk=self.disk,
         )
-        self.scheduler = scheduler_for(self.optimizer, self.args)
-        self.state = self.model, self.optimizer, self.scheduler
+        self.state = self.model, self.optimizer, self.scheduler = self._setup()
+        self.config = get_model_config(self.model[0])
         self._set_global_variables()
 
     def train(self, steps: int = 2) -> Any:
@@ -180,6 +178,12 @@ class Job:
         result = self._train(steps)
         self.steps += steps
         return result
+
+    def reset(self) -> None:
+        """Undo what the framework's ``train`` has left, as its users have to without the patch."""
+        self.config.no_sync_func = None
+        for chunk in self.model:
+            chunk.enable_forward_pre_hook()
 
     def resume(self, steps_done: int) -> None:
         """After a call that broke off in step ``steps_done``: give it the batches of that step again."""
@@ -197,6 +201,11 @@ class Job:
     def functions(cls) -> dict[str, tuple[ModuleType, ...]]:
         """Return the modules that hold a function by its name."""
         return dict.fromkeys(cls.patched, tuple(map(importlib.import_module, cls.homes)))
+
+    def _setup(self) -> tuple[Any, Any, Any]:
+        """Build the model, its optimizer and scheduler."""
+        model, optimizer = self.options.build()
+        return model, optimizer, scheduler_for(optimizer, self.args)
 
     def _set_global_variables(self) -> None:
         global_vars.set_global_variables(self.args)
@@ -237,6 +246,11 @@ class MegatronJob(Job):
     @property
     def timers_running(self) -> list[str]:
         return [name for name, timer in global_vars.get_timers()._timers.items() if timer._started]
+
+    def reset(self) -> None:
+        super().reset()
+        for name in self.timers_running:
+            global_vars.get_timers()(name).stop()
 
     def save(self) -> None:
         self.module.save_checkpoint_and_time(self.steps, *self.state, 0.0, checkpointing_context=None)

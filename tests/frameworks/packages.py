@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 VERL = "verl 0.9.1"
+BRIDGE = "megatron-bridge 0.3.1"
 #: What the batches of its engine are made of.
 TENSORDICT = ("tensordict 0.15.3", "pyvers 0.2.3")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_28_aarch64")

@@ -38,15 +38,37 @@ SIZES = {
 
 
 class _RolloutJob(jobs.RolloutJob):
-    """slime, vime and miles: supervised loss on the second half of each sequence."""
+    """slime, vime and miles: supervised loss on the second half of each sequence.
+
+    With ``layers="transformer_engine"`` the framework reads its own command line, which has these layers by
+    default, and builds the model. Its microbatches are packed samples then.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        for chunk in self.model:
-            takes_packed_tokens(chunk.module)
         self.module.save_checkpoint = self.disk.write  # type: ignore[attr-defined]
 
+    @property
+    def samples(self) -> int:
+        """Of a microbatch."""
+        return 1 if self.options.layers == "local" else tiny_gpt.BATCH
+
+    def _setup(self) -> tuple[Any, Any, Any]:
+        if self.options.layers == "local":
+            model, *others = super()._setup()
+            for chunk in model:
+                takes_packed_tokens(chunk.module)
+            return model, *others
+        self.options.initialize()
+        samples = jobs.MICROBATCHES * self.samples * mpu.get_data_parallel_world_size()
+        framework = self.homes[0].partition(".")[0]
+        self.args = parse_arguments(framework, self.options, samples)
+        built: tuple[Any, Any, Any] = self.module.setup_model_and_optimizer(self.args, "actor")
+        return built
+
     def _set_global_variables(self) -> None:
+        if self.options.layers != "local":  # parse_arguments has done it
+            return
         vars(self.args).update(
             SIZES,
             rollout_temperature=1.0,
@@ -83,22 +105,25 @@ class _RolloutJob(jobs.RolloutJob):
         return values
 
     def _rollout(self, steps: int) -> Any:
-        samples = [[number] for number in range(steps * jobs.MICROBATCHES)]
-        return self.module.DataIterator(self._rollout_data(len(samples)), micro_batch_indices=samples)
+        numbers = torch.arange(steps * jobs.MICROBATCHES * self.samples)
+        indices = numbers.view(-1, self.samples).tolist()
+        return self.module.DataIterator(self._rollout_data(len(numbers)), micro_batch_indices=indices)
 
     def _rollout_data(self, samples: int) -> dict[str, Any]:
-        self.batches.seek(self.steps * jobs.MICROBATCHES)
-        response = tiny_gpt.SEQUENCE - PROMPT
-        of_each = {
-            "total_lengths": tiny_gpt.SEQUENCE,
-            "response_lengths": response,
-            "loss_masks": torch.ones(response, dtype=torch.int),
-            "rollout_mask_sums": torch.tensor(float(response)),
-            "advantages": torch.linspace(-1, 1, response),
-            "log_probs": torch.full((response,), -math.log(tiny_gpt.VOCABULARY)),
-        }
+        self.batches.seek(self.steps * jobs.MICROBATCHES * self.samples)
         tokens = [next(self.batches)["tokens"][0] for _ in range(samples)]
-        return {"tokens": tokens, **{name: [value] * samples for name, value in of_each.items()}}
+        # Samples that are packed together differ in length.
+        tokens = [sample[: len(sample) - 3 * (n % self.samples)] for n, sample in enumerate(tokens)]
+        responses = [len(sample) - PROMPT for sample in tokens]
+        return {
+            "tokens": tokens,
+            "total_lengths": list(map(len, tokens)),
+            "response_lengths": responses,
+            "loss_masks": [torch.ones(length, dtype=torch.int) for length in responses],
+            "rollout_mask_sums": [torch.tensor(float(length)) for length in responses],
+            "advantages": [torch.linspace(-1, 1, length) for length in responses],
+            "log_probs": [torch.full((length,), -math.log(tiny_gpt.VOCABULARY)) for length in responses],
+        }
 
 
 class RealSlimeJob(_RolloutJob):
@@ -162,13 +187,87 @@ def set_megatron_arguments(**values: Any) -> Arguments:
         "gtp_weight_remat_size": 1,
     }
     vars(args).update({**of_model, **values})
+    _install(args)
+    return args
+
+
+def _install(args: Any) -> None:
+    """Make these the global arguments."""
     global_vars.unset_global_variables()
     num_microbatches_calculator.destroy_num_microbatches_calculator()
-    batch = args.global_batch_size, args.micro_batch_size
-    num_microbatches_calculator.init_num_microbatches_calculator(
-        torch.distributed.get_rank(), None, *batch, replicas
-    )
+    batch = args.global_batch_size, args.micro_batch_size, mpu.get_data_parallel_world_size()
+    num_microbatches_calculator.init_num_microbatches_calculator(torch.distributed.get_rank(), None, *batch)
     global_vars.set_args(args)
+
+
+def parse_arguments(framework: str, model: TinyModel, global_batch_size: int, **options: Any) -> Any:
+    """Let a framework read and check its own command line; its result becomes the global arguments.
+
+    The command line is that of a model like Qwen3, as in the framework's scripts. It does not name
+    ``--transformer-impl``.
+    """
+    config = model.transformer_config()
+    values = {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "seq_length": model.seq_length,
+        "max_position_embeddings": model.seq_length,
+        "vocab_size": model.vocab_size,
+        "make_vocab_size_divisible_by": 1,
+        "tensor_model_parallel_size": model.tp,
+        "sequence_parallel": model.sequence_parallel,
+        "expert_model_parallel_size": model.ep,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "tokenizer_type": "NullTokenizer",
+        "tokenizer_model": "none",
+        "pretrained_checkpoint": "none",
+        "micro_batch_size": 1,
+        "data_pad_size_multiplier": model.seq_length,
+        "global_batch_size": global_batch_size,
+        "rollout_batch_size": global_batch_size,
+        "n_samples_per_prompt": 1,
+        "num_rollout": jobs.ROLLOUTS,
+        "loss_type": "sft_loss",
+        "lr": 5e-3,
+        "actor_num_nodes": 1,
+        "actor_num_gpus_per_node": torch.distributed.get_world_size(),
+        **options,
+    }
+    if config.num_moe_experts:
+        values |= {
+            "num_experts": config.num_moe_experts,
+            "moe_ffn_hidden_size": config.hidden_size,
+            "moe_router_topk": 2,
+            "moe_aux_loss_coeff": 0.0,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_grouped_gemm": True,
+            "moe_permute_fusion": True,
+            "moe_router_dtype": "fp32",
+        }
+    flags = (
+        *("swiglu", "disable_bias_linear", "qk_layernorm", "untie_embeddings_and_output_weights"),
+        *("overlap_grad_reduce", "overlap_param_gather", "accumulate_allreduce_grads_in_fp32"),
+        *("attention_softmax_in_fp32", "disable_gloo_process_groups", "debug_train_only"),
+    )
+    words = [
+        word
+        for name, value in {**values, **dict.fromkeys(flags, True)}.items()
+        for word in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+        if value is not False
+    ]
+    home = importlib.import_module(f"{framework}.utils.arguments")
+    with (
+        mock.patch.object(sys, "argv", ["train.py", *words]),
+        mock.patch.dict("os.environ", CUDA_DEVICE_MAX_CONNECTIONS="1"),
+        mock.patch.object(home, "sglang_validate_args", lambda args: None),  # of a stub
+    ):
+        args = home.parse_args()
+    args.rank = torch.distributed.get_rank()
+    _install(args)
     return args
 
 
@@ -183,14 +282,27 @@ JOBS: dict[str, Any] = {
 # --- models by role
 
 GLOBAL_BATCH = 4
+#: The distributed optimizer stores no state of the Adam of torch, only of fused ones.
+UNSHARDED = {"use_distributed_optimizer": False, "overlap_param_gather": False}
 
 
-def model_of(framework: str) -> ModuleType:
+def model_of(framework: str, layers: str = "local") -> ModuleType:
     model = importlib.import_module(f"{framework}.backends.megatron_utils.model")
     if framework == "miles":
         loss_jobs.set_parallel_state_of_miles()
-    model.get_model_provider_func = lambda args, role: jobs.provider  # type: ignore[attr-defined]
+    if layers == "local":
+        model.get_model_provider_func = lambda args, role: jobs.provider  # type: ignore[attr-defined]
     return model
+
+
+def role_arguments(framework: str, tiny_model: dict[str, Any], **values: Any) -> Any:
+    """Set global arguments for models of this kind: the framework's own ones if it builds them itself."""
+    options = TinyModel(**tiny_model)
+    if options.layers == "local":
+        return global_arguments(tiny_model=tiny_model, **values)
+    args = parse_arguments(framework, options, GLOBAL_BATCH, **values)
+    vars(args).update(UNSHARDED)
+    return args
 
 
 def global_arguments(**values: Any) -> Arguments:
@@ -206,8 +318,7 @@ def global_arguments(**values: Any) -> Arguments:
         "bf16": True,
         "params_dtype": torch.bfloat16,
         "accumulate_allreduce_grads_in_fp32": True,
-        # The distributed one stores no state of the Adam of torch, only of fused ones.
-        "use_distributed_optimizer": False,
+        **UNSHARDED,
         "overlap_grad_reduce": True,
         "use_dist_ckpt": True,
         "global_batch_size": GLOBAL_BATCH,
@@ -241,8 +352,9 @@ def save(framework: str, folder: str, seed: int, **options: Any) -> str:
     ``options`` are those of the model, whose groups are initialized afterwards.
     """
     process(seed, **options)
-    args = global_arguments(load=folder, save=folder, tiny_model=options)
-    model, optimizer, scheduler = model_of(framework).setup_model_and_optimizer(args, "actor")
+    args = role_arguments(framework, options, load=folder, save=folder, save_interval=1)
+    layers = TinyModel(**options).layers
+    model, optimizer, scheduler = model_of(framework, layers).setup_model_and_optimizer(args, "actor")
     model[0].zero_grad_buffer()
     optimizer.step()  # Adam's moments are there from the first step on
     scheduler.step(increment=jobs.ITERATION * GLOBAL_BATCH)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import count
 from types import ModuleType
 from typing import Any
 from unittest import mock
+
+import pytest
 
 from megatron_rl_patches import apply, revert, status
 from tests.ranks import everywhere
@@ -19,6 +21,18 @@ NO_SYNC = "AssertionError: When overlap_grad_reduce is True, config.no_sync_func
 KEY_ERROR = "KeyError: GPTModel"  # of the handles, for the first module that has none
 TIMER = "AssertionError: timer has already been started"
 FINE = "fine"
+LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
+STAND_IN = "megatron_rl_patches.testing.transformer_engine"
+GROUPED = {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}
+
+
+def with_layers(suite: str, **ranks: int) -> Any:
+    """Run a test of a suite with local layers, and as another suite with TransformerEngine's."""
+    suites = {LOCAL: suite, TRANSFORMER_ENGINE: "TransformerEngine layers"}
+    return pytest.mark.parametrize(
+        "layers",
+        [pytest.param(name, marks=pytest.mark.runs(named, **ranks)) for name, named in suites.items()],
+    )
 
 
 def outcome(call: Callable[..., object], *args: Any) -> str:
@@ -57,8 +71,31 @@ def spoil_forward(chunk: Any, number: int) -> None:
     )
 
 
-def check_rollouts(job_type: Any, framework: str, **options: Any) -> None:
-    """Apply the patch, train and save three times, and revert it.
+def check_layers(model: Sequence[Any], options: Any) -> None:
+    """Check that layers come from the stand-in of TransformerEngine if these were asked for, or else none."""
+    classes = {type(module) for chunk in model for module in chunk.modules()}
+    names = {
+        of.__name__ for of in classes if any(base.__module__.startswith(STAND_IN) for base in of.__mro__)
+    }
+    expected: set[str] = set()
+    if options.layers == TRANSFORMER_ENGINE:
+        expected = {"TELayerNormColumnParallelLinear", "TEDotProductAttention", "TERowParallelLinear"}
+        expected |= GROUPED if options.kind == "moe" else set()
+    assert names - {"LayerNorm", "RMSNorm"} == expected
+
+
+def checksum_of_resets_by_hand(job_type: Any, **options: Any) -> str:
+    """Train three times without patches, resetting by hand what each call leaves behind."""
+    job = job_type(**options)
+    for _ in range(3):
+        job.train(2)
+        job.reset()
+    checksum: str = job.checksum()
+    return checksum
+
+
+def check_rollouts(job_type: Any, framework: str, **options: Any) -> str:
+    """Apply the patch, train and save three times, and revert it; return a checksum of the weights.
 
     ``job_type`` is a class of jobs, and ``options`` are those of its model.
 
@@ -68,6 +105,7 @@ def check_rollouts(job_type: Any, framework: str, **options: Any) -> None:
 
     functions = job_type.functions()
     uninterrupted = job_type(**options)
+    check_layers(uninterrupted.model, uninterrupted.options)
     initial = uninterrupted.checksum()
     uninterrupted.train(6)
     checksum = uninterrupted.checksum()
@@ -113,3 +151,4 @@ def check_rollouts(job_type: Any, framework: str, **options: Any) -> None:
     for name, homes in functions.items():
         assert all(getattr(home, name) is originals[name] for home in homes)
     assert outcome(job.train).startswith(NO_SYNC)
+    return checksum

@@ -14,22 +14,19 @@ import pytest
 
 from megatron_rl_patches import revert
 from tests.frameworks import import_stubs
-from tests.frameworks.packages import Packages
+from tests.frameworks.packages import BRIDGE, Packages
 from tests.frameworks.rollouts import FINE, NO_SYNC, outcome, states_of
 from tests.ranks import on_ranks
 from tests.recording import installed, ran_on
 
 pytestmark = pytest.mark.slow
 
-RELEASE = "megatron-bridge 0.3.1"
-FURTHER = "einops google modelopt tensorboard transformer_engine"
-
 
 @pytest.fixture
 def bridge(packages: Packages, request: pytest.FixtureRequest) -> str:
     """The folder to import it from."""
-    ran_on(request, RELEASE, installed("megatron-core"))
-    return str(packages.unpacked(RELEASE))
+    ran_on(request, BRIDGE, installed("megatron-core"))
+    return str(packages.unpacked(BRIDGE))
 
 
 @pytest.mark.runs("two setups", ranks=1)
@@ -39,7 +36,7 @@ def test_a_second_setup(bridge: str) -> None:
     # Before there are stubs, lest megatron-core should take TransformerEngine for installed.
     from tests.references import tiny_gpt
 
-    import_stubs.install(f"{import_stubs.PACKAGES} {FURTHER}")
+    import_stubs.install(f"{import_stubs.PACKAGES} {import_stubs.OF_BRIDGE} transformer_engine")
     for reached in ("transformer_engine.pytorch.ops", "tensorboard.compat.tf.io.gfile"):
         importlib.import_module(reached)  # it takes these for attributes
     setup = importlib.import_module("megatron.bridge.training.setup")

@@ -13,6 +13,7 @@ import pytest
 from megatron_rl_patches import applied, apply, revert, status
 from megatron_rl_patches.errors import InferenceOnlyError
 from tests.frameworks.import_stubs import prepare
+from tests.frameworks.rollouts import check_layers, with_layers
 from tests.frameworks.test_inference_roles import DDP, TEACHER
 from tests.ranks import everywhere, on_ranks
 from tests.references.live_bytes import reachable_bytes
@@ -22,12 +23,12 @@ pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 of_each = pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
 
 
-@pytest.mark.runs("teacher")
+@with_layers("teacher")
 @pytest.mark.parametrize("ranks", [1, 2])
 @of_each
 @on_ranks(lambda ranks: ranks, timeout=300)
 def test_policy_and_teacher_side_by_side(
-    framework: str, ranks: int, tmp_path: Path, paths: list[str]
+    framework: str, layers: str, ranks: int, tmp_path: Path, paths: list[str]
 ) -> None:
     """Unpatched, the teacher is built for training."""
     prepare(paths)
@@ -36,11 +37,11 @@ def test_policy_and_teacher_side_by_side(
     from tests.references import tiny_gpt
 
     policy, teacher = (
-        real_jobs.save(framework, str(tmp_path / name), seed)
+        real_jobs.save(framework, str(tmp_path / name), seed, layers=layers)
         for seed, name in enumerate(("policy", "teacher"))
     )
-    model, bytes_before = real_jobs.model_of(framework), reachable_bytes()
-    args = real_jobs.global_arguments(load=teacher)
+    model, bytes_before = real_jobs.model_of(framework, layers), reachable_bytes()
+    args = real_jobs.role_arguments(framework, {"layers": layers}, load=teacher)
     [other], *trains, _ = model.initialize_model_and_optimizer(args, TEACHER)
     assert type(other).__name__ == DDP and None not in trains
     # bfloat16 weights; float32 gradients, main parameters and two moments.
@@ -49,7 +50,7 @@ def test_policy_and_teacher_side_by_side(
     apply("inference-only", "scheduler-resume")
     states = {site.state for site in status() if site.framework == framework}
     assert states <= {"applied", "not needed"}
-    args = real_jobs.global_arguments(load=policy)
+    args = real_jobs.role_arguments(framework, {"layers": layers}, load=policy)
     *state, iteration = model.initialize_model_and_optimizer(args, "actor")
     assert (iteration, state[2].num_steps) == (7, 7 * 4)
     weights = tiny_gpt.checksum(state[0], state[1])
@@ -65,25 +66,28 @@ def test_policy_and_teacher_side_by_side(
         model.train(**arguments)
 
 
-@pytest.mark.runs("MoE teacher", ranks=2)
+@with_layers("MoE teacher", ranks=2)
 @of_each
 @on_ranks(2, timeout=300)
-def test_a_mixture_of_experts_as_teacher(framework: str, tmp_path: Path, paths: list[str]) -> None:
+def test_a_mixture_of_experts_as_teacher(
+    framework: str, layers: str, tmp_path: Path, paths: list[str]
+) -> None:
     prepare(paths)
     from tests.frameworks import real_jobs
     from tests.frameworks.jobs import build_teacher, has_weights
     from tests.references import tiny_gpt
 
-    experts = {"kind": "moe", "ep": 2}
+    experts = {"kind": "moe", "ep": 2, "layers": layers}
     teacher = real_jobs.save(framework, str(tmp_path), 1, **experts)
-    model = real_jobs.model_of(framework)
+    model = real_jobs.model_of(framework, layers)
     apply("inference-only")
-    args = real_jobs.global_arguments(load=teacher, tiny_model=experts)
+    args = real_jobs.role_arguments(framework, experts, load=teacher)
     [policy], *_ = model.initialize_model_and_optimizer(args, "actor")
     chunk = build_teacher(model.initialize_model_and_optimizer, args, TEACHER)
     assert has_weights(chunk, policy.state_dict())
-    weights = {n: v for n, v in chunk.state_dict().items() if n.endswith("experts.0.linear_fc1.weight")}
-    assert len(weights) == tiny_gpt.LAYERS
+    check_layers([chunk], tiny_gpt.TinyModel(**experts))
+    weights = {n: v for n, v in chunk.state_dict().items() if ".experts." in n and "fc1.weight" in n}
+    assert len(weights) == 2 * tiny_gpt.LAYERS
     # Each rank has its own half of the experts.
     assert len(set(everywhere(str([weight.tolist() for weight in weights.values()])))) == 2
 

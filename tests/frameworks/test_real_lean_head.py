@@ -17,7 +17,7 @@ import torch
 
 from megatron_rl_patches import applied
 from tests.frameworks.import_stubs import job_of, prepare
-from tests.frameworks.rollouts import results_of
+from tests.frameworks.rollouts import LOCAL, results_of, with_layers
 from tests.ranks import on_ranks
 from tests.references.live_bytes import live_bytes, reachable_bytes
 
@@ -27,15 +27,17 @@ TOKENS, VOCABULARY = 1600, 32768
 WAYS = {"unpatched": (), "lean-loss": ("lean-loss",), "lean-head": ("lean-loss", "lean-head")}
 
 
-@pytest.mark.runs("lean-head")
+@with_layers("lean-head")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
 @on_ranks(lambda ranks: ranks, timeout=300)
-def test_training_never_makes_the_logits(framework: str, ranks: int, paths: list[str]) -> None:
+def test_training_never_makes_the_logits(framework: str, layers: str, ranks: int, paths: list[str]) -> None:
     prepare(paths)
     from tests.references import tiny_gpt
 
-    tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = VOCABULARY, TOKENS
+    # Two samples are packed where the layers can do that.
+    length = TOKENS if layers == LOCAL else TOKENS // 2
+    tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = VOCABULARY, length
     tiny_gpt.LAYERS = tiny_gpt.HEADS = 1  # without a kernel, attention takes tokens × tokens for each
     job_type = job_of(framework, [])
     one = {"num_layers": 1, "num_attention_heads": 1}
@@ -45,7 +47,7 @@ def test_training_never_makes_the_logits(framework: str, ranks: int, paths: list
         before = reachable_bytes()
         log = logging.getLogger("megatron_rl_patches")
         with applied("reentrant-train", *patches), mock.patch.object(log, "warning") as warning:
-            job = job_type(vocab_size=VOCABULARY, seq_length=TOKENS, config=one)
+            job = job_type(layers=layers, vocab_size=VOCABULARY, seq_length=length, config=one)
             job.use_policy_loss()
             parameters = sum(p.numel() * p.element_size() for p in job.model[0].parameters())
             built = reachable_bytes() - before - parameters
@@ -59,12 +61,14 @@ def test_training_never_makes_the_logits(framework: str, ranks: int, paths: list
 
     runs = {name: run(patches) for name, patches in WAYS.items()}
     for name, (_, values) in runs.items():
-        # Unpatched, gradients may be rounded to bfloat16: see test_real_lean_loss.py.
-        tolerance = 4e-3 if name == "unpatched" else 1e-4
+        # Unpatched, gradients may be rounded to bfloat16: see test_real_lean_loss.py. The parameters of the
+        # frameworks' own models are, and have copies in float32.
+        tolerance = 4e-3 if name == "unpatched" or layers != LOCAL else 1e-4
         torch.testing.assert_close(values, runs["lean-loss"][1], rtol=tolerance, atol=tolerance)
     peaks = {name: round(peak, 2) for name, (peak, _) in runs.items()}
     print(f"{framework}, peak beyond the parameters, in float32 logits: {peaks}")
-    assert peaks["lean-head"] < 0.55 < 2 < peaks["lean-loss"] < peaks["unpatched"]
+    most = 0.55 if layers == LOCAL else 0.75
+    assert peaks["lean-head"] < most < 2 < peaks["lean-loss"] < peaks["unpatched"]
 
 
 @pytest.mark.runs("multi-token prediction", ranks=1)

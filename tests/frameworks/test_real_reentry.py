@@ -19,7 +19,16 @@ from megatron_rl_patches import applied
 from megatron_rl_patches.reentry import training_warnings
 from tests.frameworks import rollouts
 from tests.frameworks.import_stubs import job_of
-from tests.frameworks.rollouts import FINE, KEY_ERROR, NO_SYNC, TIMER, check_rollouts, outcome
+from tests.frameworks.rollouts import (
+    FINE,
+    KEY_ERROR,
+    NO_SYNC,
+    TIMER,
+    TRANSFORMER_ENGINE,
+    check_rollouts,
+    outcome,
+    with_layers,
+)
 from tests.ranks import on_ranks
 
 pytestmark = [
@@ -43,18 +52,25 @@ def test_unpatched_frameworks_fail_as_reported(framework: str, paths: list[str])
     assert outcome(job.save) in ((KEY_ERROR, FINE) if is_megatron else (KEY_ERROR,))  # fine from 0.16 on
 
 
-@pytest.mark.runs("rollouts")
+@with_layers("rollouts")
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks(lambda ranks: ranks, timeout=300)
-def test_rollouts_with_saves_between(framework: str, ranks: int, paths: list[str]) -> None:
-    check_rollouts(job_of(framework, paths), framework)
+def test_rollouts_with_saves_between(framework: str, layers: str, ranks: int, paths: list[str]) -> None:
+    """With layers of TransformerEngine, two ranks divide each layer and the tokens of a sequence."""
+    divided = {"tp": ranks, "sequence_parallel": ranks > 1} if layers == TRANSFORMER_ENGINE else {}
+    _check_rollouts(job_of(framework, paths), framework, layers=layers, **divided)
 
 
-@pytest.mark.runs("MoE", ranks=2)
+@with_layers("MoE", ranks=2)
 @on_ranks(2, timeout=300)
-def test_rollouts_of_a_mixture_of_experts(framework: str, paths: list[str]) -> None:
+def test_rollouts_of_a_mixture_of_experts(framework: str, layers: str, paths: list[str]) -> None:
     """Each rank has half of the experts, and both overlaps have bucket groups for them."""
-    check_rollouts(job_of(framework, paths), framework, kind="moe", ep=2)
+    _check_rollouts(job_of(framework, paths), framework, layers=layers, kind="moe", ep=2)
+
+
+def _check_rollouts(job_type: Any, framework: str, **options: Any) -> None:
+    by_hand = rollouts.checksum_of_resets_by_hand(job_type, **options)
+    assert check_rollouts(job_type, framework, **options) == by_hand
 
 
 @on_ranks(1, timeout=300)

@@ -15,7 +15,7 @@ import torch
 from megatron_rl_patches import Settings, applied, apply, revert
 from megatron_rl_patches.reentry import training_warnings
 from tests.frameworks.import_stubs import prepare
-from tests.frameworks.rollouts import NO_SYNC, outcome, spoil_forward, states_of
+from tests.frameworks.rollouts import NO_SYNC, outcome, spoil_forward, states_of, with_layers
 from tests.frameworks.test_lean_loss import PATCH
 from tests.frameworks.test_real_lean_head import WAYS
 from tests.ranks import on_ranks
@@ -174,27 +174,45 @@ def largest_tensors(**options: Any) -> dict[str, int]:
     return largest
 
 
-@pytest.mark.runs("lean-head")
+def check_rollouts(**options: Any) -> None:
+    """Check that three rollouts end at the same weights with patches and without, bit for bit."""
+    from tests.frameworks.verl_jobs import EngineJob
+
+    def weights() -> list[torch.Tensor]:
+        job = EngineJob(**options)
+        for _ in range(3):
+            job.train()
+        return [parameter.detach() for chunk in job.engine.module for parameter in chunk.parameters()]
+
+    unpatched = weights()
+    with applied("reentrant-train", "finite-step"):
+        assert all(map(torch.equal, weights(), unpatched))
+
+
+@with_layers("lean-head")
 @with_each_tp
 @on_ranks(lambda ranks: ranks, timeout=300)
-def test_its_engine_never_makes_the_logits(verl: list[str], ranks: int) -> None:
+def test_its_engine_never_makes_the_logits(verl: list[str], layers: str, ranks: int) -> None:
     prepare(verl)
     from tests.references import tiny_gpt
 
     # With these sizes the logits have more than twice the elements of any other tensor.
     tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = 2048, 256
     small = {"num_layers": 1, "num_attention_heads": 2}
-    largest = largest_tensors(tp=ranks, vocab_size=2048, seq_length=256, config=small)
+    options = {"layers": layers, "tp": ranks, "vocab_size": 2048, "seq_length": 256, "config": small}
+    check_rollouts(**options)
+    largest = largest_tensors(**options)
     logits = tiny_gpt.SEQUENCE * tiny_gpt.VOCABULARY // ranks
     assert largest.pop("lean-head") < logits / 2 and min(largest.values()) >= logits
 
 
-@pytest.mark.runs("MoE", ranks=2)
+@with_layers("MoE", ranks=2)
 @on_ranks(2, timeout=300)
-def test_its_engine_trains_a_mixture_of_experts(verl: list[str]) -> None:
+def test_its_engine_trains_a_mixture_of_experts(verl: list[str], layers: str) -> None:
     """Each rank has half of the experts; losses, gradient norms and scores are those without patches."""
     prepare(verl)
-    largest_tensors(kind="moe", ep=2)
+    check_rollouts(layers=layers, kind="moe", ep=2)
+    largest_tensors(layers=layers, kind="moe", ep=2)
 
 
 @on_ranks(1, timeout=300)

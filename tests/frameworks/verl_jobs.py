@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
+import sys
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,9 @@ from torch import Tensor
 
 from megatron_rl_patches.frameworks import verl_distillation
 from megatron_rl_patches.testing import TinyModel
-from tests.frameworks import loss_jobs
+from tests.frameworks import import_stubs, loss_jobs
 from tests.frameworks.loss_jobs import Arguments, columns_of_rank, describe
+from tests.frameworks.rollouts import check_layers
 from tests.references import tiny_gpt
 from tests.references.dense import dense_log_probs_and_entropy
 
@@ -43,6 +45,71 @@ def make_engine(model: list[Any], **config: Any) -> Any:
         tokenizer=SimpleNamespace(pad_token_id=0),
     )
     return engine
+
+
+def own_engine(options: TinyModel, **config: Any) -> Any:
+    """Return an engine that has built its model with Megatron-Bridge; the layers are TransformerEngine's.
+
+    The model is like Qwen3. There are no weights to load.
+    """
+    if "megatron.bridge" not in sys.modules:
+        import_stubs.install(f"{import_stubs.PACKAGES} {import_stubs.OF_BRIDGE}")
+        importlib.import_module("tensorboard.compat.tf.io.gfile")  # it takes this for an attribute
+    providers = importlib.import_module("megatron.bridge.models.qwen.qwen_provider")
+    of_model, experts = options.transformer_config(), dict[str, Any]()
+    hidden, heads = of_model.hidden_size, of_model.num_attention_heads
+    if of_model.num_moe_experts:
+        experts = {
+            "num_moe_experts": of_model.num_moe_experts,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": hidden,
+        }
+    provider = getattr(providers, "Qwen3MoEModelProvider" if experts else "Qwen3ModelProvider")(
+        num_layers=of_model.num_layers,
+        hidden_size=hidden,
+        ffn_hidden_size=2 * hidden,
+        num_attention_heads=heads,
+        num_query_groups=heads,
+        kv_channels=hidden // heads,
+        vocab_size=options.vocab_size,
+        seq_length=options.seq_length,
+        **experts,
+    )
+    configs = importlib.import_module("verl.workers.config")
+    engine = object.__new__(importlib.import_module(VERL_ENGINE).MegatronEngineWithLMHead)
+    engine.engine_config = configs.McoreEngineConfig(
+        override_ddp_config={"overlap_grad_reduce": options.overlap_grad_reduce},
+        expert_model_parallel_size=options.ep,
+        **config,
+    )
+    if not options.bf16:  # which its constructor asks for
+        object.__setattr__(engine.engine_config, "dtype", "float32")
+    engine.optimizer_config = configs.McoreOptimizerConfig(lr=options.lr)
+    engine.enable_routing_replay = engine._qat_enabled = False
+    engine.model_config = _ModelConfig(
+        model_type="language_model",
+        mtp=Arguments(),
+        lora={},
+        hf_config=SimpleNamespace(architectures=["GPT"], model_type="qwen3", hidden_size=hidden),
+        tokenizer=SimpleNamespace(pad_token_id=0),
+    )
+    options.initialize()
+    parallel_state.destroy_model_parallel()
+    engine._init_device_mesh()
+    bridge = SimpleNamespace(
+        to_megatron_provider=lambda load_weights: provider, load_hf_weights=lambda *args, **kwargs: None
+    )
+    auto_bridge = SimpleNamespace(from_hf_pretrained=lambda *args, **kwargs: bridge)
+    with mock.patch.object(importlib.import_module("verl.models.mcore.bridge"), "AutoBridge", auto_bridge):
+        engine._build_tf_config()
+        engine.module = engine._build_megatron_module()
+    engine.optimizer = engine._build_optimizer()
+    return engine
+
+
+class _ModelConfig(Arguments):
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name)
 
 
 def process_logits(engine: Any, logits: Tensor, labels: Tensor, temperature: Tensor, **ways: Any) -> Any:
@@ -98,20 +165,26 @@ class EngineJob:
 
     def __init__(self, packed: bool = True, **sizes: Any) -> None:
         self.module = importlib.import_module(VERL_ENGINE)
-        model, optimizer = TinyModel(**sizes, overlap_param_gather=False).build()
-        utils = importlib.import_module("verl.utils.megatron_utils")
-        utils.register_megatron_training_hooks(model, optimizer)
-        for chunk in model:
-            loss_jobs.takes_packed_tokens(chunk.module)
-        self.engine = make_engine(
-            model,
-            tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-            use_remove_padding=packed,
-            use_dynamic_bsz=False,
-            micro_batch_size_per_gpu=1,
-            infer_micro_batch_size_per_gpu=1,
-        )
-        self.engine.optimizer, self.batches = optimizer, tiny_gpt.SyntheticData()
+        options = TinyModel(**sizes, overlap_param_gather=False)
+        config: dict[str, Any] = {
+            "tensor_model_parallel_size": options.tp,
+            "use_remove_padding": packed,
+            "use_dynamic_bsz": False,
+            "micro_batch_size_per_gpu": 1,
+            "infer_micro_batch_size_per_gpu": 1,
+        }
+        if options.layers == "transformer_engine":
+            self.engine = own_engine(options, **config)
+        else:
+            model, optimizer = options.build()
+            utils = importlib.import_module("verl.utils.megatron_utils")
+            utils.register_megatron_training_hooks(model, optimizer)
+            for chunk in model:
+                loss_jobs.takes_packed_tokens(chunk.module)
+            self.engine = make_engine(model, **config)
+            self.engine.optimizer = optimizer
+        check_layers(self.engine.module, options)
+        self.batches = tiny_gpt.SyntheticData()
         ppo_loss = importlib.import_module("verl.workers.utils.losses").ppo_loss
         self.loss = partial(ppo_loss, actor_config(entropy_coeff=0.1))
 
