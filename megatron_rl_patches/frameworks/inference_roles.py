@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,13 +100,9 @@ def initialize_model_and_optimizer(call: Call) -> Any:
     framework_args, role = call["args"], call["role"]
     if role not in call.options.inference_roles:
         return call()
-    options = vars(framework_args)
-    restored = {_NO_OPTIMIZER: options[_NO_OPTIMIZER]} if _NO_OPTIMIZER in options else {}
-    with (
-        replaced(framework_args, **restored),
-        preserved_rng(),
-        inference_role(role, framework_args) as current,
-    ):
+    options = {name: value for name, value in vars(framework_args).items() if name == _NO_OPTIMIZER}
+    role_scope = inference_role(role, framework_args)
+    with replaced(framework_args, **options), preserved_rng(), role_scope as current:
         model, optimizer, scheduler, iteration = call()
     if not current.ddp_skipped:
         _BUILT_FOR_TRAINING.log(role=role, reason=current.reason_skipped)
@@ -144,9 +140,7 @@ def set_up_reference_state(call: Call) -> Any:
 
 def set_up_policy(call: Call) -> Any:
     """Run NeMo-RL's ``setup_model_and_optimizer``, without DDP where it makes no optimizer."""
-    if call["load_optimizer"]:
-        return call()
-    with inference_role("policy without optimizer"):
+    with nullcontext() if call["load_optimizer"] else inference_role("policy without optimizer"):
         return call()
 
 

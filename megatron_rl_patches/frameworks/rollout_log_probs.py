@@ -35,10 +35,8 @@ _MASKS = ("rollout_top_p_token_ids", "rollout_sampling_mask_ids")
 def check_rollout(data_iterator: Any) -> None:
     """Report, once per process, rollouts that are not sampled from the policy that is trained.
 
-    slime, vime and miles have the engine's and Megatron's log-probs in the data of a rollout if they compute
-    these before training. With one step per rollout they take those of the loss, and need none with
-    ``--use-rollout-logprobs``: then none are compared here, and slime's own metric
-    ``train_rollout_logprob_abs_diff`` tells. verl has a metric, too.
+    slime, vime and miles have the engine's and Megatron's log-probs in the data of a rollout only if they
+    compute these before training. Without them, slime's metric ``train_rollout_logprob_abs_diff`` tells.
 
     Args:
         data_iterator: what ``train()`` of a framework takes under this name: iterators, each with its

@@ -61,12 +61,9 @@ def loss_function(call: Call) -> Any:
 def get_log_probs_and_entropy(call: Call) -> Any:
     """Score all responses at once, or let the framework's function do what it does."""
     framework_args = call["args"]
+    loss, entropy_coef = (getattr(framework_args, name, None) for name in ("loss_type", "entropy_coef"))
     # A custom loss may well use the entropy whatever this coefficient is.
-    is_metric = (
-        getattr(framework_args, "loss_type", None) == "policy_loss"
-        and getattr(framework_args, "entropy_coef", None) == 0
-    )
-    with scoring_context.enter(ScoringContext(not is_metric)):
+    with scoring_context.enter(ScoringContext(loss != "policy_loss" or entropy_coef != 0)):
         if (backend := getattr(framework_args, "log_probs_backend", None)) not in (None, "torch"):
             own_options["get_log_probs_and_entropy"] = f"not needed with --log-probs-backend {backend}"
             return call(logits=dense(call["logits"]))

@@ -140,10 +140,13 @@ def _counts_the_tail(target: TargetSource) -> str | None:
     return "verl counts the tail itself" if any("tail" in name for name in names) else None
 
 
-for _function, _adapter in (
-    ("get_distillation_loss_settings", "settings_of"),
-    ("get_distillation_loss_fn", "loss_of"),
-):
+def _distills_nothing(target: TargetSource) -> str | None:
+    distills = target.mentions("distillation_ppo_loss", in_module=True)
+    return None if distills else "its workers have no distillation"
+
+
+_REGISTRY = (("get_distillation_loss_settings", "settings_of"), ("get_distillation_loss_fn", "loss_of"))
+for _function, _adapter in _REGISTRY:
     patch.wrap(
         "verl.trainer.distillation.losses",
         _function,
@@ -167,11 +170,7 @@ patch.wrap(
     ".frameworks.verl_distillation:train",
     parameters=("data",),
     requires_names=("train_batch",),
-    skip_if=lambda target: (
-        None
-        if target.mentions("distillation_ppo_loss", in_module=True)
-        else "its workers have no distillation"
-    ),
+    skip_if=_distills_nothing,
     optional_module=True,
     helps=("compute_forward_kl_topk",),
 )

@@ -33,7 +33,6 @@ from ..frameworks import WITH_MEGATRON_UTILS
 
 _OPTIMIZERS = ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
 _NORMS = ("grad_norm", "total_norm", "norm")
-_VERL_ENGINE = "verl.workers.engine.megatron.transformer_impl"
 _NEMO_RL = "nemo_rl.models.policy.workers.megatron_policy_worker"
 _NEMO_RL_VALUES = "nemo_rl.models.value.workers.megatron_value_worker"
 
@@ -117,22 +116,15 @@ patch.wrap(
     parameters=("optimizer", "opt_param_scheduler"),
     skip_if=_does_not_assert_success,
 )
-patch.wrap(
-    _VERL_ENGINE,
-    "MegatronEngine.optimizer_step",
-    ".frameworks.skipped_steps:verl_optimizer_step",
-    requires_names=("optimizer",),
-    skip_if=_does_not_raise,
-    optional_module=True,
-)
-patch.wrap(
-    _VERL_ENGINE,
-    "MegatronEngine.lr_scheduler_step",
-    ".frameworks.skipped_steps:verl_lr_scheduler_step",
-    requires_names=("lr_scheduler",),
-    skip_if=_does_not_advance,
-    optional_module=True,
-)
+for _stepped, _skip_if in (("optimizer", _does_not_raise), ("lr_scheduler", _does_not_advance)):
+    patch.wrap(
+        "verl.workers.engine.megatron.transformer_impl",
+        f"MegatronEngine.{_stepped}_step",
+        f".frameworks.skipped_steps:verl_{_stepped}_step",
+        requires_names=(_stepped,),
+        skip_if=_skip_if,
+        optional_module=True,
+    )
 for _module, _method in (
     (_NEMO_RL, "MegatronPolicyWorkerImpl.train"),
     (_NEMO_RL, "MegatronPolicyWorkerImpl._finish_train_step_body"),

@@ -122,21 +122,15 @@ patch.wrap(
     parameters=("logits", "labels"),
     requires_names=("vocab_parallel_cross_entropy",),
 )
-patch.wrap(
-    _VERL,
-    "vocab_parallel_entropy",
-    ".frameworks.verl_losses:vocab_parallel_entropy",
-    parameters=("vocab_parallel_logits",),
-    requires_names=("_VocabParallelEntropy",),
-)
-patch.wrap(
-    _VERL,
-    "vocab_parallel_entropy_with_chunking",
-    ".frameworks.verl_losses:vocab_parallel_entropy_with_chunking",
-    parameters=("vocab_parallel_logits",),
-    requires_names=("_VocabParallelEntropy",),
-    introduced_with="vocab_parallel_entropy_with_chunking",
-)
+for _qualname in ("vocab_parallel_entropy", "vocab_parallel_entropy_with_chunking"):
+    patch.wrap(
+        _VERL,
+        _qualname,
+        f".frameworks.verl_losses:{_qualname}",
+        parameters=("vocab_parallel_logits",),
+        requires_names=("_VocabParallelEntropy",),
+        introduced_with=_qualname if "chunking" in _qualname else "",
+    )
 patch.wrap(
     "verl.workers.engine.megatron.transformer_impl",
     "MegatronEngineWithLMHead._lm_head_logits_processor",

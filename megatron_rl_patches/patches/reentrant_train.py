@@ -4,7 +4,6 @@
 framework      function                                      what is around it          left alone when
 =============  ============================================  =========================  ==================
 megatron-core  ``disable_forward_pre_hook``, ``enable_...``  any order and number       upstream allows it
-megatron-core  ``forward_step``                              counts tokens to warn
 slime, miles   ``train``                                     ``TrainGuard``             it is re-entrant
 slime, miles   ``save``                                      hooks as before            it restores hooks
 Megatron-LM    ``train``                                     ``TrainGuard``             it is re-entrant
