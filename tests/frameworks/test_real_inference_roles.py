@@ -77,7 +77,7 @@ def test_a_mixture_of_experts_as_teacher(
     from tests.frameworks.jobs import build_teacher, has_weights
     from tests.references import tiny_gpt
 
-    experts = {"kind": "moe", "ep": 2, "layers": layers}
+    experts: dict[str, Any] = {"kind": "moe", "ep": 2, "layers": layers}
     teacher = real_jobs.save(framework, str(tmp_path), 1, **experts)
     model = real_jobs.model_of(framework, layers)
     apply("inference-only")
