@@ -27,7 +27,9 @@ OF_OTHERS = {
     *("AutoBridge", "ChainedOptimizer", "DistributedDataParallel", "FileSystemWriter", "ModelConfig"),
     *(
         "HybridModel",
+        "HybridStack",
         "MambaModel",
+        "MambaStack",
         "ProcessPoolExecutor",
         "SimpleNamespace",
         "TransformerBlock",

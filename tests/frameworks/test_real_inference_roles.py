@@ -130,7 +130,7 @@ def test_a_role_that_a_model_builder_of_megatron_builds(framework: str, kind: st
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.enums import ModelType
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training import training
+    from megatron.training import global_vars, training
 
     from megatron_rl_patches.frameworks.inference_roles import NullOptimizer, freeze_role, inference_role
     from megatron_rl_patches.testing import TinyModel
@@ -175,6 +175,7 @@ def test_a_role_that_a_model_builder_of_megatron_builds(framework: str, kind: st
 
     # Megatron-LM's own set-up passes wrap_with_ddp: its option leaves out what only training needs.
     args.skip_train = True
+    global_vars._set_timers(args)
     settings = mock.Mock(model=config, ddp=ddp)
     settings.profiling.record_memory_history = settings.dist.use_megatron_fsdp = False
     settings.dist.use_torch_fsdp2 = False
