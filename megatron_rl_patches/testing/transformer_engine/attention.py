@@ -108,10 +108,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         super().__init__()
         if unknown := _without_kernels(of_kernels):
             raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
-        self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
         self.window_size = window_size and (*window_size,)  # an integer is an error, as in the real one
-        self._dropout, self._tracker = attention_dropout, get_rng_state_tracker
-        self._return_max_logit = return_max_logit
+        self.attn_mask_type, self._return_max_logit = attn_mask_type, return_max_logit
+        self.qkv_format, self._tracker, self._dropout = qkv_format, get_rng_state_tracker, attention_dropout
         self.tp_size = tp_size if tp_group is None else tp_group.size()
         self.set_tensor_parallel_group(tp_group)
         channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
