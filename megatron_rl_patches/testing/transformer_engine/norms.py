@@ -11,12 +11,12 @@ from .base import ResettableModule
 
 
 def normalized(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
-    """Return the norm in the type of ``x``: of the root mean square where there is no bias."""
-    y = x.float()
+    """Return the norm in the type of ``weight``: of the root mean square where there is no bias."""
+    y = x.to(weight.dtype).float()
     if bias is not None:
         y = y - y.mean(-1, keepdim=True)
     y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt() * (weight.float() + float(zero_centered))
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    return (y if bias is None else y + bias.float()).to(weight.dtype)
 
 
 def scale_init(zero_centered: bool) -> Any:
