@@ -98,6 +98,7 @@ def test_what_it_does_not_have_is_refused_by_name() -> None:
             te.Fp8Padding(2)
         with pytest.raises(TypeError):
             te.DotProductAttention(2, 4, window_size=10)
+        assert te.DotProductAttention(2, 4).window_size == (-1, 0)
         fp8 = import_module("transformer_engine.pytorch.fp8")
         assert not fp8.check_fp8_support()[0] and not fp8.FP8GlobalStateManager.is_mxfp8_available()[0]
 

@@ -108,7 +108,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         super().__init__()
         if unknown := _without_kernels(of_kernels):
             raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
-        self.window_size = window_size and (*window_size,)  # an integer is an error, as in the real one
+        self.window_size = (*window_size,) if window_size else (-1, 0 if "causal" in attn_mask_type else -1)
         self.attn_mask_type, self._return_max_logit = attn_mask_type, return_max_logit
         self.qkv_format, self._tracker, self._dropout = qkv_format, get_rng_state_tracker, attention_dropout
         self.tp_size = tp_size if tp_group is None else tp_group.size()
@@ -236,6 +236,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         left, right = batch.window_size or (-1, -1)
         if "causal" in batch.attn_mask_type:
             right = 0
+        elif (left, right) == (-1, 0):  # the window of a causal mask
+            right = -1
         ahead_st = k_t[None] - q_s[:, None]
         if "bottom_right" in batch.attn_mask_type:
             ahead_st = ahead_st - (k_length - q_length)
