@@ -114,7 +114,8 @@ def test_what_parameters_carry(release: str, marked: bool) -> None:
         fused = te.LayerNormLinear(4, 6, parallel_mode="column", sequence_parallel=True)
         assert _marks(fused.layer_norm_weight) == (None, None, None, False)  # on one rank
         assert _marks(te.RMSNorm(4, sequence_parallel=True).weight) == (None, None, None, True)
-        assert te.RMSNorm(4, params_dtype=torch.bfloat16)(torch.ones(2, 4)).dtype == torch.bfloat16
+        for name in ("dtype", "params_dtype"):
+            assert te.RMSNorm(4, **{name: torch.bfloat16})(torch.ones(2, 4)).dtype == torch.bfloat16
         grouped = te.GroupedLinear(2, 4, 6, bias=False)
         expected = (True, 0, 1, None) if marked else (None,) * 4
         assert _marks(grouped.weight0) == _marks(grouped.weight1) == expected

@@ -34,8 +34,9 @@ class _Norm(ResettableModule):
         zero_centered_gamma: bool = False,
         device: Any = "cuda",
         hidden_size: int | None = None,  # as the first one was called
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(params_dtype, device)
+        super().__init__(params_dtype or dtype, device)
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.sequence_parallel = sequence_parallel
         size: Any = hidden_size if normalized_shape is None else normalized_shape

@@ -260,7 +260,7 @@ _RANKS_IN_CI = 8
 # What the stand-in of TransformerEngine refuses or does not have. Tracebacks of other errors have the name of
 # Megatron's file in them.
 _NOT_IN_STAND_IN = (
-    r"[Tt]he stand-in of TransformerEngine has no|(?:TE|TransformerEngine)(?: version)? ?>= ?\d",
+    r"[Tt]he stand-in of TransformerEngine has no|(?:TE|Transformer ?Engine)(?: version| to)? ?>= ?\d",
     r"(?:No module named|cannot import name '\w+' from|module) 'transformer_engine",
     r"(?:\bTE\b|Transformer ?Engine).* not available",
 )
