@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     final = runs.final_of(file)
     outcomes = Counter(result.outcome for result in final)
     reasons = Counter(result.reason for result in final if result.reason)
+    runnable = len(final) - outcomes[runs.NOT_RUNNABLE]
     failed = [result for result in final if result.outcome in (runs.FAILED, runs.HANGS)]
 
     print(f"{len(final)} tests, {outcomes[runs.PASSED]} passed, {outcomes[runs.SKIPPED]} skipped")
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "ranks": options.ranks,
             "patches": options.patches,
             "seconds": round(sum(one.seconds for one in runs.read_results(file) if not one.patches)),
-            **({} if only is None else {"lacked": len(only)}),
+            **({} if only is None else {"lacked": len(only), "with_patches": runnable}),
             "tests": len(final),
             "passed": outcomes[runs.PASSED],
             "skipped": outcomes[runs.SKIPPED],

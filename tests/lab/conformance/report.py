@@ -56,13 +56,14 @@ def _outcomes(name: str, record: dict[str, Any]) -> dict[str, str]:
     return {
         "source": f"{name} `{record['commit'][:9]}`",
         "ranks": ", ".join(map(str, record["ranks"])),
-        **({"lack TransformerEngine": str(record["lacked"])} if "lacked" in record else {}),
+        **({"lacked TransformerEngine": str(record["lacked"])} if "lacked" in record else {}),
         "tests": str(record["tests"]),
         "passed": str(record["passed"]),
         "failed": str(len(record["failed"])),
         "skipped": str(record["skipped"]),
         **{reason: str(record["not_runnable"].get(reason, 0)) for reason in REASONS},
         "patches": "; ".join(record["patches"]),
+        **({"ran with patches": str(record["with_patches"])} if "with_patches" in record else {}),
         "changed by patches": f"{changed}; once, and not again: {', '.join(sorted(once))}"
         if once
         else changed,
