@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plugin = [f"--hang-after={options.hang_after}"]
     if options.transformer_engine:
         plugin.append("--transformer-engine")
-        without = runs.final_of(options.transformer_engine)
-        only = [result.nodeid for result in without if result.reason == runs.TRANSFORMER_ENGINE]
+        before = runs.final_of(options.transformer_engine)
+        only = [result.nodeid for result in before if result.reason == runs.TRANSFORMER_ENGINE]
     changed, differed_once = list[Change](), list[Change]()
     runs.run_at_smallest(
         checkout, options.select, ranks=options.ranks, results=file, only=only, options=plugin
