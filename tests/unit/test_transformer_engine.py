@@ -148,7 +148,7 @@ def test_marks_are_compared_with_those_of_an_installation(
 def test_marks_of_the_stand_in_are_shown_without_an_installation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(version, "_current", version.DEFAULT)
+    monkeypatch.setattr(version, "current", version.DEFAULT)
     assert parameter_marks.main() == 0
     shown = capsys.readouterr().out
     assert shown.startswith("TransformerEngine is not installed")
