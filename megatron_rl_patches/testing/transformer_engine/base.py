@@ -124,10 +124,7 @@ class LinearBase(TransformerEngineBaseModule):
         else:
             setattr(self, f"bias{suffix}", torch.empty(0, dtype=self._dtype))
 
-    def _mark(self) -> None:
-        self._mark_product()
-
-    def _mark_product(self, suffix: str = "") -> None:
+    def _mark(self, suffix: str = "") -> None:
         # Also if the weight is whole on each rank: the mode is None for "duplicated" layers and for experts.
         _mark_tensor_parallel(getattr(self, f"weight{suffix}"), 1 if self.parallel_mode == "row" else 0)
         if self.use_bias and self.parallel_mode == "row":

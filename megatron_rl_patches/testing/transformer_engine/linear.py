@@ -57,7 +57,7 @@ class LayerNormLinear(LinearBase):
         self._add_product()
         self._initialize()
 
-    def _mark(self) -> None:
+    def _mark(self, suffix: str = "") -> None:
         super()._mark()
         for parameter in (self.layer_norm_weight, self.layer_norm_bias):
             if parameter is not None:
@@ -94,10 +94,10 @@ class GroupedLinear(LinearBase):
             self._add_product(str(index))
         self._initialize()
 
-    def _mark(self) -> None:
+    def _mark(self, suffix: str = "") -> None:
         if not version.is_at_least(*GROUPED_UNMARKED_SINCE):
             for index in range(self.num_gemms):
-                self._mark_product(str(index))
+                super()._mark(str(index))
 
     def forward(self, inp: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
         """Multiply ``m_splits[i]`` rows with weight ``i``."""
