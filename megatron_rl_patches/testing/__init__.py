@@ -38,13 +38,7 @@ __getattr__, __dir__, _lazy = lazy_names(
             "MockModule",
         ],
         ".mock_optimizer": ["MockOptimizer"],
-        ".normalization": [
-            "SPLITS",
-            "Microbatch",
-            "NormalizationReport",
-            "Split",
-            "check_normalization",
-        ],
+        ".normalization": ["SPLITS", "Microbatch", "NormalizationReport", "Split", "check_normalization"],
         ".tiny_models": ["TinyModel", "tiny_model"],
     },
 )

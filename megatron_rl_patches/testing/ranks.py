@@ -79,13 +79,9 @@ def _call_in_a_group(payload: bytes, rendezvous: str, collective_timeout: float)
     import torch.distributed
 
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=rendezvous,
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=collective_timeout),
-    )
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    limit = timedelta(seconds=collective_timeout)
+    torch.distributed.init_process_group("gloo", rendezvous, limit, rank=rank, world_size=size)
     # A rank that is done at once would close connections that another rank is still making.
     torch.distributed.barrier()
     function, args, kwargs = pickle.loads(payload)

@@ -77,12 +77,11 @@ def hybrid_model(config: TransformerConfig, transformer_engine: bool, options: d
     submodules = getattr(block, f"{stack.__name__}Submodules")
     dense, norm = layer_of(config, transformer_engine, has_experts=False)
     experts, _ = layer_of(config, transformer_engine)
+    moe_class = getattr(transformer_layer, "MoETransformerLayer", TransformerLayer)
     specs = {
         "attention_layer": _part(TransformerLayer, dense, _ATTENTION),
         "mlp_layer": _part(MLPLayer, dense, _MLP),
-        "moe_layer": _part(
-            getattr(transformer_layer, "MoETransformerLayer", TransformerLayer), experts, _MLP
-        ),
+        "moe_layer": _part(moe_class, experts, _MLP),
     }
     pattern = (_HYBRID_PATTERN * config.num_layers)[: config.num_layers]
     if not hasattr(submodules, "moe_layer"):  # up to megatron-core 0.15

@@ -154,7 +154,7 @@ class TinyModel:
             "context_parallel_size": self.cp,
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.expert_tp,
-            "moe_grouped_gemm": self._has_transformer_engine,
+            "moe_grouped_gemm": self.layers == "transformer_engine",
             "sequence_parallel": self.sequence_parallel,
             "bf16": self.bf16,
             "params_dtype": self.dtype,
@@ -163,16 +163,8 @@ class TinyModel:
             "overlap_p2p_comm": interleaved,
             "batch_p2p_comm": not interleaved,
         }
-        of_kind = MLATransformerConfig if self._has_mla else TransformerConfig
+        of_kind = MLATransformerConfig if "mla" in self.kind else TransformerConfig
         return of_kind(**(fields | _KINDS[self.kind] | self.config))
-
-    @property
-    def _has_mla(self) -> bool:
-        return "multi_latent_attention" in _KINDS[self.kind]
-
-    @property
-    def _has_transformer_engine(self) -> bool:
-        return self.layers == "transformer_engine"
 
     def chunks(self, config: TransformerConfig | None = None) -> list[Any]:
         """Return this rank's chunks as ``get_model(..., wrap_with_ddp=False)`` does. The groups are there."""
@@ -202,8 +194,9 @@ class TinyModel:
     ) -> Any:
         """Build one chunk, as ``get_model`` asks a framework's model provider for it."""
         config = config or self.transformer_config()
+        has_te = self.layers == "transformer_engine"
         # Megatron stores learned positions once, and a stage with MTP has an embedding of its own.
-        is_rotary = self.kind in ("mtp", "hybrid") or self._has_mla
+        is_rotary = self.kind not in ("dense", "moe")
         options = {
             "vocab_size": self.vocab_size,
             "max_sequence_length": self.seq_length,
@@ -215,12 +208,11 @@ class TinyModel:
         if vp_stage is not None:
             options["vp_stage"] = vp_stage
         if self.kind == "hybrid":
-            return tiny_layers.hybrid_model(config, self._has_transformer_engine, options)
-        layer, norm = tiny_layers.layer_of(config, self._has_transformer_engine)
+            return tiny_layers.hybrid_model(config, has_te, options)
+        layer, norm = tiny_layers.layer_of(config, has_te)
         layers = [layer] * (config.num_layers // (self.pp * (self.vpp or 1)))
         if config.mtp_num_layers:
-            block = tiny_layers.mtp_block(config, layer, self._has_transformer_engine, vp_stage)
-            options["mtp_block_spec"] = block
+            options["mtp_block_spec"] = tiny_layers.mtp_block(config, layer, has_te, vp_stage)
         return GPTModel(config, TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm), **options)
 
     def in_training(

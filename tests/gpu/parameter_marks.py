@@ -75,18 +75,16 @@ def main() -> int:
     try:
         real = import_module("transformer_engine.pytorch")
     except ModuleNotFoundError:
-        print(
-            f"TransformerEngine is not installed. Of the stand-in for {version.current()}, parameters carry:"
-        )
+        print(f"TransformerEngine is not installed. Of the stand-in for {version.current}, parameters carry:")
         for case, parameters in table(STAND_IN).items():
             print(case, *(f"  {name}: {_shown(carried)}" for name, carried in parameters.items()), sep="\n")
         return 0
-    release, before = import_module("transformer_engine").__version__, version.current()
-    version.use(release)
+    release, before = import_module("transformer_engine").__version__, version.current
+    version.current = release
     try:
         found, expected = table(real), table(STAND_IN)
     finally:
-        version.use(before)
+        version.current = before
     wrong = list(differences(found, expected))
     print(
         f"TransformerEngine {release}: {len(expected)} layers, {len(wrong)} parameters differ",

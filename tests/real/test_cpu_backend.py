@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.utils.checkpoint import DefaultDeviceType
 
 from megatron_rl_patches.testing import TinyModel, cpu_backend
+from megatron_rl_patches.testing.transformer_engine.optimizers import FusedAdam
 from tests.ranks import everywhere, on_ranks
 
 STEPS = 4
@@ -67,18 +68,23 @@ def test_one_rank_agrees_bit_for_bit_with_and_without_overlap() -> None:
 @pytest.mark.parametrize("import_first", [False, True])
 @on_ranks(1, megatron=False)
 def test_gaps_of_megatron_are_filled_meanwhile(import_first: bool) -> None:
-    """The router of experts expects TransformerEngine's name to exist."""
-    name = "megatron.core.transformer.moe.moe_utils"
+    """The router of experts expects TransformerEngine's name to exist, and optimizers a fused Adam."""
+    names = [f"megatron.core.{name}" for name in ("transformer.moe.moe_utils", "optimizer.distrib_optimizer")]
     if import_first:
-        importlib.import_module(name)
+        for name in names:
+            importlib.import_module(name)
     with cpu_backend():
-        moe_utils = importlib.import_module(name)
+        moe_utils, distributed = map(importlib.import_module, names)
+        assert importlib.import_module("megatron.core.optimizer").Adam is distributed.Adam is FusedAdam
+        assert distributed.USING_TE_OPTIMIZER and distributed.HAVE_APEX_OR_TE
         tokens, weight = torch.ones(3, 4, requires_grad=True), torch.ones(2, 4, requires_grad=True)
         logits = moe_utils.router_gating_linear(tokens, weight, None, torch.float32)
         logits.sum().backward()
         assert logits.tolist() == [[4.0, 4.0]] * 3 and weight.grad is not None
         assert not importlib.import_module("megatron.core.utils").is_te_min_version("1.0")
     assert not hasattr(moe_utils, "te_general_gemm")
+    assert distributed.Adam in (torch.optim.Adam, torch.optim.AdamW) and not distributed.HAVE_APEX_OR_TE
+    assert importlib.import_module("megatron.core.optimizer").Adam is torch.optim.AdamW
 
 
 @on_ranks(2)
@@ -132,7 +138,7 @@ def _snapshot() -> dict[tuple[str, str], object]:
     """Every attribute that the namespaces have themselves which the backend touches."""
     owners = [torch, torch.accelerator, torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.Tensor]
     owners += [torch.nn.Module, torch.autograd.Variable, dist, distributed_c10d, DefaultDeviceType]
-    owners += [torch.serialization, torch.optim.Adam, dist.device_mesh.DeviceMesh]
+    owners += [torch.serialization, dist.device_mesh.DeviceMesh]
     return {(repr(owner), name): value for owner in owners for name, value in vars(owner).items()}
 
 
@@ -234,32 +240,6 @@ def test_the_accelerator_is_the_gpu() -> None:
             free, total = torch.accelerator.get_memory_info()
             assert 0 < free <= total
     assert torch.accelerator.is_available() == before
-
-
-@pytest.mark.parametrize("name", ["Adam", "AdamW"])
-def test_adam_stands_in_for_fused_ones(name: str) -> None:
-    """Megatron sets the rate later, and loads moments with one count of steps for all parameters."""
-
-    def stepped(rate_later: bool) -> Any:
-        parameters = [torch.nn.Parameter(torch.ones(3)) for _ in "ab"]
-        optimizer = getattr(torch.optim, name)(parameters, lr=None if rate_later else 0.1)
-        if rate_later:
-            for parameter in parameters:
-                optimizer.state[parameter].update(exp_avg=torch.zeros(3), exp_avg_sq=torch.zeros(3))
-            optimizer.load_state_dict(optimizer.state_dict())
-            state = optimizer.state_dict()
-            assert state["state"][0]["step"].item() == 0
-            state["state"][1]["step"] = state["state"][0]["step"]
-            optimizer.load_state_dict(state)
-            optimizer.param_groups[0]["lr"] = 0.1
-        for parameter in parameters:
-            parameter.grad = torch.tensor([1.0, -2.0, 3.0])
-        optimizer.step()
-        assert [optimizer.state[parameter]["step"].item() for parameter in parameters] == [1, 1]
-        return torch.stack([parameter.detach() for parameter in parameters])
-
-    with cpu_backend():
-        assert torch.equal(stepped(rate_later=True), stepped(rate_later=False))
 
 
 def test_the_generators_are_one_and_new_ones_are_of_the_cpu() -> None:

@@ -151,7 +151,7 @@ def test_marks_are_compared_with_those_of_an_installation(
 def test_marks_of_the_stand_in_are_shown_without_an_installation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(version, "_current", version.DEFAULT)
+    monkeypatch.setattr(version, "current", version.DEFAULT)
     assert parameter_marks.main() == 0
     shown = capsys.readouterr().out
     assert shown.startswith("TransformerEngine is not installed")
@@ -255,7 +255,11 @@ def test_fused_adam_counts_its_steps_in_the_group(decoupled: bool) -> None:
     with cpu_backend(transformer_engine=True):
         fused_adam = import_module("transformer_engine.pytorch.optimizers").FusedAdam
         parameter, expected = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-        fused = fused_adam([parameter], weight_decay=0.1, adam_w_mode=decoupled)
+        # Megatron sets the rate later, and may save and load moments before the first step.
+        fused = fused_adam([parameter], lr=None, weight_decay=0.1, adam_w_mode=decoupled)
+        fused.state[parameter].update(exp_avg=torch.zeros(3), exp_avg_sq=torch.zeros(3))
+        fused.load_state_dict(fused.state_dict())
+        fused.param_groups[0]["lr"] = 1e-3
         reference = (torch.optim.AdamW if decoupled else torch.optim.Adam)([expected], weight_decay=0.1)
         for _ in range(3):
             parameter.grad = expected.grad = torch.tensor([1.0, -2.0, 0.5])

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,19 +41,10 @@ class _Batch:
     cu_seqlens_kv_padded: Any = None
     core_attention_bias_type: str = "no_bias"
     core_attention_bias: Tensor | None = None
-    alibi_slopes: Any = None
-    inference_params: Any = None
-    checkpoint_core_attention: bool = False
-    fp8_output: bool = False
 
     def __post_init__(self) -> None:
         if self.qkv_format == "thd" and "padding" not in self.attn_mask_type:
-            raise AssertionError(
-                f"attn_mask_type is {self.attn_mask_type!r}; packed batches need a padding one"
-            )
-        for name in ("alibi_slopes", "inference_params", "fp8_output", "checkpoint_core_attention"):
-            if getattr(self, name):
-                refuse(name)
+            raise AssertionError(f"attn_mask_type is {self.attn_mask_type!r}; packed batches need padding")
         if self.core_attention_bias_type not in ("no_bias", "post_scale_bias"):
             refuse(f"core_attention_bias_type {self.core_attention_bias_type!r}")
 
@@ -65,9 +57,8 @@ class _Batch:
             return None
         if self.attention_mask is None:
             raise AssertionError(f"attn_mask_type {self.attn_mask_type!r} needs an attention_mask")
-        mask: Tensor = (
-            self.attention_mask[-1] if isinstance(self.attention_mask, tuple) else self.attention_mask
-        )
+        masks = self.attention_mask
+        mask: Tensor = masks[-1] if isinstance(masks, tuple) else masks
         return mask[min(index, len(mask) - 1)]
 
 
@@ -150,9 +141,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         batch = _Batch(attention_mask=attention_mask, **own | _without_kernels(passed))
         qkv = query_layer, key_layer, value_layer
         if key_layer.shape[-2] != self.num_gqa_groups_per_partition:
-            raise AssertionError(
-                f"keys have {key_layer.shape[-2]} heads; expected {self.num_gqa_groups_per_partition}"
-            )
+            raise AssertionError(f"keys have {key_layer.shape[-2]} heads, which is not num_gqa_groups")
         self._peaks = []
         if batch.qkv_format == "thd":
             out = self._packed(qkv, batch)
@@ -176,10 +165,10 @@ class DotProductAttention(TransformerEngineBaseModule):
         edges = batch.cu_seqlens_q, batch.cu_seqlens_kv
         padded = batch.cu_seqlens_q_padded, batch.cu_seqlens_kv_padded
         lengths = zip(*(edge.diff().tolist() for edge in edges), strict=True)
-        of_rank = [
-            (edge if pad is None else pad) // self.cp_size for edge, pad in zip(edges, padded, strict=True)
-        ]
-        slots = [map(slice, edge[:-1].tolist(), edge[1:].tolist()) for edge in of_rank]
+        slots = []
+        for edge, pad in zip(edges, padded, strict=True):
+            starts = ((edge if pad is None else pad) // self.cp_size).tolist()
+            slots.append([slice(*ends) for ends in pairwise(starts)])
         out = v.new_zeros(len(q), q.shape[1], v.shape[-1])
         for of_both, of_q, of_k in zip(lengths, *slots, strict=True):
             out[of_q] = self._attend((q[of_q], k[of_k], v[of_k]), batch, None, of_both)
@@ -233,7 +222,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         q_s = positions_of(rank, self.cp_size, queries)
         k_t = torch.cat([positions_of(other, self.cp_size, keys) for other in range(self.cp_size)])
         q_length, k_length = lengths or (queries * self.cp_size, keys * self.cp_size)
-        left, right = batch.window_size or (-1, -1)
+        left, right = (math.inf if limit < 0 else limit for limit in batch.window_size or (-1, -1))
         if "causal" in batch.attn_mask_type:
             right = 0
         elif (left, right) == (-1, 0):  # the window of a causal mask
@@ -241,9 +230,5 @@ class DotProductAttention(TransformerEngineBaseModule):
         ahead_st = k_t[None] - q_s[:, None]
         if "bottom_right" in batch.attn_mask_type:
             ahead_st = ahead_st - (k_length - q_length)
-        hidden_st = (k_t >= k_length)[None] | (q_s >= q_length)[:, None]
-        if right >= 0:
-            hidden_st = hidden_st | (ahead_st > right)
-        if left >= 0:
-            hidden_st = hidden_st | (ahead_st < -left)
-        return hidden_st
+        is_padding_st = (k_t >= k_length)[None] | (q_s >= q_length)[:, None]
+        return is_padding_st | (ahead_st > right) | (ahead_st < -left)

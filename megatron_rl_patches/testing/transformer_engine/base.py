@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,13 +99,10 @@ class LinearBase(TransformerEngineBaseModule):
             refuse("delay_wgrad_compute or symmetric_ar_type")
         if unknown := [name for name in userbuffers if not name.startswith("ub_")]:
             raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
-        if parallel_mode not in ("row", "column", None):
-            raise AssertionError(f"parallel_mode is {parallel_mode!r}; expected row, column or None")
-        self.parallel_mode, self._init_method = parallel_mode, init_method or _default_init
-        self._tracker, self._tracker_names = (
-            get_rng_state_tracker,
-            [rng_tracker_name] if rng_tracker_name else [],
-        )
+        self.parallel_mode = parallel_mode
+        self._init_method = init_method or partial(torch.nn.init.normal_, std=0.023)
+        self._tracker = get_rng_state_tracker
+        self._tracker_names = [rng_tracker_name] if rng_tracker_name else []
         self.tp_size = tp_size if tp_group is None else tp_group.size()
         self.set_tensor_parallel_group(tp_group)
         self.in_features = in_features // (self.tp_size if parallel_mode == "row" else 1)
@@ -126,10 +124,7 @@ class LinearBase(TransformerEngineBaseModule):
         else:
             setattr(self, f"bias{suffix}", torch.empty(0, dtype=self._dtype))
 
-    def _mark(self) -> None:
-        self._mark_product()
-
-    def _mark_product(self, suffix: str = "") -> None:
+    def _mark(self, suffix: str = "") -> None:
         # Also if the weight is whole on each rank: the mode is None for "duplicated" layers and for experts.
         _mark_tensor_parallel(getattr(self, f"weight{suffix}"), 1 if self.parallel_mode == "row" else 0)
         if self.use_bias and self.parallel_mode == "row":
@@ -181,10 +176,6 @@ def add_to_main_grad(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
     """Return a gradient that nobody reads, as the true one is in ``main_grad``."""
     return torch.zeros(shape, dtype=dtype)
-
-
-def _default_init(weight: Tensor) -> None:
-    torch.nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
 def _mark_tensor_parallel(parameter: Any, dim: int) -> None:

@@ -14,12 +14,8 @@ def enter_column(x: Tensor, group: Any, sequence_parallel: bool) -> Tensor:
     """Return the input of a column parallel product from a rank's part of the sequence, or from all of it."""
     from megatron.core.tensor_parallel import mappings as m
 
-    enter = (
-        m.gather_from_sequence_parallel_region
-        if sequence_parallel
-        else m.copy_to_tensor_model_parallel_region
-    )
-    return enter(x, group=group)
+    gather, copy = m.gather_from_sequence_parallel_region, m.copy_to_tensor_model_parallel_region
+    return (gather if sequence_parallel else copy)(x, group=group)
 
 
 def leave_row(x: Tensor, group: Any, sequence_parallel: bool) -> Tensor:

@@ -68,15 +68,15 @@ def checkpoint(
     **kwargs: Any,
 ) -> Any:
     """Call the function again in the backward pass, with the states that the tracker has now."""
-    states = get_rng_state_tracker().get_states() if get_rng_state_tracker else None
-    is_second = False
+    tracker = get_rng_state_tracker() if get_rng_state_tracker else CudaRNGStatesTracker()
+    states = tracker.get_states()
+    is_first = True
 
     def call(*inputs: Any) -> Any:
-        nonlocal is_second
-        if not is_second or get_rng_state_tracker is None:
-            is_second = True
+        nonlocal is_first
+        if is_first:
+            is_first = False
             return function(*inputs, **kwargs)
-        tracker = get_rng_state_tracker()
         current = tracker.get_states()
         tracker.set_states(states)
         try:

@@ -24,7 +24,7 @@ class _Distribution(Distribution):
     def read_text(self, filename: str) -> str | None:
         if filename != "METADATA":
             return None
-        return f"Metadata-Version: 2.1\nName: transformer-engine\nVersion: {version.current()}\n"
+        return f"Metadata-Version: 2.1\nName: transformer-engine\nVersion: {version.current}\n"
 
     def locate_file(self, path: Any) -> Any:
         return path
@@ -52,13 +52,16 @@ def stand_in(requested: str | None = None) -> Iterator[None]:
         MegatronRLPatchesError: TransformerEngine is installed, Megatron was imported without it, or the
             stand-in stands for another version already.
     """
-    global _blocks
+    global _in_place, _blocks
     if _in_place is None:
         _check_absence()
-        _put_in_place(requested or version.DEFAULT)
-    elif requested not in (None, version.current()):
+        version.current = requested or version.DEFAULT
+        _in_place = _Finder(_new_modules())
+        sys.modules.update(_in_place.modules)
+        sys.meta_path.append(_in_place)
+    elif requested not in (None, version.current):
         raise MegatronRLPatchesError(
-            f"The stand-in of TransformerEngine stands for {version.current()} in this process, not for "
+            f"The stand-in of TransformerEngine stands for {version.current} in this process, not for "
             f"{requested}. Use one version in a process."
         )
     _blocks += 1
@@ -69,14 +72,6 @@ def stand_in(requested: str | None = None) -> Iterator[None]:
         # Functions of Megatron import from TransformerEngine when they are called.
         if _blocks == 0 and "megatron.core" not in sys.modules:
             _take_away()
-
-
-def _put_in_place(requested: str) -> None:
-    global _in_place
-    version.use(requested)
-    _in_place = _Finder(_new_modules())
-    sys.modules.update(_in_place.modules)
-    sys.meta_path.append(_in_place)
 
 
 def _take_away() -> None:

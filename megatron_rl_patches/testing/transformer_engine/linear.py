@@ -57,7 +57,7 @@ class LayerNormLinear(LinearBase):
         self._add_product()
         self._initialize()
 
-    def _mark(self) -> None:
+    def _mark(self, suffix: str = "") -> None:
         super()._mark()
         for parameter in (self.layer_norm_weight, self.layer_norm_bias):
             if parameter is not None:
@@ -94,20 +94,17 @@ class GroupedLinear(LinearBase):
             self._add_product(str(index))
         self._initialize()
 
-    def _mark(self) -> None:
+    def _mark(self, suffix: str = "") -> None:
         if not version.is_at_least(*GROUPED_UNMARKED_SINCE):
             for index in range(self.num_gemms):
-                self._mark_product(str(index))
+                super()._mark(str(index))
 
     def forward(self, inp: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
         """Multiply ``m_splits[i]`` rows with weight ``i``."""
         sizes = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
-        if len(sizes) != self.num_gemms:
-            raise AssertionError(
-                f"m_splits has {len(sizes)} sizes; expected one for each of {self.num_gemms}"
-            )
         rows = torch.split(inp.reshape(-1, inp.shape[-1]), sizes)
-        y = torch.cat([self._product(part, str(index)) for index, part in enumerate(rows)])
+        by_expert = zip(rows, range(self.num_gemms), strict=True)
+        y = torch.cat([self._product(part, str(index)) for part, index in by_expert])
         y = y.view(*inp.shape[:-1], self.out_features)
         biases = [getattr(self, f"bias{index}") for index in range(self.num_gemms)]
         return (y, biases) if self.return_bias else y
