@@ -106,6 +106,7 @@ for _modules, _qualname in (
         requires_names=("all_reduce",),
         skip_if=_placeholder_follows_values,
         introduced_with="allgather_cp",
+        optional_module=_modules is not _SLIME,
     )
 patch.wrap(
     _SLIME_UTILS,

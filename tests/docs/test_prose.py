@@ -26,6 +26,7 @@ VARIABLES = set(settings.variables())
 OF_OTHERS = {
     *("AutoBridge", "ChainedOptimizer", "DistributedDataParallel", "FileSystemWriter", "ModelConfig"),
     *(
+        "FusedAdam",
         "HybridModel",
         "HybridStack",
         "MambaModel",

@@ -32,8 +32,8 @@ def refused_alike(message: str, call: Callable[[], Any]) -> None:
 
 FAULTS: dict[str, str] = {
     "folder": "has no folder",
-    "name": "samples name ['poetry'], and the teachers are ['math']",
-    "number": "samples name ['3'], and",
+    "name": "samples name ['poetry'], the teachers are ['math']",
+    "number": "samples name ['3'], the",
     "names": "the rollout has no source_names",
 }
 
