@@ -24,8 +24,8 @@ class FusedAdam(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         **options: Any,
     ) -> None:
-        if options:
-            refuse(f"options of FusedAdam ({', '.join(options)})")
+        if switched_on := [name for name, value in options.items() if value]:
+            refuse(f"options of FusedAdam ({', '.join(switched_on)})")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._update: Any = adamw if adam_w_mode else adam
 
