@@ -240,6 +240,8 @@ def _model_rows(records: Mapping[str, Mapping[str, Mapping[str, list[str]]]]) ->
             ]
             by_releases.setdefault(", ".join(passed), []).append(layout.replace(", ", " with "))
         untested = by_releases.pop("", [])
+        if not by_releases:
+            return "not run"
         texts = ["all" if releases == ", ".join(record) else f"{releases} only" for releases in by_releases]
         return "; ".join(texts) + (f" but {' and '.join(untested)}" if untested else "")
 

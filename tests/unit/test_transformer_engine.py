@@ -256,7 +256,8 @@ def test_fused_adam_counts_its_steps_in_the_group(decoupled: bool) -> None:
         fused_adam = import_module("transformer_engine.pytorch.optimizers").FusedAdam
         parameter, expected = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
         # Megatron sets the rate later, and may save and load moments before the first step.
-        fused = fused_adam([parameter], lr=None, weight_decay=0.1, adam_w_mode=decoupled)
+        options = {"lr": None, "weight_decay": 0.1, "adam_w_mode": decoupled, "capturable": False}
+        fused = fused_adam([parameter], **options)
         fused.state[parameter].update(exp_avg=torch.zeros(3), exp_avg_sq=torch.zeros(3))
         fused.load_state_dict(fused.state_dict())
         fused.param_groups[0]["lr"] = 1e-3

@@ -10,16 +10,23 @@ from torch.optim.adamw import adamw
 
 from .refusals import refuse
 
-_OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-
 
 class FusedAdam(torch.optim.Optimizer):
     """Adam, or AdamW in ``adam_w_mode``, with moments in the precision of their parameter."""
 
-    def __init__(self, params: Any, adam_w_mode: bool = True, **options: Any) -> None:
-        for name in options.keys() - _OPTIONS.keys():
-            refuse(f"option {name} of FusedAdam")
-        super().__init__(params, _OPTIONS | options)
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        **options: Any,
+    ) -> None:
+        if switched_on := [name for name, value in options.items() if value]:
+            refuse(f"options of FusedAdam ({', '.join(switched_on)})")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._update: Any = adamw if adam_w_mode else adam
 
     @torch.no_grad()
@@ -33,6 +40,7 @@ class FusedAdam(torch.optim.Optimizer):
             ]
             grads = [parameter.grad for parameter in updated]
             steps = [torch.tensor(group["step"] - 1.0) for _ in updated]
+            beta1, beta2 = group["betas"]
             options: dict[str, Any] = {name: group[name] for name in ("lr", "eps", "weight_decay")}
-            options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
-            self._update(updated, grads, *moments, [], steps, amsgrad=False, maximize=False, **options)
+            options |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
+            self._update(updated, grads, *moments, [], steps, **options)
