@@ -225,8 +225,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         left, right = (math.inf if limit < 0 else limit for limit in batch.window_size or (-1, -1))
         if "causal" in batch.attn_mask_type:
             right = 0
-        elif (left, right) == (-1, 0):  # the window of a causal mask
-            right = -1
+        elif (left, right) == (math.inf, 0):  # the window of a causal mask
+            right = math.inf
         ahead_st = k_t[None] - q_s[:, None]
         if "bottom_right" in batch.attn_mask_type:
             ahead_st = ahead_st - (k_length - q_length)
