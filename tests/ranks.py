@@ -48,8 +48,11 @@ def on_ranks(
             if callable(ranks):
                 count = ranks(**{name: arguments[name] for name in inspect.signature(ranks).parameters})
             name = test.__module__, test.__qualname__
+            # Forked ranks have imported Megatron, and the stand-in has to be there before.
+            fresh = {"PYTHONWARNINGS": "ignore"} if _has_stand_in(arguments) else {}
+            variables = {**fresh, **(env or {})}
             skipped = spawn_ranks(
-                _run_test, count, *name, arguments, megatron, sizes, timeout=timeout, env=env
+                _run_test, count, *name, arguments, megatron, sizes, timeout=timeout, env=variables
             )
             if skipped[0]:
                 pytest.skip(skipped[0])
@@ -72,14 +75,17 @@ def everywhere(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
+def _has_stand_in(arguments: Mapping[str, Any]) -> bool:
+    return arguments.get("layers") == "transformer_engine"
+
+
 def _run_test(
     module: str, name: str, arguments: dict[str, Any], megatron: bool, sizes: dict[str, Any]
 ) -> str:
     """Run the test in the process of a rank; return why it is skipped, if it is."""
     with ExitStack() as stack:
         if megatron:
-            with_stand_in = arguments.get("layers") == "transformer_engine"
-            stack.enter_context(cpu_backend(transformer_engine=with_stand_in))
+            stack.enter_context(cpu_backend(transformer_engine=_has_stand_in(arguments)))
         if sizes:
             testing.tiny_model(**sizes).initialize()
         test = getattr(import_module(module), name).__wrapped__
