@@ -73,8 +73,8 @@ In these releases the code exists, and the patch leaves it alone.
 
 ## Models and layouts
 
-Each promise was tested on each of these [models](models.md), on CPU ranks of real megatron-core {releases},
-with Megatron's local layers, and with those of TransformerEngine, which a
+Each promise was tested on these [models](models.md), on CPU ranks of real megatron-core {releases}. The first
+column names the layers: Megatron's local ones, or those of TransformerEngine, which a
 [stand-in](testing.md#transformerengines-layers-cpu_backendtransformer_enginetrue) computes.
 **all**: the tests passed on every layout of the model and on all of these releases.
 
