@@ -44,14 +44,14 @@ def _judge(site: Site, target: TargetSource) -> tuple[State, str]:
 def judge_site(site: Site, source: Source, module: ModuleType | None = None) -> SiteStatus:
     """Judge a site by the text of its module and, where that is imported, by the live module too."""
     try:
-        text, definition = source.read(site.module), f"def {site.qualname}("
-        home = next((other for other in site.elsewhere if definition in (source.read(other) or "")), None)
-        if home and definition not in (text or ""):
-            return status_of(site, "not needed", f"this release has it in {home}")
+        text = source.read(site.module)
+        target = from_source(site.module, site.qualname, text or "")
+        for other in site.elsewhere if target.function is None else ():
+            if from_source(other, site.qualname, source.read(other) or "").function is not None:
+                return status_of(site, "not needed", f"this release has it in {other}")
         if text is None:
             state: State = "not needed" if site.optional_module else "missing"
             return status_of(site, state, f"no source of module {site.module} is found")
-        target = from_source(site.module, site.qualname, text)
         if module is not None and target.function is not None:
             target = target.with_live(module, site.qualname)
     except (SyntaxError, UnicodeError, ImportError) as error:  # written for another Python, say
