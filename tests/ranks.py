@@ -18,6 +18,10 @@ from megatron_rl_patches import testing
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 from tests import layers as layers  # before Megatron
 
+#: Gives ranks interpreters of their own: forked ones have imported Megatron, and the stand-in of
+#: TransformerEngine has to be in place before.
+FRESH = {"PYTHONWARNINGS": "ignore"}
+
 
 def on_ranks(
     ranks: int | Callable[..., int],
@@ -48,9 +52,7 @@ def on_ranks(
             if callable(ranks):
                 count = ranks(**{name: arguments[name] for name in inspect.signature(ranks).parameters})
             name = test.__module__, test.__qualname__
-            # Forked ranks have imported Megatron, and the stand-in has to be there before.
-            fresh = {"PYTHONWARNINGS": "ignore"} if _has_stand_in(arguments) else {}
-            variables = {**fresh, **(env or {})}
+            variables = env or (FRESH if _has_stand_in(arguments) else None)
             skipped = spawn_ranks(
                 _run_test, count, *name, arguments, megatron, sizes, timeout=timeout, env=variables
             )

@@ -98,11 +98,10 @@ def _git(folder: str, *arguments: str) -> str:
 def note_differences(name: str, differences: Sequence[float]) -> None:
     """Note, on the first rank, how much losses and gradients of layers differ: ``--record-stand-in``."""
     if "RECORD_STAND_IN" in os.environ and os.environ["RANK"] == "0":
-        from megatron.core import __version__
-
         file = Path(os.environ["RECORD_STAND_IN"])
         record = json.loads(file.read_text()) if file.exists() else {}
-        record.setdefault(__version__, {})[name] = [f"{value:.0e}" for value in differences]
+        release = importlib.metadata.version("megatron-core")
+        record.setdefault(release, {})[name] = [f"{value:.0e}" for value in differences]
         file.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 

@@ -17,11 +17,9 @@ import torch.distributed as dist
 
 from megatron_rl_patches import applied
 from megatron_rl_patches.testing import cpu_backend
-from tests.ranks import everywhere, on_ranks
+from tests.ranks import FRESH, everywhere, on_ranks
 from tests.recording import note_differences
 
-#: Megatron must not be imported before the stand-in is in place, and forked ranks have imported it.
-FRESH = {"PYTHONWARNINGS": "ignore"}
 SWIGLU: dict[str, Any] = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
@@ -29,45 +27,29 @@ SWIGLU: dict[str, Any] = {
     "add_bias_linear": False,
 }
 _MOE: dict[str, Any] = {
-    "num_moe_experts": 4,
     "moe_router_topk": 2,
     "moe_token_dispatcher_type": "alltoall",
     "moe_ffn_hidden_size": 48,
     "moe_router_load_balancing_type": "none",
-    "moe_grouped_gemm": True,
     "gated_linear_unit": True,
-    "add_bias_linear": False,
 }
-CASES: dict[str, dict[str, Any]] = {
-    "dense": {"add_bias_linear": True},
-    "grouped queries": {"num_query_groups": 2, **SWIGLU},
-    "fused RoPE": {"num_query_groups": 2, **SWIGLU, "apply_rope_fusion": True},
-    "grouped experts": _MOE,
-    "grouped experts, fused permutation": {**_MOE, "moe_permute_fusion": True},
-    "latent attention": {
-        **SWIGLU,
-        "multi_latent_attention": True,
-        "qk_layernorm": True,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 8,
-        "qk_head_dim": 8,
-        "qk_pos_emb_head_dim": 4,
-        "v_head_dim": 8,
-        "rope_type": "rope",
-        "rotary_scaling_factor": 1.0,  # the attention of the local layers knows no other scale
-    },
+#: The kind of ``tiny_model()``, and further fields of its configuration.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("dense", {}),
+    "grouped queries": ("dense", {"num_query_groups": 2, **SWIGLU}),
+    "fused RoPE": ("dense", {"num_query_groups": 2, **SWIGLU, "apply_rope_fusion": True}),
+    "grouped experts": ("moe", _MOE),
+    "grouped experts, fused permutation": ("moe", {**_MOE, "moe_permute_fusion": True}),
+    # The attention of the local layers knows no other scale.
+    "latent attention": ("mla", {**SWIGLU, "qk_layernorm": True, "rotary_scaling_factor": 1.0}),
 }
 LAYOUTS: dict[str, dict[str, int]] = {
     "1 rank": {},
-    "TP 2": {"tensor_model_parallel_size": 2},
-    "EP 2": {"expert_model_parallel_size": 2},
-    "CP 2": {"context_parallel_size": 2},
-    "TP 2, expert TP 1": {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-    "TP 2, EP 2": {
-        "tensor_model_parallel_size": 2,
-        "expert_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 1,
-    },
+    "TP 2": {"tp": 2},
+    "EP 2": {"ep": 2},
+    "CP 2": {"cp": 2},
+    "TP 2, expert TP 1": {"tp": 2, "expert_tp": 1},
+    "TP 2, EP 2": {"tp": 2, "ep": 2, "expert_tp": 1},
 }
 
 
@@ -92,49 +74,39 @@ class TorchAttention(torch.nn.Module):
 
 
 def initialize(layout: str = "1 rank") -> None:
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron_rl_patches.testing import tiny_model
 
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(**LAYOUTS[layout], create_gloo_process_groups=False)
-    tensor_parallel.model_parallel_cuda_manual_seed(3)
+    tiny_model(**LAYOUTS[layout], seed=3).initialize()
 
 
-def build(options: dict[str, Any], transformer_engine: bool) -> Any:
-    """Build a model of two layers in the groups that are initialized."""
+def build(case: str, transformer_engine: bool, **options: Any) -> Any:
+    """Build a model of two layers in the groups that are initialized; options are further fields."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+    from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+    from megatron_rl_patches.testing import tiny_layers, tiny_model
+
     tp = parallel_state.get_tensor_model_parallel_world_size()
-    has_latents = bool(options.get("multi_latent_attention"))
-    config = (MLATransformerConfig if has_latents else TransformerConfig)(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        tensor_model_parallel_size=tp,
-        context_parallel_size=parallel_state.get_context_parallel_world_size(),
-        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
-        expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
-        **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "sequence_parallel": tp > 1, **options},
-    )
-    of_both = {"num_experts": config.num_moe_experts, "multi_latent_attention": has_latents}
-    if transformer_engine:
-        from megatron.core.extensions.transformer_engine import TENorm as norm
-
-        layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm, **of_both
-        )
-    else:
-        from megatron_rl_patches.testing.tiny_layers import SequenceParallelNorm
-
-        norm = SequenceParallelNorm if config.normalization == "LayerNorm" else SequenceParallelRMSNorm
-        layer = gpt_layer_specs.get_gpt_layer_local_spec(moe_grouped_gemm=False, **of_both)
+    kind, fields = CASES[case]
+    config = tiny_model(
+        kind,
+        layers="transformer_engine" if transformer_engine else "local",
+        tp=tp,
+        cp=parallel_state.get_context_parallel_world_size(),
+        ep=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tp=parallel_state.get_expert_tensor_parallel_world_size(),
+        sequence_parallel=tp > 1,
+        config={"num_layers": 2, **fields, **options},
+    ).transformer_config()
+    layer, norm = tiny_layers.layer_of(config, transformer_engine)
+    if not transformer_engine and config.normalization == "RMSNorm":
+        norm = SequenceParallelRMSNorm
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-        if has_latents:
-            attention = layer.submodules.self_attention.submodules
-            attention.q_layernorm = attention.kv_layernorm = norm
-            attention.core_attention = TorchAttention
+    if not transformer_engine and config.multi_latent_attention:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.kv_layernorm = norm
+        attention.core_attention = TorchAttention
     model = GPTModel(
         config,
         TransformerBlockSubmodules(layer_specs=[layer] * 2, layer_norm=norm),
@@ -176,14 +148,14 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     """Return gradients by local names, summed where the parameter is marked for sequence parallelism."""
     from megatron.core import parallel_state
 
-    found = {}
+    by_name = {}
     for name, parameter in model.named_parameters():
         fused = getattr(parameter, "grad_added_to_main_grad", False)
         value = (parameter.main_grad if fused else parameter.grad).clone()
         if getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(value, group=parallel_state.get_tensor_model_parallel_group())
-        found[local_name(name)] = value
-    return found
+        by_name[local_name(name)] = value
+    return by_name
 
 
 def parts(values: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
@@ -191,7 +163,7 @@ def parts(values: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor
     from megatron.core import parallel_state
 
     rank = parallel_state.get_tensor_model_parallel_rank()
-    found = {}
+    by_name = {}
     for name, parameter in model.named_parameters():
         value = values[local_name(name)]
         sizes = zip(value.shape, parameter.shape, strict=True)
@@ -199,21 +171,21 @@ def parts(values: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor
         for dim in dims:  # of the first projection, gates come first, and then what they multiply
             pieces = value.chunk(2 if "linear_fc1" in name else 1, dim)
             value = torch.cat([piece.chunk(2, dim)[rank] for piece in pieces], dim)
-        found[local_name(name)] = value
-    return found
+        by_name[local_name(name)] = value
+    return by_name
 
 
 def check(
     name: str,
     losses: torch.Tensor,
     expected_losses: torch.Tensor,
-    found: dict[str, torch.Tensor],
+    grads: dict[str, torch.Tensor],
     expected: dict[str, torch.Tensor],
 ) -> None:
     """Assert that losses, and gradients in units of the largest one, differ by less than 1e-6; note it."""
-    assert found.keys() == expected.keys()
+    assert grads.keys() == expected.keys()
     largest = max(float(value.abs().max()) for value in expected.values())
-    of_gradients = max(float((value - expected[key]).abs().max()) for key, value in found.items()) / largest
+    of_gradients = max(float((value - expected[key]).abs().max()) for key, value in grads.items()) / largest
     of_losses = float((losses - expected_losses).abs().max() / expected_losses.abs().max())
     differences = [max(values) for values in zip(*everywhere((of_losses, of_gradients)), strict=True)]
     assert max(differences) < 1e-6, (name, differences)
@@ -227,14 +199,14 @@ def build_local(case: str, layout: str) -> Any:
     rotary part of keys then gets gradients from the heads of one rank only.
     """
     initialize("1 rank" if case == "latent attention" else layout)
-    plain = {"moe_grouped_gemm": False, "apply_rope_fusion": False, "moe_permute_fusion": False}
-    return build({**CASES[case], **plain}, transformer_engine=False)
+    plain = {"apply_rope_fusion": False, "moe_permute_fusion": False}
+    return build(case, False, **plain)
 
 
 def build_with(weights: dict[str, torch.Tensor], case: str, layout: str, fused: bool) -> Any:
     """Build a model of the stand-in's layers with the weights of a local one, by name."""
     initialize(layout)
-    model = build({**CASES[case], "gradient_accumulation_fusion": fused}, transformer_engine=True)
+    model = build(case, True, gradient_accumulation_fusion=fused)
     weights = parts(weights, model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -261,7 +233,7 @@ def compare_packed_with_one_by_one(layout: str, case: str) -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     initialize(layout)
-    model = build(CASES[case], transformer_engine=True)
+    model = build(case, True)
     lengths = [6, 2, 10, 4]
     samples = [torch.arange(length + 1) * (3 + length) % 64 for length in lengths]
     expected = []
@@ -303,20 +275,20 @@ def compare_split_with_whole_sequences(packed: bool) -> None:
         return losses.detach()[0]
 
     initialize()
-    undivided = build(CASES["grouped queries"], transformer_engine=True)
+    undivided = build("grouped queries", True)
     expected = losses_at(undivided, torch.arange(16))
     initialize("CP 2")
     rank, group = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_group()
-    model = build(CASES["grouped queries"], transformer_engine=True)
+    model = build("grouped queries", True)
     model.load_state_dict(undivided.state_dict())
     pieces = [range(start, start + slot) for start, slot in zip(padded.tolist(), slots, strict=False)]
     quarters = [torch.tensor(piece).chunk(4) for piece in pieces]
     places = torch.cat([torch.cat([quarter[rank], quarter[3 - rank]]) for quarter in quarters])
-    losses, kept = losses_at(model, places), torch.isin(places, valid)
+    losses, is_valid = losses_at(model, places), torch.isin(places, valid)
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=group)
     name = f"grouped queries, CP 2{', packed samples' * packed} against 1 rank"
-    check(name, losses[kept], expected[places][kept], gradients(model), gradients(undivided))
+    check(name, losses[is_valid], expected[places][is_valid], gradients(model), gradients(undivided))
 
 
 @on_ranks(2, megatron=False, env=FRESH)
@@ -364,10 +336,10 @@ def check_what_megatron_knows_to_be_missing() -> None:
 
 
 def check_model_on_the_device_meta(case: str) -> None:
-    """Build a model there, make its parameters real as Megatron's FSDP does, and load a checkpoint."""
-    model = build(CASES[case], transformer_engine=True)
+    """Make the parameters of a model on that device real, as Megatron's FSDP does, and load a checkpoint."""
+    model = build(case, True)
     with torch.device("meta"):
-        later = build({**CASES[case], "init_model_with_meta_device": True}, transformer_engine=True)
+        later = build(case, True, init_model_with_meta_device=True)
     assert all(parameter.is_meta for parameter in later.decoder.parameters())
     for module in later.modules():
         if hasattr(module, "reset_parameters") and "transformer_engine" in str(type(module).__mro__):
@@ -400,8 +372,8 @@ def test_steps_of_the_distributed_optimizer() -> None:
             weights = {name: value.detach().clone() for name, value in local.named_parameters()}
             expected = steps(local)
             with applied("expert-norm"):
-                found = steps(build_with(weights, case, layout, fused=True))
-            torch.testing.assert_close(found, expected, rtol=2e-5, atol=0)
+                patched = steps(build_with(weights, case, layout, fused=True))
+            torch.testing.assert_close(patched, expected, rtol=2e-5, atol=0)
             right, norm = expected[0][1], steps(build_with(weights, case, layout, fused=True))[0][1]
             print(f"{case}, {layout}: norm {norm:.5f} for {right:.5f}")
             assert math.isclose(norm, right, rel_tol=2e-5) is not is_wrong, (case, layout, norm, right)
@@ -414,14 +386,14 @@ def steps(module: Any) -> list[list[float]]:
     from megatron_rl_patches.testing import tiny_model
 
     (model,), optimizer = tiny_model(tp=2, overlap_param_gather=False).in_training(module.config, [module])
-    found = []
+    losses_and_norms = []
     for _ in range(3):
         model.zero_grad_buffer()
         optimizer.zero_grad()
         losses = losses_of(model)
         finalize_model_grads([model])
-        found.append([float(losses.mean()), float(optimizer.step()[1])])
-    return found
+        losses_and_norms.append([float(losses.mean()), float(optimizer.step()[1])])
+    return losses_and_norms
 
 
 @pytest.mark.slow
@@ -446,7 +418,7 @@ def test_dropout_is_the_same_in_recomputations() -> None:
             tensor_parallel.model_parallel_cuda_manual_seed(
                 3, te_rng_tracker=has_their_tracker, force_reset_rng=True
             )
-            block = build({**CASES["dense"], **options, **whole}, transformer_engine=True).decoder
+            block = build("dense", True, **options, **whole).decoder
             x = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(5), requires_grad=True)
             y = call(block, x)
             y.square().sum().backward()
