@@ -111,8 +111,8 @@ class LossJob:
         self.tokens = [torch.randint(vocabulary, (length,), generator=generator) for length in totals]
         self.weights = torch.linspace(0.5, 1.5, sum(responses)).split(responses)
         sampled = torch.cat([tokens[-n:] for tokens, n in zip(self.tokens, responses, strict=True)])[:, None]
-        kept = torch.rand(sum(responses), vocabulary, generator=generator) < 0.4
-        self.keep_mask = kept.scatter(1, sampled, True) if masked else None
+        at_random = torch.rand(sum(responses), vocabulary, generator=generator) < 0.4
+        self.keep_mask = at_random.scatter(1, sampled, True) if masked else None
         self.columns = columns_of_rank(vocabulary)
         self.rows = _rows_of_rank(totals, self.args.allgather_cp)
 
@@ -179,16 +179,16 @@ class LossJob:
         """Return the tokens that each token was sampled from, as this release of the framework takes them."""
         if self.keep_mask is None:
             return {}
-        kept = [
+        ids_of_rows = [
             [row.nonzero().flatten().tolist() for row in mask]
             for mask in self.keep_mask.split(self.responses)
         ]
-        ids = [[token for row in rows for token in row] for rows in kept]
-        offsets = [[0, *itertools.accumulate(map(len, rows))] for rows in kept]
+        ids = [[token for row in rows for token in row] for rows in ids_of_rows]
+        offsets = [[0, *itertools.accumulate(map(len, rows))] for rows in ids_of_rows]
         names = self.names_of_masks()
         if len(names) == 1:
             make = importlib.import_module("miles.utils.sampling_mask").RolloutSamplingMask.from_mask_list
-            return {names[0]: [*map(make, kept)]}
+            return {names[0]: [*map(make, ids_of_rows)]}
         return dict(zip(names, (ids, offsets), strict=True))
 
     def names_of_masks(self) -> list[str]:

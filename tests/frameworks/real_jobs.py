@@ -282,7 +282,7 @@ JOBS: dict[str, Any] = {
 # --- models by role
 
 GLOBAL_BATCH = 4
-#: The distributed optimizer stores no state of the Adam of torch, only of fused ones.
+#: Ranks have all weights and all states of the optimizer, so that their checksums are the same.
 UNSHARDED = {"use_distributed_optimizer": False, "overlap_param_gather": False}
 
 

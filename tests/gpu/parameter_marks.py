@@ -45,24 +45,24 @@ def _cases() -> Iterator[tuple[str, tuple[int, ...], dict[str, Any]]]:
 
 def table(layers: Any) -> Table:
     """Return what parameters of the layers of a module carry."""
-    device, found = "cuda" if torch.cuda.is_available() else "cpu", {}
+    device, marks = "cuda" if torch.cuda.is_available() else "cpu", {}
     for name, sizes, options in _cases():
         layer = getattr(layers, name)(*sizes, **options, params_dtype=torch.float32, device=device)
         case = f"{name}({', '.join(f'{key}={value}' for key, value in options.items())})"
-        found[case] = {
+        marks[case] = {
             key: {"shape": list(parameter.shape), **vars(parameter)}
             for key, parameter in layer.named_parameters()
         }
-    return found
+    return marks
 
 
-def differences(found: Table, expected: Table) -> Iterator[str]:
-    """Yield a line for each parameter of which the tables say different things."""
-    for case, parameters in expected.items():
-        for name in sorted(parameters.keys() | found[case].keys()):
-            real, ours = found[case].get(name), parameters.get(name)
-            if real != ours:
-                yield f"{case}.{name}: TransformerEngine {_shown(real)}; the stand-in {_shown(ours)}"
+def differences(real: Table, stand_in: Table) -> Iterator[str]:
+    """Yield a line for each parameter that carries different attributes in the two tables."""
+    for case, parameters in stand_in.items():
+        for name in sorted(parameters.keys() | real[case].keys()):
+            theirs, ours = real[case].get(name), parameters.get(name)
+            if theirs != ours:
+                yield f"{case}.{name}: TransformerEngine {_shown(theirs)}; the stand-in {_shown(ours)}"
 
 
 def _shown(attributes: dict[str, Any] | None) -> str:
@@ -75,23 +75,23 @@ def main() -> int:
     try:
         real = import_module("transformer_engine.pytorch")
     except ModuleNotFoundError:
-        print(f"TransformerEngine is not installed. Of the stand-in for {version.current}, parameters carry:")
+        print(f"TransformerEngine is not installed. Parameters of the stand-in for {version.current} carry:")
         for case, parameters in table(STAND_IN).items():
             print(case, *(f"  {name}: {_shown(carried)}" for name, carried in parameters.items()), sep="\n")
         return 0
     release, before = import_module("transformer_engine").__version__, version.current
     version.current = release
     try:
-        found, expected = table(real), table(STAND_IN)
+        of_real, of_stand_in = table(real), table(STAND_IN)
     finally:
         version.current = before
-    wrong = list(differences(found, expected))
+    lines = list(differences(of_real, of_stand_in))
     print(
-        f"TransformerEngine {release}: {len(expected)} layers, {len(wrong)} parameters differ",
-        *wrong,
+        f"TransformerEngine {release}: {len(of_stand_in)} layers, {len(lines)} parameters differ",
+        *lines,
         sep="\n",
     )
-    return int(bool(wrong))
+    return int(bool(lines))
 
 
 if __name__ == "__main__":
