@@ -6,6 +6,7 @@ A part stands between ``<!-- written: NAME -->`` and ``<!-- end -->``. A test co
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
 import sys
@@ -198,12 +199,18 @@ def log_messages() -> str:
 def stand_in() -> str:
     """Return a table of how layers of the stand-in of TransformerEngine differ from local ones."""
     record = json.loads((ROOT / "tests" / "real" / "stand_in.json").read_text("utf-8"))
-    rows = dict.fromkeys(name for of_release in record.values() for name in of_release)
-    return table(
-        {"loss; gradients": name}
-        | {release: "; ".join(of_release.get(name, ["–"])) for release, of_release in record.items()}
-        for name in rows
-    )
+    models: dict[str, dict[str, list[list[float]]]] = {}
+    for of_release in record.values():
+        for name, differences in of_release.items():
+            model, layout = re.split(r", (?=(?:1 rank|TP|EP|CP)\b)", name, maxsplit=1)
+            pairs = models.setdefault(model, {}).setdefault(layout, [])
+            pairs.append([float(difference) for difference in differences])
+    rows = []
+    for model, layouts in models.items():
+        losses, gradients = zip(*itertools.chain(*layouts.values()), strict=True)
+        largest = {"loss": f"{max(losses):.0e}", "gradients": f"{max(gradients):.0e}"}
+        rows.append({"layers": model, "layouts": "; ".join(layouts), **largest})
+    return table(rows)
 
 
 def _cell(text: str) -> str:

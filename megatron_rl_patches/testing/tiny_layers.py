@@ -49,7 +49,7 @@ def layer_of(
                 "layers is 'transformer_engine', and Megatron was imported without TransformerEngine. "
                 "Install it, or import Megatron inside cpu_backend(transformer_engine=True)."
             )
-        options["qk_layernorm"] = config.multi_latent_attention
+        options["qk_layernorm"] = config.qk_layernorm
         return get_gpt_layer_with_transformer_engine_spec(**options), TENorm
     layer = get_gpt_layer_local_spec(**options)
     if config.context_parallel_size > 1 or config.multi_latent_attention:

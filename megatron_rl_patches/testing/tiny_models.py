@@ -142,6 +142,7 @@ class TinyModel:
     def transformer_config(self) -> TransformerConfig:
         """Return a new configuration of the model."""
         interleaved = self.vpp is not None
+        has_te = self.layers == "transformer_engine"
         fields = {
             "num_layers": 4,
             "hidden_size": 32,
@@ -154,7 +155,8 @@ class TinyModel:
             "context_parallel_size": self.cp,
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.expert_tp,
-            "moe_grouped_gemm": self.layers == "transformer_engine",
+            "moe_grouped_gemm": has_te,
+            "qk_layernorm": has_te and "mla" in self.kind,
             "sequence_parallel": self.sequence_parallel,
             "bf16": self.bf16,
             "params_dtype": self.dtype,

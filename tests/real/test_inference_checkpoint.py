@@ -159,6 +159,7 @@ def test_what_is_broken_says_so_on_every_rank_and_leaves_the_weights(tmp_path: P
     refused(r"of another shape \(2\): embedding\..*weight is \[32, 32\] in", healthy, wide)
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_layers_of_multi_token_prediction_are_loaded_on_demand(tmp_path: Path) -> None:
     """A policy is scored without them; on other layouts, see ``test_models.py``."""

@@ -158,7 +158,7 @@ def microbatches() -> list[dict[str, Any]]:
     ("layout", "moments"),
     [
         ("DP 2", MOMENTS),
-        ("EP 2, expert bias", ({"between microbatches"},)),
+        pytest.param("EP 2, expert bias", ({"between microbatches"},), marks=pytest.mark.slow),
         *(
             pytest.param(name, MOMENTS if "aligned" in name else MOMENTS[2::2], marks=pytest.mark.nightly)
             for name in LAYOUTS

@@ -15,14 +15,13 @@ from megatron_rl_patches.losses.deferred import tiles
 from tests.lab.rehearsal import stand_ins
 from tests.lab.rehearsal.cases import CASES, DTYPES, LOSSES, MODELS, PLAIN
 
-ROOT = Path(__file__).parents[3]
 _ONE_PASS = {"_local_scalar_dense in full_divergence.py:forward": 1}
 _TIES = {"nonzero in topk.py:_largest": 1}
 _RE_ENTRY = {
     "_local_scalar_dense in recovery.py:_any_rank_was": 3,
     "_to_copy in training_warnings.py:_check_token_weights": 2,
 }
-#: Where the CPU waits for the GPU, and how often in the case; the reasons are in docs/development/gpu.md.
+#: Where the CPU waits for the GPU, and how often in the case; README.md has the reasons.
 WAITS: dict[str, dict[str, int]] = {
     **dict.fromkeys(("top-k", "top-k, deferred"), _TIES),
     "top-k, ties": {
@@ -99,6 +98,6 @@ def test_where_compiling_fails_memory_and_blocks_are_those_of_plain_operators() 
 
 def test_every_wait_has_a_reason() -> None:
     places = {wait.partition(" in ")[2] for waits in WAITS.values() for wait in waits}
-    section = (ROOT / "docs/development/gpu.md").read_text("utf-8").partition("## Rehearsed without a GPU")[2]
-    explained = set(re.findall(r"`(\w+\.py:\w+)`", section.partition("\n## ")[0]))
+    page = Path(__file__).with_name("README.md").read_text("utf-8")
+    explained = set(re.findall(r"`(\w+\.py:\w+)`", page))
     assert explained == places
