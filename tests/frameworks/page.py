@@ -37,8 +37,7 @@ hide:
 
 # Compatibility
 
-<!-- Do not edit this page: `python -m tests.frameworks.verdicts` writes it, from verdicts.json and runs.json
-in tests/frameworks, and from tests/real/models.json. -->
+<!-- Do not edit this page: `python -m tests.frameworks.verdicts` writes it. -->
 
 The table shows in which releases each patch takes effect. `main` is the commit in the list of sources below.
 For your own code, run `megatron-rl-patches check`: it compares the code itself, not its version.
