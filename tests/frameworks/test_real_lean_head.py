@@ -64,7 +64,13 @@ def test_training_never_makes_the_logits(framework: str, layers: str, ranks: int
         # Unpatched, gradients may be rounded to bfloat16: see test_real_lean_loss.py. The parameters of the
         # frameworks' own models are, and have copies in float32.
         tolerance = 4e-3 if name == "unpatched" or layers != LOCAL else 1e-4
-        torch.testing.assert_close(values, runs["lean-loss"][1], rtol=tolerance, atol=tolerance)
+        for value, expected in zip(values, runs["lean-loss"][1], strict=True):
+            if layers == LOCAL:
+                torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
+            else:
+                # Rounding decides the sign of a gradient near zero, and so where Adam's first steps take one
+                # row of the output layer: single tokens may differ more.
+                assert (value - expected).norm() <= tolerance * expected.norm(), name
     peaks = {name: round(peak, 2) for name, (peak, _) in runs.items()}
     print(f"{framework}, peak beyond the parameters, in float32 logits: {peaks}")
     most = 0.55 if layers == LOCAL else 0.75
