@@ -30,7 +30,7 @@ WAYS = {"unpatched": (), "lean-loss": ("lean-loss",), "lean-head": ("lean-loss",
 @with_layers("lean-head")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
-@on_ranks(lambda ranks: ranks, timeout=300)
+@on_ranks(lambda ranks: ranks, timeout=500)
 def test_training_never_makes_the_logits(framework: str, layers: str, ranks: int, paths: list[str]) -> None:
     prepare(paths)
     from tests.references import tiny_gpt
