@@ -6,7 +6,6 @@ A part stands between ``<!-- written: NAME -->`` and ``<!-- end -->``. A test co
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import re
 import sys
@@ -199,18 +198,19 @@ def log_messages() -> str:
 def stand_in() -> str:
     """Return a table of how layers of the stand-in of TransformerEngine differ from local ones."""
     record = json.loads((ROOT / "tests" / "real" / "stand_in.json").read_text("utf-8"))
-    models: dict[str, dict[str, list[list[float]]]] = {}
+    layouts: dict[str, dict[str, None]] = {}  # a model's, each once
+    differences: dict[str, list[list[str]]] = {}
     for of_release in record.values():
-        for name, differences in of_release.items():
+        for name, loss_and_gradients in of_release.items():
             model, layout = re.split(r", (?=(?:1 rank|TP|EP|CP)\b)", name, maxsplit=1)
-            pairs = models.setdefault(model, {}).setdefault(layout, [])
-            pairs.append([float(difference) for difference in differences])
+            layouts.setdefault(model, {})[layout] = None
+            differences.setdefault(model, []).append(loss_and_gradients)
     rows = []
-    for model, layouts in models.items():
-        losses, gradients = zip(*itertools.chain(*layouts.values()), strict=True)
-        largest = {"loss": f"{max(losses):.0e}", "gradients": f"{max(gradients):.0e}"}
-        rows.append({"layers": model, "layouts": "; ".join(layouts), **largest})
-    return table(rows)
+    for model, pairs in differences.items():
+        loss, gradients = (max(column, key=float) for column in zip(*pairs, strict=True))
+        names = "; ".join(layouts[model])
+        rows.append({"layers": model, "layouts": names, "loss": loss, "gradients": gradients})
+    return f"Releases of megatron-core: {', '.join(record)}.\n\n{table(rows)}"
 
 
 def _cell(text: str) -> str:

@@ -3,8 +3,8 @@
 A test of a suite carries ``@pytest.mark.runs(SUITE)``. It has a parameter ``ranks``, or the mark names the
 numbers of ranks: ``runs(SUITE, ranks=[1, 2])``. Its fixtures call :func:`ran_on` with the source; a test that
 does not runs on the megatron-core that is imported. A checkout is identified by its commit, so that one with
-changes is refused. A suite is recorded for those numbers of ranks with which all of its tests passed, and
-``--suite NAME`` runs these tests alone.
+changes is refused. A suite is recorded for those numbers of ranks with which all of its tests passed.
+``--suite NAME`` selects the tests of one suite.
 """
 
 from __future__ import annotations
@@ -110,8 +110,9 @@ def note_differences(name: str, differences: Sequence[float]) -> None:
 def select_suites(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of the suites that ``--suite`` names."""
     if suites := config.getoption("--suite"):
-        marks = [(item, item.get_closest_marker("runs")) for item in items]
-        items[:] = [item for item, mark in marks if mark and mark.args[0] in suites]
+        items[:] = [
+            item for item in items if (mark := item.get_closest_marker("runs")) and mark.args[0] in suites
+        ]
 
 
 class _Recorder:

@@ -40,6 +40,7 @@ def layer_of(
         "num_experts": config.num_moe_experts if has_experts else None,
         "moe_grouped_gemm": transformer_engine,
         "multi_latent_attention": config.multi_latent_attention,
+        "qk_layernorm": config.qk_layernorm,
     }
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
@@ -49,7 +50,6 @@ def layer_of(
                 "layers is 'transformer_engine', and Megatron was imported without TransformerEngine. "
                 "Install it, or import Megatron inside cpu_backend(transformer_engine=True)."
             )
-        options["qk_layernorm"] = config.qk_layernorm
         return get_gpt_layer_with_transformer_engine_spec(**options), TENorm
     layer = get_gpt_layer_local_spec(**options)
     if config.context_parallel_size > 1 or config.multi_latent_attention:

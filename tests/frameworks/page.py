@@ -37,7 +37,7 @@ hide:
 
 # Compatibility
 
-<!-- Do not edit this page: `python -m tests.frameworks.verdicts` writes it. -->
+<!-- Do not edit this page: `make pages` writes it. -->
 
 The table shows in which releases each patch takes effect. `main` is the commit in the list of sources below.
 For your own code, run `megatron-rl-patches check`: it compares the code itself, not its version.

@@ -60,17 +60,18 @@ def test_training_never_makes_the_logits(framework: str, layers: str, ranks: int
             return (built + peak) / (4 * TOKENS * VOCABULARY), [losses, norms, torch.cat(job.log_probs())]
 
     runs = {name: run(patches) for name, patches in WAYS.items()}
+    reference = runs["lean-loss"][1]
     for name, (_, values) in runs.items():
         # Unpatched, gradients may be rounded to bfloat16: see test_real_lean_loss.py. The parameters of the
         # frameworks' own models are, and have copies in float32.
         tolerance = 4e-3 if name == "unpatched" or layers != LOCAL else 1e-4
-        for value, expected in zip(values, runs["lean-loss"][1], strict=True):
-            if layers == LOCAL:
-                torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
-            else:
-                # Rounding decides the sign of a gradient near zero, and so where Adam's first steps take one
-                # row of the output layer: single tokens may differ more.
-                assert (value - expected).norm() <= tolerance * expected.norm(), name
+        if name == "unpatched" and layers != LOCAL:
+            # On one of two ranks of miles, one token of 1594 differs by 1.7%.
+            *others, log_probs = values
+            far = (log_probs - reference[2]).abs() > tolerance * (1 + reference[2].abs())
+            assert far.sum() <= 1
+            values = [*others, log_probs.where(~far, reference[2])]
+        torch.testing.assert_close(values, reference, rtol=tolerance, atol=tolerance)
     peaks = {name: round(peak, 2) for name, (peak, _) in runs.items()}
     print(f"{framework}, peak beyond the parameters, in float32 logits: {peaks}")
     most = 0.55 if layers == LOCAL else 0.75

@@ -101,7 +101,7 @@ def cells(
     """Parametrize a test with ``ranks`` and ``model``, options of :func:`tiny`, for each cell of the table.
 
     Args:
-        slow: cells that slow tests run, one of :data:`HALVES`.
+        slow: cells that slow tests run: one of :data:`HALVES`, and more.
         always: cells, as "MODEL, LAYOUT", that the default suite runs.
         leave_out: layouts.
     """
