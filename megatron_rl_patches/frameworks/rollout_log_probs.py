@@ -67,7 +67,7 @@ def _check_sampling(rollout: Mapping[str, Any]) -> None:
 
 
 def _report_sampling(name: str, top_p: float | None, top_k: int | None) -> None:
-    if (top_p or 1) < 1 or (top_k or 0) > 0:
+    if (top_p is not None and top_p < 1) or (top_k or 0) > 0:
         training_warnings.report("top_p", _TRUNCATED, is_rank_0, name=name, top_p=top_p, top_k=top_k)
 
 

@@ -73,9 +73,9 @@ def cpu_backend(*, transformer_engine: bool | str = False) -> Iterator[None]:
     from .transformer_engine.install import stand_in
 
     with ExitStack() as stack:
-        if transformer_engine:
-            stack.enter_context(stand_in(None if transformer_engine is True else transformer_engine))
         with _lock:
+            if transformer_engine:
+                stack.enter_context(stand_in(None if transformer_engine is True else transformer_engine))
             if _depth == 0:
                 _installed = _install()
             _depth += 1

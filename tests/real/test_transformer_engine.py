@@ -406,8 +406,6 @@ def test_dropout_is_the_same_in_recomputations() -> None:
 
         initialize("TP 2")
         group = parallel_state.get_tensor_model_parallel_group()
-        # With sequence parallelism Megatron's tracker forks within a fork, and the recomputation does not.
-        whole = {"sequence_parallel": False}
         rates = {"attention_dropout": 0.2, "hidden_dropout": 0.1}
 
         def checkpointed(block: Any, x: torch.Tensor) -> Any:
@@ -418,7 +416,7 @@ def test_dropout_is_the_same_in_recomputations() -> None:
             tensor_parallel.model_parallel_cuda_manual_seed(
                 3, te_rng_tracker=has_their_tracker, force_reset_rng=True
             )
-            block = build("dense", True, **options, **whole).decoder
+            block = build("dense", True, **options).decoder
             x = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(5), requires_grad=True)
             y = call(block, x)
             y.square().sum().backward()

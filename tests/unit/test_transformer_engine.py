@@ -40,16 +40,18 @@ def test_it_is_in_place_inside_of_the_block_alone() -> None:
             import_module("transformer_engine.pytorch.cross_entropy")
         with cpu_backend(), cpu_backend(transformer_engine=True):
             assert metadata.version("transformer-engine") == "2.8.0"
-        with (
-            pytest.raises(MegatronRLPatchesError, match=r"stands for 2\.8\.0"),
-            cpu_backend(transformer_engine="2.9.0"),
-        ):
+        for other, message in (("2.9.0", r"stands for 2\.8\.0"), ("newest", "'newest'; expected a version")):
+            with pytest.raises(MegatronRLPatchesError, match=message), cpu_backend(transformer_engine=other):
+                pass
+        with cpu_backend(transformer_engine="2.8"):
             pass
     assert find_spec("transformer_engine") is None
     assert not [finder for finder in sys.meta_path if "transformer_engine" in type(finder).__module__]
     assert not [name for name in sys.modules if name.startswith("transformer_engine")]
     with pytest.raises(metadata.PackageNotFoundError):
         metadata.version("transformer-engine")
+    with cpu_backend(transformer_engine=True):
+        assert metadata.version("transformer-engine") == version.DEFAULT
 
 
 def test_it_stays_if_megatron_was_imported_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,15 +91,19 @@ def test_what_it_does_not_have_is_refused_by_name() -> None:
         with pytest.raises(MegatronRLPatchesError, match="single_grouped_weight"):
             te.GroupedLinear(2, 2, 2, single_grouped_weight=True)
         with pytest.raises(MegatronRLPatchesError, match="use_transformer_engine_op_fuser"):
-            te.ops.Sequential()
+            te.ops.Sequential(named=True)
         with pytest.raises(MegatronRLPatchesError, match="moe_router_fusion"):
             import_module("transformer_engine.pytorch.router").fused_moe_aux_loss()
         with pytest.raises(TypeError, match="unknown"):
             te.Linear(2, 2, unknown=True)
-        with pytest.raises(MegatronRLPatchesError, match="FP8"):
-            te.Fp8Padding(2)
+        with pytest.raises(MegatronRLPatchesError, match="padding for FP8"):
+            te.Fp8Padding(num_gemms=2)
+        with pytest.raises(AssertionError, match=r"set_tensor_parallel_group\(\) was not called"):
+            te.Linear(4, 4, parallel_mode="row", tp_size=2)(torch.ones(1, 2))
         with pytest.raises(TypeError):
             te.DotProductAttention(2, 4, window_size=10)
+        with pytest.raises(MegatronRLPatchesError, match="without an attention_mask"):
+            te.DotProductAttention(1, 4)(*(torch.ones(3, 1, 1, 4),) * 3, attn_mask_type="padding")
         assert te.DotProductAttention(2, 4).window_size == (-1, 0)
         fp8 = import_module("transformer_engine.pytorch.fp8")
         assert not fp8.check_fp8_support()[0] and not fp8.FP8GlobalStateManager.is_mxfp8_available()[0]
@@ -181,10 +187,12 @@ def test_permutation_with_probabilities() -> None:
     with cpu_backend(transformer_engine=True):
         te = import_module("transformer_engine.pytorch.permutation")
         rows, of_rows, row_map = te.moe_permute_with_probs(x, probs, routes, num_out_tokens=4)
-        back = te.moe_unpermute(rows, row_map, probs, restore_shape=x.shape)
+        back = te.moe_unpermute(rows, row_map, probs, restore_shape=x.shape, pad_offsets=None)
         chunks = te.moe_sort_chunks_by_index(rows, torch.tensor([1, 3]), torch.tensor([1, 0]))
         with pytest.raises(MegatronRLPatchesError, match="map_type"):
             te.moe_permute(x, routes, map_type="index")
+        with pytest.raises(MegatronRLPatchesError, match="padded permutation"):
+            te.moe_unpermute(rows, row_map, probs, restore_shape=x.shape, pad_offsets=torch.zeros(2))
     assert torch.equal(rows, x[[0, 2, 0, 1]]) and torch.equal(of_rows, probs.t()[routes.t().bool()])
     assert torch.equal(chunks, rows[[1, 2, 3, 0]])
     torch.testing.assert_close(back, x * (probs * routes).sum(1, keepdim=True))
@@ -207,6 +215,27 @@ def test_attention_is_that_of_torch(mask_type: str) -> None:
     torch.testing.assert_close(found, expected.permute(2, 0, 1, 3).flatten(2))
 
 
+def test_windows_of_masks() -> None:
+    """They lie at the end of the keys, but for a causal mask."""
+    q, k, v = (torch.randn(size, 1, 1, 4) for size in (1, 5, 5))
+    with cpu_backend(transformer_engine=True):
+        attention = import_module("transformer_engine.pytorch").DotProductAttention(1, 4)
+        for mask_type, keys in (("no_mask", slice(3, 5)), ("causal", slice(0, 1))):
+            found = attention(q, k, v, attn_mask_type=mask_type, window_size=(1, 0))
+            expected = attention(q, k[keys], v[keys], attn_mask_type="no_mask", window_size=(-1, -1))
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("poisoned", [0, 1])  # queries, keys
+def test_attention_of_nan_is_nan(poisoned: int) -> None:
+    qkv = [torch.randn(3, 1, 2, 4) for _ in range(3)]
+    qkv[poisoned][1] = float("nan")
+    with cpu_backend(transformer_engine=True):
+        found = import_module("transformer_engine.pytorch").DotProductAttention(2, 4)(*qkv)
+    # The query, or the later ones that see the key.
+    assert found.isnan().all((1, 2)).tolist() == [False, True, poisoned > 0]
+
+
 def test_softmax_with_an_offset_and_the_largest_logit() -> None:
     q, k, v = (torch.randn(5, 1, 2, 4) for _ in range(3))
     options = {"softmax_type": "learnable", "attn_mask_type": "no_mask", "return_max_logit": True}
@@ -220,6 +249,16 @@ def test_softmax_with_an_offset_and_the_largest_logit() -> None:
     )
     torch.testing.assert_close(found, torch.einsum("bhst,tbhd->sbhd", weights, v).flatten(2))
     torch.testing.assert_close(largest, scores[0].amax((1, 2)))
+
+
+def test_gradients_of_weights_are_added_or_overwrite() -> None:
+    for overwrites in (False, True):
+        with cpu_backend(transformer_engine=True):
+            te = import_module("transformer_engine.pytorch")
+            layer = te.Linear(2, 2, bias=False, fuse_wgrad_accumulation=True)
+            layer.weight.main_grad, layer.weight.overwrite_main_grad = torch.ones(2, 2), overwrites
+            layer(torch.ones(3, 2)).sum().backward()
+        assert layer.weight.main_grad.eq(3 if overwrites else 4).all()
 
 
 def test_checkpoints_of_local_layers_load() -> None:
@@ -256,7 +295,7 @@ def test_fused_adam_counts_its_steps_in_the_group(decoupled: bool) -> None:
         fused_adam = import_module("transformer_engine.pytorch.optimizers").FusedAdam
         parameter, expected = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
         # Megatron sets the rate later, and may save and load moments before the first step.
-        options = {"lr": None, "weight_decay": 0.1, "adam_w_mode": decoupled, "capturable": False}
+        options = {"lr": None, "weight_decay": 0.1, "adam_w_mode": decoupled, "bias_correction": True}
         fused = fused_adam([parameter], **options)
         fused.state[parameter].update(exp_avg=torch.zeros(3), exp_avg_sq=torch.zeros(3))
         fused.load_state_dict(fused.state_dict())
@@ -266,8 +305,9 @@ def test_fused_adam_counts_its_steps_in_the_group(decoupled: bool) -> None:
             parameter.grad = expected.grad = torch.tensor([1.0, -2.0, 0.5])
             fused.step()
             reference.step()
-        with pytest.raises(MegatronRLPatchesError, match=r"options of FusedAdam \(master_weights\)"):
-            fused_adam([parameter], master_weights=True)
+        for other in ({"master_weights": True}, {"bias_correction": False}, {"unknown": 0}):
+            with pytest.raises(MegatronRLPatchesError, match=f"options of FusedAdam: {next(iter(other))}="):
+                fused_adam([parameter], **other)
     assert torch.equal(parameter, expected) and parameter[0] != 1
     assert fused.param_groups[0]["step"] == 3 and fused.state[parameter].keys() == {"exp_avg", "exp_avg_sq"}
 
@@ -282,5 +322,11 @@ def test_padding_between_packed_samples_is_zero() -> None:
         kind = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
         found = attention(x, x, x, **kind, **lengths, **starts)
         one = attention(*(x[None, 4:7],) * 3, qkv_format="bshd", attn_mask_type="causal")
+        for wrong, match in (
+            ({}, "need cu_seqlens_q"),
+            ({**lengths, "cu_seqlens_kv": edges + 6}, "do not fit"),
+        ):
+            with pytest.raises(AssertionError, match=match):
+                attention(x, x, x, **kind, **wrong)
     assert found[[2, 3, 7, 8, 9]].eq(0).all()
     torch.testing.assert_close(found[4:7], one[0])

@@ -22,7 +22,7 @@ _CAUSAL = ("causal", "causal_bottom_right")
 
 #: Arguments that matter to kernels alone.
 _OF_KERNELS = {
-    *("sequence_parallel", "layer_number", "attention_type", "cp_global_ranks", "cp_stream"),
+    *("layer_number", "attention_type", "cp_global_ranks", "cp_stream"),
     *("max_seqlen_q", "max_seqlen_kv", "pad_between_seqs", "num_splits"),
 }
 
@@ -56,14 +56,10 @@ class _Batch:
         if self.attn_mask_type in ("no_mask", *_CAUSAL):
             return None
         if self.attention_mask is None:
-            raise AssertionError(f"attn_mask_type {self.attn_mask_type!r} needs an attention_mask")
+            refuse(f"attn_mask_type {self.attn_mask_type!r} without an attention_mask")
         masks = self.attention_mask
         mask: Tensor = masks[-1] if isinstance(masks, tuple) else masks
         return mask[min(index, len(mask) - 1)]
-
-
-def _without_kernels(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if name not in _OF_KERNELS}
 
 
 def _without_extra_state(module: Any, keys: Any) -> None:
@@ -88,6 +84,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         window_size: tuple[int, int] | None = None,
         tp_size: int = 1,
         tp_group: Any = None,
+        sequence_parallel: bool = False,
         get_rng_state_tracker: Callable[[], Any] | None = None,
         cp_group: Any = None,
         cp_comm_type: str = "p2p",
@@ -97,15 +94,16 @@ class DotProductAttention(TransformerEngineBaseModule):
         **of_kernels: Any,
     ) -> None:
         super().__init__()
-        if unknown := _without_kernels(of_kernels):
-            raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
+        if unknown := of_kernels.keys() - _OF_KERNELS:
+            raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
         self.window_size = (*window_size,) if window_size else (-1, 0 if "causal" in attn_mask_type else -1)
         self.attn_mask_type, self._return_max_logit = attn_mask_type, return_max_logit
-        self.qkv_format, self._tracker, self._dropout = qkv_format, get_rng_state_tracker, attention_dropout
+        self.qkv_format, self._dropout = qkv_format, attention_dropout
+        # Ranks that have different tokens draw from states that differ anyway.
+        self._tracker = None if sequence_parallel else get_rng_state_tracker
         self.tp_size = tp_size if tp_group is None else tp_group.size()
         self.set_tensor_parallel_group(tp_group)
         channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
-        self.hidden_size_per_attention_head_k = channels
         self.num_gqa_groups = num_gqa_groups or num_attention_heads
         self.num_gqa_groups_per_partition = self.num_gqa_groups // self.tp_size
         zeros = torch.zeros(num_attention_heads // self.tp_size, device="cuda")
@@ -137,8 +135,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         With ``return_max_logit`` the largest score of each head is the second result.
         """
         own = {name: getattr(self, name) for name in ("qkv_format", "attn_mask_type", "window_size")}
-        passed = {name: value for name, value in arguments.items() if value is not None}
-        batch = _Batch(attention_mask=attention_mask, **own | _without_kernels(passed))
+        passed = {name: x for name, x in arguments.items() if x is not None and name not in _OF_KERNELS}
+        batch = _Batch(attention_mask=attention_mask, **own | passed)
         qkv = query_layer, key_layer, value_layer
         if key_layer.shape[-2] != self.num_gqa_groups_per_partition:
             raise AssertionError(f"keys have {key_layer.shape[-2]} heads, which is not num_gqa_groups")
@@ -164,11 +162,15 @@ class DotProductAttention(TransformerEngineBaseModule):
         q, k, v = qkv
         edges = batch.cu_seqlens_q, batch.cu_seqlens_kv
         padded = batch.cu_seqlens_q_padded, batch.cu_seqlens_kv_padded
+        if any(edge is None for edge in edges):
+            raise AssertionError("packed batches need cu_seqlens_q and cu_seqlens_kv")
         lengths = zip(*(edge.diff().tolist() for edge in edges), strict=True)
         slots = []
-        for edge, pad in zip(edges, padded, strict=True):
-            starts = ((edge if pad is None else pad) // self.cp_size).tolist()
-            slots.append([slice(*ends) for ends in pairwise(starts)])
+        for edge, pad, x in zip(edges, padded, (q, k), strict=True):
+            starts, parts = edge if pad is None else pad, 1 if self.cp_size == 1 else 2 * self.cp_size
+            if starts[-1] > len(x) * self.cp_size or (starts % parts).any():
+                raise AssertionError(f"cu_seqlens {starts.tolist()} do not fit {len(x)} tokens on each rank")
+            slots.append([slice(*ends) for ends in pairwise((starts // self.cp_size).tolist())])
         out = v.new_zeros(len(q), q.shape[1], v.shape[-1])
         for of_both, of_q, of_k in zip(lengths, *slots, strict=True):
             out[of_q] = self._attend((q[of_q], k[of_k], v[of_k]), batch, None, of_both)
@@ -190,7 +192,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         q, k, v = sample
         hidden = self._hidden(len(q), len(k), lengths, batch).to(q.device)
         if self.cp_size > 1:
-            k, v = (communication.enter_column(x, self.cp_group, True) for x in (k, v))
+            k, v = (communication.enter(x, self.cp_group, True) for x in (k, v))
         repeat = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
         scores_hst = torch.einsum("shd,thd->hst", q.float(), k.float()) * self.softmax_scale
@@ -206,8 +208,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         if self.softmax_offset is not None:  # one more key, whose value is zero
             offset_hs1 = self.softmax_offset.float()[:, None, None].expand(-1, len(q), 1)
             scores_hst = torch.cat([scores_hst, offset_hs1], -1)
-        # A query that sees no key is padding, and gets zeros.
-        weights_hst = scores_hst.softmax(-1).nan_to_num(0.0)[..., : len(k)]
+        # A query that sees no key is padding, and gets zeros. NaN in the scores remains.
+        weights_hst = scores_hst.softmax(-1)[..., : len(k)].masked_fill(hidden.all(-1, keepdim=True), 0.0)
         if self.training and self._dropout:
             with nullcontext() if self._tracker is None else self._tracker().fork():
                 weights_hst = torch.nn.functional.dropout(weights_hst, self._dropout)
@@ -228,7 +230,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         elif (left, right) == (math.inf, 0):  # the window of a causal mask
             right = math.inf
         ahead_st = k_t[None] - q_s[:, None]
-        if "bottom_right" in batch.attn_mask_type:
+        if batch.attn_mask_type not in ("causal", "padding_causal"):
             ahead_st = ahead_st - (k_length - q_length)
         is_padding_st = (k_t >= k_length)[None] | (q_s >= q_length)[:, None]
         return is_padding_st | (ahead_st > right) | (ahead_st < -left)

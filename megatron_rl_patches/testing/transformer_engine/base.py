@@ -134,12 +134,14 @@ class LinearBase(TransformerEngineBaseModule):
 
     def _product(self, x: Tensor, suffix: str = "", mode: str | None = None) -> Tensor:
         group = self.tp_group if self.tp_size > 1 else None
+        if mode is not None and self.tp_size > 1 and group is None:
+            raise AssertionError(f"tp_size is {self.tp_size}, and set_tensor_parallel_group() was not called")
         if group is not None and mode == "column":
-            x = communication.enter_column(x, group, self.sequence_parallel)
+            x = communication.enter(x, group, self.sequence_parallel)
         weight = getattr(self, f"weight{suffix}")
         y: Tensor = _Product.apply(x, weight, self.fuse_wgrad_accumulation)  # type: ignore[no-untyped-call]
         if group is not None and mode == "row":
-            y = communication.leave_row(y, group, self.sequence_parallel)
+            y = communication.leave(y, group, self.sequence_parallel)
         return y + getattr(self, f"bias{suffix}") if self.apply_bias else y
 
 
@@ -160,6 +162,8 @@ class _Product(torch.autograd.Function):
             return grad_x, None, None
         if not ctx.fuse:
             return grad_x, grad.flatten(0, -2).t() @ x.flatten(0, -2), None
+        if getattr(ctx.weight, "overwrite_main_grad", False):
+            ctx.weight.main_grad.zero_()
         add_to_main_grad(x, grad, ctx.weight.main_grad)
         dummy = None
         if hasattr(ctx.weight, "grad_added_to_main_grad"):

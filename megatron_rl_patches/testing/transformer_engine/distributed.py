@@ -10,8 +10,6 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-_states: dict[str, Tensor] = {}  # of the tracker to which one was added last
-
 
 class CudaRNGStatesTracker:
     """Named states of the generator of random numbers."""
@@ -38,8 +36,6 @@ class CudaRNGStatesTracker:
         torch.cuda.manual_seed(seed)
         self.states_[name] = torch.cuda.get_rng_state()
         torch.cuda.set_rng_state(before)
-        global _states
-        _states = self.states_
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
@@ -51,11 +47,6 @@ class CudaRNGStatesTracker:
         finally:
             self.states_[name] = torch.cuda.get_rng_state()
             torch.cuda.set_rng_state(before)
-
-
-def get_all_rng_states() -> dict[str, Tensor]:
-    """Return the states of the tracker in use."""
-    return _states
 
 
 def checkpoint(

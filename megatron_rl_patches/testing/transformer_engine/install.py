@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from packaging.version import InvalidVersion, Version
+
 from ...errors import MegatronRLPatchesError
 from . import version
 
@@ -49,17 +51,21 @@ def stand_in(requested: str | None = None) -> Iterator[None]:
     """Have the stand-in of a version in place. If Megatron is imported meanwhile, it stays for good.
 
     Raises:
-        MegatronRLPatchesError: TransformerEngine is installed, Megatron was imported without it, or the
-            stand-in stands for another version already.
+        MegatronRLPatchesError: TransformerEngine is installed, Megatron was imported without it, the version
+            is none, or the stand-in stands for another one already.
     """
     global _in_place, _blocks
+    try:
+        wanted = Version(requested or version.current)
+    except InvalidVersion as error:
+        raise MegatronRLPatchesError(f'{error}; expected a version, such as "{version.DEFAULT}"') from None
     if _in_place is None:
         _check_absence()
         version.current = requested or version.DEFAULT
         _in_place = _Finder(_new_modules())
         sys.modules.update(_in_place.modules)
         sys.meta_path.append(_in_place)
-    elif requested not in (None, version.current):
+    elif wanted != Version(version.current):
         raise MegatronRLPatchesError(
             f"The stand-in of TransformerEngine stands for {version.current} in this process, not for "
             f"{requested}. Use one version in a process."
@@ -82,7 +88,7 @@ def _take_away() -> None:
         if sys.modules.get(name) is module:
             del sys.modules[name]
     sys.meta_path.remove(_in_place)
-    _in_place = None
+    _in_place, version.current = None, version.DEFAULT
 
 
 def _check_absence() -> None:

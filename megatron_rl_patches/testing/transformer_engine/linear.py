@@ -14,7 +14,7 @@ from .refusals import refuse
 
 #: From this release on, weights of grouped experts carry no mark of tensor parallelism: it sets marks only if
 #: they lie in one tensor (read in TransformerEngine's source, tags v2.12 to v2.18).
-GROUPED_UNMARKED_SINCE = (2, 13)
+GROUPED_UNMARKED_SINCE = "2.13"
 
 
 class Linear(LinearBase):
@@ -95,7 +95,7 @@ class GroupedLinear(LinearBase):
         self._initialize()
 
     def _mark(self, suffix: str = "") -> None:
-        if not version.is_at_least(*GROUPED_UNMARKED_SINCE):
+        if not version.is_at_least(GROUPED_UNMARKED_SINCE):
             for index in range(self.num_gemms):
                 super()._mark(str(index))
 

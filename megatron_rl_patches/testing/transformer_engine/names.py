@@ -14,10 +14,6 @@ from .norms import LayerNorm, RMSNorm
 from .rope import apply_rotary_pos_emb
 
 
-class Float8Tensor(refusals.QuantizedTensor):
-    """Tensors in FP8, of which there are none."""
-
-
 def _named(*values: Any) -> dict[str, Any]:
     return {value.__name__: value for value in values}
 
@@ -43,12 +39,12 @@ def modules() -> dict[str, dict[str, Any]]:
             **linear,
             **fp8,
             **_named(DotProductAttention, distributed.CudaRNGStatesTracker, distributed.checkpoint),
-            **dict.fromkeys(("Fp8Padding", "Fp8Unpadding"), refusals.fp8_autocast),
+            **dict.fromkeys(("Fp8Padding", "Fp8Unpadding"), refusals.Fp8Padding),
         },
         f"{root}.pytorch.attention": _named(DotProductAttention, apply_rotary_pos_emb),
         f"{root}.pytorch.attention.rope": _named(apply_rotary_pos_emb),
         f"{root}.pytorch.distributed": _defined_in(distributed),
-        f"{root}.pytorch.float8_tensor": _named(Float8Tensor),
+        f"{root}.pytorch.float8_tensor": {"Float8Tensor": refusals.QuantizedTensor},
         f"{root}.pytorch.fp8": fp8,
         f"{root}.pytorch.quantization": fp8,
         f"{root}.pytorch.module": linear,

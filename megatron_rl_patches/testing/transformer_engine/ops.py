@@ -20,11 +20,8 @@ class FusibleOperation(torch.nn.Module):
 class Sequential(torch.nn.Module):
     """Fuses operations in the real one."""
 
-    def __init__(self, *operations: Any) -> None:
+    def __init__(self, *operations: Any, **named: Any) -> None:
         refuse("fused operations (use_transformer_engine_op_fuser)")
-
-
-class Linear(Sequential): ...
 
 
 class _Activation(FusibleOperation):

@@ -10,6 +10,8 @@ from torch.optim.adamw import adamw
 
 from .refusals import refuse
 
+_ONLY = {"bias_correction": True, "amsgrad": False, "capturable": False}
+
 
 class FusedAdam(torch.optim.Optimizer):
     """Adam, or AdamW in ``adam_w_mode``, with moments in the precision of their parameter."""
@@ -24,8 +26,8 @@ class FusedAdam(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         **options: Any,
     ) -> None:
-        if switched_on := [name for name, value in options.items() if value]:
-            refuse(f"options of FusedAdam ({', '.join(switched_on)})")
+        if others := [f"{name}={value}" for name, value in options.items() if _ONLY.get(name, ...) != value]:
+            refuse(f"such options of FusedAdam: {', '.join(others)}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._update: Any = adamw if adam_w_mode else adam
 

@@ -29,9 +29,16 @@ def moe_permute_with_probs(
 
 
 def moe_unpermute(
-    inp: Tensor, row_id_map: Tensor, merging_probs: Tensor | None = None, *, restore_shape: Any
+    inp: Tensor,
+    row_id_map: Tensor,
+    merging_probs: Tensor | None = None,
+    *,
+    restore_shape: Any,
+    pad_offsets: None = None,
 ) -> Tensor:
     """Sum the rows of each token in float32, times their probabilities if there are any."""
+    if pad_offsets is not None:
+        refuse("padded permutation (moe_router_padding_for_quantization)")
     experts, tokens = row_id_map.unbind(1)
     rows = inp.float()
     if merging_probs is not None:

@@ -23,6 +23,13 @@ def fp8_autocast(enabled: bool = True, **options: Any) -> AbstractContextManager
     return refuse("FP8 (fp8_autocast, fp8_model_init)") if enabled else nullcontext()
 
 
+class Fp8Padding:
+    """Refuses to be made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse("padding for FP8 (Fp8Padding, Fp8Unpadding)")
+
+
 def is_available() -> tuple[bool, str]:
     """Answer for every format of low precision."""
     return False, "the stand-in of TransformerEngine has no FP8"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from packaging.version import Version
+
 DEFAULT = "2.9.0"
 current = DEFAULT
 
 
-def is_at_least(*release: int) -> bool:
+def is_at_least(release: str) -> bool:
     """Return whether the version is the release or a later one."""
-    return tuple(map(int, current.split(".")[: len(release)])) >= release
+    return Version(current) >= Version(release)
