@@ -79,8 +79,8 @@ class _Engine(wrapt.ObjectProxy):  # type: ignore[type-arg]
             return self.__wrapped__.run_backward(*args, **kwargs)
 
 
-class _Context(ContextDecorator):
-    """A context that does nothing, any number of times, and a decorator, as those of ``torch.cuda`` are."""
+class _Nothing:
+    """A context that does nothing, any number of times."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -92,8 +92,15 @@ class _Context(ContextDecorator):
         pass
 
 
-class Stream(_Context):
-    """Stands for every CUDA stream. Work is done when a call returns, so there is nothing to order."""
+class _Context(_Nothing, ContextDecorator):
+    """The same as a decorator, too, as contexts of ``torch.cuda`` are."""
+
+
+class Stream(_Nothing):
+    """Stands for every CUDA stream. Work is done when a call returns, so there is nothing to order.
+
+    It is not callable: Megatron calls what is, to get a stream.
+    """
 
     cuda_stream = 0
     priority = 0

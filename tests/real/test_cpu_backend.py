@@ -230,6 +230,7 @@ def test_the_accelerator_is_the_gpu() -> None:
         torch.accelerator.synchronize()
         with torch.accelerator.current_stream() as stream:
             event = stream.record_event()
+            assert not callable(stream)  # Megatron calls what is
         assert isinstance(stream, torch.Stream) and isinstance(event, torch.Event) and event.query()
         if hasattr(torch.accelerator, "get_memory_info"):  # in newer releases of torch
             with torch.accelerator.device_index(0):
