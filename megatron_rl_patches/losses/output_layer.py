@@ -22,8 +22,8 @@ from ..common.messages import Message
 from ..common.scopes import Scope, replaced
 from .deferred.logits import defer
 from .deferred.options import KeepBytes, TileOptions
+from .deferred.products import product
 from .deferred.tensor import DeferredLogits
-from .deferred.tiles import product
 from .logits.autograd import gather_sequence, sum_gradient
 from .logits.log_probs import vocab_parallel_log_probs
 

@@ -40,7 +40,8 @@ class LeanHeadOptions:
     """Options of the patch.
 
     Attributes:
-        lean_head_tile_bytes: the memory of the logits of one tile; 0: 64 MiB on a CPU, 512 MiB on a GPU.
+        lean_head_tile_bytes: the memory of the logits of one tile; 0: 64 MiB on a CPU; 512 MiB on a GPU, and
+            1 GiB where all logits take 2 GiB or more.
         lean_head_keep_bytes: the most memory for logits that each call of a loss keeps, so that backward
             does not compute them again; ``auto``: half of what is free on a GPU at the first backward.
 
@@ -49,7 +50,7 @@ class LeanHeadOptions:
     """
 
     lean_head_tile_bytes: int = 0
-    lean_head_keep_bytes: int | Literal["auto"] = 0
+    lean_head_keep_bytes: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("lean_head_tile_bytes", "lean_head_keep_bytes"):

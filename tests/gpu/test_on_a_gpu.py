@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_patches import losses
-from megatron_rl_patches.losses.deferred.tiles import add_product
+from megatron_rl_patches.losses.deferred.products import add_product
 from megatron_rl_patches.testing import TinyModel
 from tests.gpu import parameter_marks
 from tests.ranks import on_ranks

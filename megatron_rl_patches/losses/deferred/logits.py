@@ -14,8 +14,9 @@ from ..logits.arguments import check_floats, check_group, check_no_transform
 from ..logits.autograd import gather_sequence, sum_gradient
 from .contents import Contents, OutputLayer
 from .options import KeepBytes, TileOptions
+from .products import product
 from .tensor import Defer, DeferredLogits, ToDense
-from .tiles import OutputLayerRows, product
+from .tiles import OutputLayerRows
 
 
 def deferred_logits(
@@ -45,11 +46,12 @@ def deferred_logits(
             them; the losses need the group as well.
         sequence_parallel: ``hidden`` is split over ``tp_group``: it is gathered here, and its gradient is
             reduce-scattered.
-        tile_bytes: how much memory the logits of one tile take. Default: 64 MiB on a CPU, 512 MiB on a GPU.
-        keep_bytes: how much memory forward may fill with logits, which backward then need not compute again:
-            with all of them it multiplies three times instead of four. ``"auto"`` takes half of what is free
-            on a GPU at the first backward of the process, and never more later; before that, and on a CPU,
-            it takes nothing.
+        tile_bytes: how much memory the logits of one tile take. Default: 64 MiB on a CPU; 512 MiB on a GPU,
+            and 1 GiB where all logits take 2 GiB or more. One tile waits for the backward of each device.
+        keep_bytes: how much more memory forward may fill with logits, which backward then need not compute
+            again: with all of them it multiplies three times instead of four. ``"auto"`` takes half of what
+            is free on a GPU at the first backward of the process, and never more later; before that, and on
+            a CPU, it takes nothing.
         logit_dtype: ``torch.float32``: the logits of 16-bit ``hidden`` and ``weight`` are not rounded, as if
             both had been converted to float32 before. Their gradient is rounded to the dtype of ``hidden``
             before it is multiplied, as by Megatron's ``ColumnParallelLinear`` with an ``output_dtype``.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class TileOptions:
     """How the tiles of an output layer are computed, and how much memory they may take.
 
     Attributes:
-        tile_bytes: size of a tile; ``None``: 64 MiB on a CPU and 512 MiB on a GPU.
+        tile_bytes: see :func:`.deferred_logits`.
         keep_bytes: see :func:`.deferred_logits`.
         main_gradient: where the weight's gradient goes; ``None``: to autograd.
         logit_dtype: see :func:`.deferred_logits`.
@@ -61,6 +62,22 @@ class TileOptions:
         """Let ``keep_bytes="auto"`` see how much memory is free on a GPU at its first backward."""
         if self.keep_bytes == "auto" and device.type == "cuda" and device not in _automatic:
             _half_of_free_memory(device)
+
+
+class StoredTiles(dict[tuple[int, int], Tensor]):
+    """Tiles that wait for a backward, by their first row and column; each in memory that may be larger.
+
+    The last tile of a forward stays until its backward, or until another forward leaves its own.
+    """
+
+    _latest: ClassVar[dict[torch.device, tuple[weakref.ref[StoredTiles], tuple[int, int]]]] = {}
+
+    def store_last(self, place: tuple[int, int], memory: Tensor) -> None:
+        before, of_before = self._latest.get(memory.device, (lambda: None, place))
+        if (earlier := before()) is not None:
+            earlier.pop(of_before, None)
+        self[place] = memory
+        self._latest[memory.device] = weakref.ref(self), place
 
 
 def _half_of_free_memory(device: torch.device) -> int:

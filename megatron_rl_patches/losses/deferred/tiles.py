@@ -3,6 +3,7 @@
 A tile of logits is one matrix product of the selected hidden states with some rows of the weight. Forward
 reads it and forgets it; backward multiplies again, turns the tile into its gradient in place, and multiplies
 that once for the hidden states and once for the weight. So memory is one tile, whatever the vocabulary is.
+Forward leaves its last tile where it is, and backward begins there: a product less, in the same memory.
 
 Tiles have all selected rows and few columns where they can: the weight's gradient of a tile is then complete,
 and the sum over tiles, which the gradient of the hidden states is, has few terms.
@@ -10,6 +11,7 @@ and the sum over tiles, which the gradient of the hidden states is, has few term
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,21 +19,16 @@ import torch
 from torch import Tensor
 
 from ..logits.arguments import DEFAULT, VocabParallelOptions
-from ..logits.rows import Grid, Inputs, LogitSource, SelectedRows, Tile, TileGradient, grid_of, ranges
+from ..logits.rows import Grid, Inputs, LogitSource, SelectedRows, Tile, TileGradient, grid_of
 from ..logits.softmax import NO_SOFTMAX, RowGradients, exp_floor, finite, write_gradient
-from .options import TileOptions
+from .options import StoredTiles, TileOptions
+from .products import add_product, multiply
 
 _MIB = 1 << 20
+_LARGE_TILE = 1 << 30
 _FEWEST_COLUMNS = 1024
-# Larger tiles have a multiple of so many columns, see softmax.stretches.
-_ALIGNMENT = 256
-_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
-# Where torch has no product of 16-bit matrices with a float32 result, so many of their columns are converted
-# to float32 at a time.
-_CONVERTED_COLUMNS = 512
-# Where torch has such a product, but does not add it to a float32 tensor, so large a part of it is computed
-# at a time. The product of few rows of logits would be as large as the weight.
-_PRODUCT_BYTES = 128 << 20
+# Larger tiles have a multiple of so many columns, see blocks.stretches.
+_ALIGNMENT, _ALIGNMENT_OF_GPU = 256, 1024
 
 
 @dataclass(eq=False)
@@ -42,7 +39,7 @@ class OutputLayerRows(LogitSource):
         hidden: ``[T, h]``.
         weight: ``[V / tp, h]``, this rank's part; see :func:`.deferred_logits`, as for the bias ``[V / tp]``.
         keeps_tiles: whether tiles may be kept for a backward.
-        stored_tiles: the tiles that wait for a backward, by their first row and column.
+        stored_tiles: the tiles that wait for a backward.
         logit_dtype: the dtype of the logits.
     """
 
@@ -53,7 +50,7 @@ class OutputLayerRows(LogitSource):
     tiling: TileOptions
     options: VocabParallelOptions = DEFAULT
     keeps_tiles: bool = False
-    stored_tiles: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    stored_tiles: StoredTiles = field(default_factory=StoredTiles)
     computes_tiles = True
 
     def __post_init__(self) -> None:
@@ -66,35 +63,49 @@ class OutputLayerRows(LogitSource):
     # --- as a source
 
     def tiles(self, grid: Grid | None = None) -> Iterator[Tile]:
-        hidden_nh = self.selected_hidden()
+        return self._tiles(self.selected_hidden(), grid)
+
+    def _tiles(self, hidden_nh: Tensor, grid: Grid | None, is_backward: bool = False) -> Iterator[Tile]:
         row_ranges, column_ranges = grid or grid_of([self], self.width)
+        # Several sources go through their tiles in step, and tiles of some rows are added up in their order.
+        begins_with_last = grid is None and len(row_ranges) == 1
         size = row_ranges[0].stop * column_ranges[0].stop
+        if is_backward and begins_with_last:
+            column_ranges = column_ranges[::-1]
+        if grid is None and self.device.type == "cuda":
+            size = max(size, min(self._tile_bytes() // self.logit_dtype.itemsize, self.n * self.width))
         buffer: Tensor | None = None
-        keeps = self.keeps_tiles and self.tiling.keep_bytes != 0
+        keeps = self.keeps_tiles and not is_backward and self.tiling.keep_bytes != 0
         left = self.tiling.bytes_to_keep(self.device) if keeps else -1
-        for columns in column_ranges:
-            weight, bias = self._layer(columns)
+        for columns, (weight, bias) in zip(column_ranges, self._layers(column_ranges), strict=True):
             for rows in row_ranges:
                 place, hidden = (rows.start, columns.start), hidden_nh[rows]
-                logits = self.stored_tiles.pop(place, None)
-                if logits is None:
-                    shape = len(hidden), len(weight)
-                    left -= shape[0] * shape[1] * self.logit_dtype.itemsize
+                shape, memory = (len(hidden), len(weight)), self.stored_tiles.pop(place, None)
+                is_stored = memory is not None
+                if memory is None:
+                    left -= math.prod(shape) * self.logit_dtype.itemsize
                     if left >= 0:
-                        logits = hidden.new_empty(shape, dtype=self.logit_dtype)
-                        self.stored_tiles[place] = logits
+                        memory = hidden.new_empty(math.prod(shape), dtype=self.logit_dtype)
+                        self.stored_tiles[place] = memory
                     else:
                         if buffer is None:
                             buffer = hidden.new_empty(size, dtype=self.logit_dtype)
-                        logits = buffer[: shape[0] * shape[1]].view(shape)
+                        memory = buffer
+                elif len(memory) >= size:
+                    buffer = memory
+                logits = memory[: math.prod(shape)].view(shape)
+                if not is_stored:
                     multiply(hidden, weight.T, bias, logits)
                 selected = SelectedRows(logits, slice(0, len(hidden)), self.options, self.n * self.width)
                 yield Tile(selected, rows, columns)
+        if self.keeps_tiles and begins_with_last and not is_backward and buffer is not None:
+            self.stored_tiles.store_last((0, column_ranges[-1].start), buffer)
 
     def gradients(self, compute: TileGradient, needed: Sequence[bool], grid: Grid | None = None) -> Inputs:
-        sums = _Gradients(self, needed)
+        hidden_nh = self.selected_hidden()
+        sums = _Gradients(self, needed, hidden_nh)
         # Gradients take the place of the tiles' logits, so none is kept for another backward.
-        for tile in replace(self, keeps_tiles=False).tiles(grid):
+        for tile in self._tiles(hidden_nh, grid, is_backward=True):
             compute(tile, tile.logits.logits)
             sums.add(tile.rows, tile.columns, tile.logits.logits)
         if self.tiling.keep_bytes == "auto":
@@ -119,17 +130,27 @@ class OutputLayerRows(LogitSource):
         }, restore
 
     def shape_of_tiles(self, width: int, share: int) -> tuple[int, int]:
-        tile_bytes = self.tiling.tile_bytes or (64 if self.device.type == "cpu" else 512) * _MIB
-        elements = max(tile_bytes // share // self.logit_dtype.itemsize, 1)
+        elements = max(self._tile_bytes() // share // self.logit_dtype.itemsize, 1)
         most_columns = max(elements // max(self.n, 1), min(elements, _FEWEST_COLUMNS))
         if self.weight.device != self.device:  # a tile's part of it is copied, and is no larger than a tile
             most_columns = max(min(most_columns, elements // self.weight.shape[1]), 1)
         columns = -(-width // -(-width // most_columns))
-        columns = min(-(-columns // _ALIGNMENT) * _ALIGNMENT if columns > _ALIGNMENT else columns, width)
+        step = _ALIGNMENT_OF_GPU if self.device.type == "cuda" else _ALIGNMENT
+        columns = min(-(-columns // step) * step if columns > step else columns, width)
         return max(min(elements // columns, self.n), 1), columns
 
+    def _tile_bytes(self) -> int:
+        if self.tiling.tile_bytes is not None:
+            return self.tiling.tile_bytes
+        if self.device.type != "cuda":
+            return 64 * _MIB
+        # Larger tiles need fewer products, as backward begins with the last one. They take half of all logits
+        # at most. There are two sizes, so that microbatches of many lengths leave no gaps in the memory.
+        large = self.n * self.width * self.logit_dtype.itemsize >= 2 * _LARGE_TILE
+        return _LARGE_TILE if large else _LARGE_TILE // 2
+
     def without_keeping(self) -> OutputLayerRows:
-        return replace(self, keeps_tiles=False, stored_tiles={})
+        return replace(self, keeps_tiles=False, stored_tiles=StoredTiles())
 
     def forward_derivative(self) -> ForwardDerivative | None:
         """Return sums for a backward that needs the gradient of hidden states, and no other gradient."""
@@ -148,7 +169,9 @@ class OutputLayerRows(LogitSource):
     ) -> OutputLayerRows:
         """Return these rows of the ``T``, which may have gradients if they are trained."""
         rows = self if trained else self.detached()
-        return replace(rows, index=index, options=options, keeps_tiles=keeps_tiles, stored_tiles={})
+        return replace(
+            rows, index=index, options=options, keeps_tiles=keeps_tiles, stored_tiles=StoredTiles()
+        )
 
     def detached(self) -> OutputLayerRows:
         """Return the same rows without gradients for anything."""
@@ -157,7 +180,7 @@ class OutputLayerRows(LogitSource):
 
     def gradients_of(self, gradient: Tensor, needed: Sequence[bool]) -> Inputs:
         """Return the gradients of the inputs from that of all logits ``[n, V / tp]``."""
-        sums = _Gradients(self, needed)
+        sums = _Gradients(self, needed, self.selected_hidden())
         sums.add(slice(0, self.n), slice(0, self.width), gradient)
         return sums.totals()
 
@@ -177,6 +200,32 @@ class OutputLayerRows(LogitSource):
         gradient[self.index] = of_selected
         return gradient
 
+    def _layers(self, column_ranges: Sequence[slice]) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield weight and bias of each range of columns.
+
+        A GPU fetches the next ones from host memory while it multiplies with these.
+        """
+        if self.device.type != "cuda" or self.weight.device == self.device:
+            yield from map(self._layer, column_ranges)
+            return
+        current = torch.cuda.current_stream(self.device)
+        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+        def fetch(columns: slice) -> tuple[tuple[Tensor, Tensor | None], torch.cuda.Event]:
+            with torch.cuda.stream(side):
+                return self._layer(columns), side.record_event()
+
+        following = fetch(column_ranges[0])
+        for columns in (*column_ranges[1:], None):
+            part, is_there = following
+            if columns is not None:
+                following = fetch(columns)
+            current.wait_event(is_there)
+            for tensor in part:
+                if tensor is not None:
+                    tensor.record_stream(current)
+            yield part
+
     def _layer(self, columns: slice) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias of some columns, on the device of the hidden states."""
         # A copy to host memory must have ended before it is read.
@@ -189,8 +238,8 @@ class OutputLayerRows(LogitSource):
 class _Gradients:
     """Sums the gradients of hidden states, weight and bias over tiles."""
 
-    def __init__(self, layer: OutputLayerRows, needed: Sequence[bool]) -> None:
-        self._layer, self._weight, self._hidden_nh = layer, layer.weight.detach(), layer.selected_hidden()
+    def __init__(self, layer: OutputLayerRows, needed: Sequence[bool], hidden_nh: Tensor) -> None:
+        self._layer, self._weight, self._hidden_nh = layer, layer.weight.detach(), hidden_nh
         needs_hidden, needs_weight, needs_bias = needed
         main = layer.tiling.main_gradient
         zeros, dtype = self._hidden_nh.new_zeros, layer.dtype
@@ -287,48 +336,3 @@ class ForwardDerivative:
         target_row = self._weight[local_target.clamp(min=0)].to(dtype)
         at_target = torch.where(local_target >= 0, -log_prob.expm1() / temperature, 0.0)
         return target_row * at_target.to(dtype)[:, None] - self._exp * scale.to(dtype)[:, None]
-
-
-# --- products
-
-
-def product(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return ``hidden @ weight.T + bias``, ``[..., V / tp]``, in a dtype that may be a more precise one."""
-    logits = hidden.new_empty((*hidden.shape[:-1], len(weight)), dtype=dtype)
-    multiply(hidden.flatten(0, -2), weight.T, bias, logits.flatten(0, -2))
-    return logits
-
-
-def multiply(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write ``a @ b + bias`` into ``out``, in the precision of ``out``, which may be higher than theirs."""
-    if a.dtype != out.dtype:
-        out.zero_() if bias is None else out.copy_(bias.expand_as(out))
-        add_product(out, a, b)
-    elif bias is None:
-        torch.mm(a, b, out=out)
-    else:
-        torch.addmm(bias, a, b, out=out)
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor, *, may_round: bool = False) -> None:
-    """Add ``a @ b`` to ``total``, in the precision of ``total``, which may be higher than that of both.
-
-    With ``may_round`` a product of bfloat16 matrices is rounded to bfloat16 where torch has no product with
-    another dtype, as on a CPU. (A sum in float16 may be beyond its range.)
-    """
-    # torch's build for AMD's GPUs refuses to multiply 16-bit matrices with a float32 result.
-    is_on_nvidia = a.device.type == "cuda" and torch.version.hip is None
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif is_on_nvidia and _TORCH >= (2, 10):
-        # One product that adds: linkedin/Liger-Kernel#1239 measured 13.4 ms, and 23.5 with a sum of its own.
-        # Before torch 2.10 the total must have the dtype of the matrices (pytorch/pytorch#167931).
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif is_on_nvidia and _TORCH >= (2, 8):
-        for rows in ranges(0, len(a), max(_PRODUCT_BYTES // (b.shape[1] * total.element_size()), 1)):
-            total[rows].add_(torch.mm(a[rows], b, out_dtype=total.dtype))
-    elif may_round and a.dtype == torch.bfloat16:
-        total += torch.mm(a, b)
-    else:
-        for part in ranges(0, len(b), _CONVERTED_COLUMNS):
-            total.addmm_(a[:, part].to(total.dtype), b[part].to(total.dtype))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +15,17 @@ from .compiling import BlockFunction
 from .rows import SelectedRows
 
 _MIB = 1 << 20
+_STRETCH = 256  # columns, or so
+_STRETCH_OF_GPU = 1024
+_SHORTEST_STRETCH = 64
+_BLOCKS_OF_GPU = 16  # times the size of other blocks, so 1 GiB or more, for compiled functions on a GPU
 
 
 class Block(NamedTuple):
     """Some rows of a tile.
 
     Attributes:
-        x: their logits ``[rows, V / tp]``.
+        x: their logits ``[rows, V / tp]``; for a compiled function ``[rows, stretches, columns]``.
         out: where to write their gradient; perhaps the same object, so that a compiler knows it.
         rows: which of the tile's rows.
         work: buffers ``[k, rows, V / tp]`` for plain operators, the first of which may be ``x``.
@@ -34,6 +39,15 @@ class Block(NamedTuple):
     work: Tensor
     function: Callable[..., Any]
     is_compiled: bool
+
+    def part(self, values: Tensor | None) -> Tensor | None:
+        """Return the block's rows of ``values`` ``[n, 1]`` or ``[n, V / tp]``, cut as its logits are."""
+        if values is None:
+            return None
+        part = values[self.rows]
+        if not self.is_compiled:
+            return part
+        return part[..., None] if part.shape[1] == 1 else stretches(part)
 
 
 def each_block(
@@ -56,19 +70,26 @@ def each_block(
             have to fit into the cache; 0: nothing is compiled. Copies of single rows have to fit.
         gradient: ``[T, V / tp]``, to be written in these rows.
     """
-    is_whole = rows.num_logits == rows.n * rows.width  # not a tile of several
-    call = BlockFunction(function, rows.options.fused, rows.num_logits, rows.device.type, is_whole)
-    scale = min(scale, 1) if isinstance(rows.index, Tensor) else scale
+    is_elementwise = gradient is not None
+    call = BlockFunction(function, rows.options.fused, rows.num_logits, rows.device.type, is_elementwise)
     row_bytes, done, no_buffers = rows.width * rows.dtype.itemsize, 0, rows.logits.new_empty(0)
+    compiled_bytes = row_bytes
+    if isinstance(rows.index, Tensor):
+        scale = min(scale, 1)
+    elif rows.device.type == "cuda":
+        # Nothing is copied, and each call is a handful of kernels.
+        scale, compiled_bytes = scale and _BLOCKS_OF_GPU, rows.width * rows.logits.itemsize
 
     def compute(part: slice, place: slice | Tensor, work: Tensor, function: Any, is_compiled: bool) -> None:
         x, out = _read(rows, place, gradient, work[0] if len(work) else None)
-        of_block(Block(x, out, part, work, function, is_compiled))
+        cut = stretches(x) if is_compiled else x
+        cut_out = cut if out is x else stretches(out) if is_compiled else out
+        of_block(Block(cut, cut_out, part, work, function, is_compiled))
         if gradient is not None:
             _write(gradient, place, out)
 
     if scale and call.compiled:
-        for part, place in rows.cut(rows_of_block(rows.logits, rows.options, row_bytes, scale)):
+        for part, place in rows.cut(rows_of_block(rows.logits, rows.options, compiled_bytes, scale)):
             if not call.attempt(partial(compute, part, place, no_buffers, call, True)):
                 break  # these rows come again, for plain operators
             done = part.stop
@@ -120,3 +141,19 @@ def rows_of_block(logits: Tensor, options: VocabParallelOptions, row_bytes: int,
         else:
             size = max(64 * _MIB, size) * scale
     return max(1, size // max(row_bytes, 1))
+
+
+def stretches(x: Tensor) -> Tensor:
+    """Cut the last dimension into stretches of equal width: ``[..., V]`` as ``[..., stretches, columns]``."""
+    width = _width_of_stretches(x.shape[-1], _STRETCH_OF_GPU if x.is_cuda else _STRETCH)
+    return x.unflatten(-1, (x.shape[-1] // width, width))  # type: ignore[no-untyped-call]
+
+
+@lru_cache
+def _width_of_stretches(columns: int, best: int) -> int:
+    """Return a divisor of ``columns`` near the best width, or ``columns`` itself if there is none."""
+    width = math.gcd(columns, best)
+    if width >= _SHORTEST_STRETCH:
+        return width
+    divisors = (width for width in range(8 * _STRETCH, _SHORTEST_STRETCH, -1) if columns % width == 0)
+    return next(divisors, columns)

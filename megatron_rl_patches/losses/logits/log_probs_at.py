@@ -24,11 +24,11 @@ from torch import Tensor
 
 from .arguments import VocabParallelOptions, valid_indices
 from .autograd import LogitFunction, Tensors, divisor_note, divisors_of
-from .blocks import Block, each_block
+from .blocks import Block, each_block, stretches
 from .distributions import NO_ENTRY
 from .rows import Inputs, LogitSource, SelectedRows, Tile, rows_of
 from .slices import Rows
-from .softmax import NO_SOFTMAX, SoftmaxGradient, block_gradient, buffered_statistics, stretches
+from .softmax import NO_SOFTMAX, SoftmaxGradient, block_gradient, buffered_statistics
 from .topk import blocks_of_rows, log_masses, merged_tail, total_and_tail
 
 _MINUS_INF = float("-inf")

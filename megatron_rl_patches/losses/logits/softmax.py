@@ -14,20 +14,16 @@ single terms ``exp(z)``, whose relative error grows with ``-z``, to 4e-6 for pro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .blocks import Block, each_block
+from .blocks import Block, each_block, stretches
 from .rows import SelectedRows
 
 _MINUS_INF = float("-inf")
-_STRETCH = 256  # columns, or so
-_SHORTEST_STRETCH = 64
 _LONGEST_STRETCH = 4096  # that is summed in float32
 _COMPILED_BLOCKS = 8  # times the size of other blocks
 
@@ -93,12 +89,12 @@ def statistics(rows: SelectedRows, local_target: Tensor, keep_mask: Tensor | Non
     results = [rows.logits.new_empty((2 + entropy, rows.n), dtype=torch.float64) for _, entropy in passes]
 
     def of_block(block: Block) -> None:
-        x, of_rows = stretches(block.x), block.rows
+        of_rows = block.rows
         of_passes = [(mask if mask is None else mask[of_rows], entropy) for mask, entropy in passes]
         if block.is_compiled:
-            values = block.function(x, of_passes, temperature)
+            values = block.function(block.x, of_passes, temperature)
         else:
-            work = stretches(block.work[for_block:])
+            x, work = stretches(block.x), stretches(block.work[for_block:])
             values = [buffered_statistics(x, one_pass, temperature, work) for one_pass in of_passes]
         for result, of_pass in zip(results, values, strict=True):
             for total, value in zip(result, of_pass, strict=True):
@@ -127,18 +123,19 @@ def _merged_stretches(x: Tensor, one_pass: _Pass, temperature: Tensor | None) ->
     if keep_mask is not None:
         x = torch.where(keep_mask, x, _MINUS_INF)
     max_logits = x.amax(2)
-    z = scaled_(x - finite(max_logits)[:, :, None], temperature)
-    exp_z = exp(z)
+    difference = x - finite(max_logits)[:, :, None]
+    exp_z = exp(difference, scale=temperature)
     # The stretch of the largest logit is read again, for a sum without 1, and with the digits of the others.
     max_logit, largest = max_logits.max(1)
     of_largest = x[torch.arange(len(x), device=x.device), largest] - finite(max_logit)[:, None]
     is_largest = of_largest == 0
-    others = sum_of_columns(exp(scaled_(of_largest, temperature)).masked_fill(is_largest, 0.0))
-    minus_1 = others.double() + (sum_of_columns(is_largest.to(z.dtype)).double() - 1.0)
+    others = sum_of_columns(exp(of_largest, scale=temperature).masked_fill(is_largest, 0.0))
+    minus_1 = others.double() + (sum_of_columns(is_largest.to(x.dtype)).double() - 1.0)
     in_largest = torch.arange(x.shape[1], device=x.device) == largest[:, None]
     parts = [max_logits, torch.where(in_largest, minus_1[:, None], sum_of_columns(exp_z).double() - 1.0)]
     if with_entropy:
-        parts.append(sum_of_columns(torch.where(exp_z == 0, 0.0, z.mul_(exp_z))))  # -inf * 0 would be NaN
+        weighted = torch.where(exp_z == 0, 0.0, difference * exp_z)  # -inf * 0 would be NaN
+        parts.append(scaled_(sum_of_columns(weighted), temperature))
     return _merged([values.T for values in parts], temperature)
 
 
@@ -223,10 +220,10 @@ def write_gradient(
         block.function(
             block.x,
             block.out,
-            _of_rows(unmasked, block.rows),
-            _of_rows(masked, block.rows),
-            None if masked[1] is None or keep_mask is None else keep_mask[block.rows],
-            None if all_have_grad else has_grad[block.rows, None],
+            tuple(map(block.part, unmasked)),
+            tuple(map(block.part, masked)),
+            None if masked[1] is None else block.part(keep_mask),
+            None if all_have_grad else block.part(has_grad[:, None]),
             temperature,
             None if block.is_compiled else block.work[for_block:],
         )
@@ -246,10 +243,10 @@ def block_gradient(
     temperature: Tensor | None,
     buffers: Tensor | None,
 ) -> None:
-    """Write the gradient of logits ``x`` ``[rows, V / tp]`` into ``out``, which may be ``x`` itself.
+    """Write the gradient of logits ``x`` ``[rows, ...]`` into ``out``, which may be ``x`` itself.
 
     Args:
-        buffers: ``[k, rows, V / tp]`` in the dtype of ``out``, to be overwritten: the first for a masked
+        buffers: ``[k, rows, ...]`` in the dtype of ``out``, to be overwritten: the first for a masked
             contribution beside an unmasked one, the last for ``z`` where there is a ``b``.
     """
     total: Tensor | None = None
@@ -298,22 +295,6 @@ def exp(z: Tensor, out: Tensor | None = None, *, scale: Tensor | None = None) ->
 def exp_floor(dtype: torch.dtype) -> float:
     """Return a ``z`` with ``exp(z) == 0`` to take the place of -inf, since ``0 * inf`` is not a number."""
     return -750.0 if dtype == torch.float64 else -110.0
-
-
-def stretches(x: Tensor) -> Tensor:
-    """Cut the last dimension into stretches of equal width: ``[..., V]`` as ``[..., stretches, columns]``."""
-    width = _width_of_stretches(x.shape[-1])
-    return x.unflatten(-1, (x.shape[-1] // width, width))  # type: ignore[no-untyped-call]
-
-
-@lru_cache
-def _width_of_stretches(columns: int) -> int:
-    """Return a divisor of ``columns`` near ``_STRETCH``, or ``columns`` itself if there is none."""
-    width = math.gcd(columns, _STRETCH)
-    if width >= _SHORTEST_STRETCH:
-        return width
-    divisors = (width for width in range(8 * _STRETCH, _SHORTEST_STRETCH, -1) if columns % width == 0)
-    return next(divisors, columns)
 
 
 def sum_of_rows(x: Tensor) -> Tensor:

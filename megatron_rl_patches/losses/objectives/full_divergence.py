@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from ..logits.autograd import LogitFunction, Tensors, all_gather
-from ..logits.blocks import Block, each_block
+from ..logits.blocks import Block, each_block, stretches
 from ..logits.overwriting import StorageClaim
 from ..logits.rows import Grid, Inputs, LogitSource, Tile, grid_of
-from ..logits.softmax import log_sum_exp, stretches, sum_of_rows
+from ..logits.softmax import log_sum_exp, sum_of_rows
 from .divergences import Compared, Divergence
 
 _MINUS_INF, _INF = float("-inf"), float("inf")
@@ -201,7 +201,7 @@ class _Comparison(NamedTuple):
             def of_block(block: Block) -> None:
                 rows = slice(tile.rows.start + block.rows.start, tile.rows.start + block.rows.stop)
                 of_rows = None if normalizers is None else normalizers[:, rows]
-                arguments = sides.arguments(block.x, block.rows, block.is_compiled, is_cut=block.is_compiled)
+                arguments = sides.arguments(block.x, block.rows, block.is_compiled)
                 values.append(block.function(*arguments, of_rows))
 
             each_block(tile.logits, function, of_block, **_BLOCKS)
@@ -238,19 +238,18 @@ class _Sides:
     options: DivergenceOptions
 
     def arguments(
-        self, x: Tensor, rows: slice, is_compiled: bool, is_cut: bool = False
+        self, x: Tensor, rows: slice, is_compiled: bool
     ) -> tuple[list[Tensor], _Preparation, DivergenceOptions]:
         """Return the logits of the student, the teachers and the old policy in a block, and options.
 
-        Args:
-            is_cut: the logits are cut into stretches, ``[b, stretches, columns]``.
+        A compiled function gets logits in stretches, ``[b, stretches, columns]``, as ``x`` is then.
         """
-        xs, preparation = [x, *(other[rows] for other in self.others)], self.preparation
-        if is_cut:
-            xs = list(map(stretches, xs))
-            if preparation.is_id is not None:
-                preparation = preparation._replace(is_id=stretches(preparation.is_id))
-        return xs, preparation, self._as_tensors if is_compiled else self.options
+        others, preparation = [other[rows] for other in self.others], self.preparation
+        if not is_compiled:
+            return [x, *others], preparation, self.options
+        if preparation.is_id is not None:
+            preparation = preparation._replace(is_id=stretches(preparation.is_id))
+        return [x, *map(stretches, others)], preparation, self._as_tensors
 
     @cached_property
     def _as_tensors(self) -> DivergenceOptions:
@@ -353,7 +352,7 @@ def _block_derivative(
         of_rows: normalizers ``[m, b]``, the sums that derivatives subtract ``[b, 1]``, and the gradients of
             the divergences over the student's temperature ``[b, 1]``.
     """
-    normalizers, expected, weight = of_rows
+    normalizers, expected, weight = of_rows if out.dim() == 2 else (x[..., None] for x in of_rows)
     xs, scale = _prepared(xs, preparation)
     compared = Compared.between(xs, normalizers, options.log_weights, scale)
     expected = expected.to(preparation.dtype)

@@ -30,6 +30,16 @@ from megatron_rl_patches.losses.logits import compiling, softmax
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm)
 _FREE = 80 << 30  # bytes of the GPU
+#: Operations that start no kernel, beside views.
+_NO_KERNEL = {
+    "_assert_async",
+    "device",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+}
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -43,6 +53,7 @@ class Recorder(TorchDispatchMode):
         products: how often a matrix product of some shapes was computed.
         row_passes: how often a function went over a block of rows; ``plain_passes``: how often as plain
             operators, which a GPU runs where nothing can be compiled.
+        small_operations: how many operations started a kernel, without products and compiled passes.
         live: bytes of the tensors on the GPU; ``peak``: the most so far. Of a compiled pass over rows the
             results count alone, since its kernels hold intermediate values in registers.
     """
@@ -54,7 +65,7 @@ class Recorder(TorchDispatchMode):
         self.products: Counter[str] = Counter()
         self.row_passes: Counter[str] = Counter()
         self.plain_passes: Counter[str] = Counter()
-        self.live = self.peak = 0
+        self.live = self.peak = self.small_operations = 0
         self.is_compiled = False
         self._storages: set[int] = set()
         self._pinned: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -82,6 +93,8 @@ class Recorder(TorchDispatchMode):
             _check_exists(func)
         if waits(func, args, kwargs, tensors, self._is_pinned):
             self.wait(func.overloadpacket.__name__)
+        elif starts_kernel(func) and any(x.is_cuda for x in tensors) and not self.is_compiled:
+            self.small_operations += 1
         if func.overloadpacket in _PRODUCTS:
             shapes = [list(x.shape) for x in args if isinstance(x, Tensor)]
             self.products["{} × {}".format(*shapes[-2:])] += 1
@@ -105,6 +118,10 @@ class Recorder(TorchDispatchMode):
             return self._holds() if first.dtype == torch.bool else int(self._holds())
         if name is aten.equal:
             return self._holds()
+        if name is aten.record_stream:
+            return None  # there is no allocator that could note it
+        if name is aten.addmm and "out" in kwargs:
+            return kwargs["out"]  # torch 2.11 has no fake version of the one whose result has another dtype
         if name is aten.nonzero:
             return first.new_empty((first.numel() * self._holds(), first.dim()), dtype=torch.int64)
         if name is aten.bincount:
@@ -151,6 +168,12 @@ class Recorder(TorchDispatchMode):
     def _release(self, key: int, nbytes: int) -> None:
         self._storages.discard(key)
         self.live -= nbytes
+
+
+def starts_kernel(func: Any) -> bool:
+    """Return whether an operation on a GPU is neither a product, nor a view, nor an allocation."""
+    is_view = any(x.alias_info and not x.alias_info.is_write for x in func._schema.returns)
+    return not is_view and func.overloadpacket not in _PRODUCTS and func._opname not in _NO_KERNEL
 
 
 def waits(

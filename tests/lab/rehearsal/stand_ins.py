@@ -19,15 +19,12 @@ from typing import Any
 import torch
 
 from tests.references.heads import BASE, DEFERRED
-from tests.references.pages import fill
+from tests.references.pages import fill, table
 
 PAGE = Path(__file__).parents[3] / "docs" / "benchmarks" / "head.md"
 COUNTED = PAGE.with_name("head_counted.json")
-#: What the page shows of materialized logits (0) and of deferred ones (1), for each set-up.
-LINE = """\
-- **{0[set-up]}**: `lean-head` takes {1[beyond gradients]} instead of {0[beyond gradients]}.
-  With inputs and gradients it takes {1[with inputs and gradients]} instead of {0[with inputs and gradients]}.
-  It computes {1[products]} matrix products, of tiles, instead of {0[products]}."""
+#: What the page shows: columns, and keys of a head's record.
+COLUMNS = {"peak": "beyond gradients", "with inputs and gradients": "with inputs and gradients"}
 
 # What torch reads after the call: an output parameter, by its position, and its value.
 _RUNTIME_OUTPUTS = {
@@ -53,29 +50,42 @@ static void *next_handle(void) { return &handles[used++ % 65536]; }
 """
 
 
-def rehearsed(part: str) -> Any:
-    """Run a part of :mod:`.cases` with the libraries, and return what it prints."""
+def run_with_libraries(module: str, *arguments: str, **variables: str) -> str:
+    """Run a module with the libraries and environment variables, and return what it prints."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.lab.rehearsal.cases", part],
-            env={**os.environ, **_environment(Path(torch.__file__).parent / "lib", Path(folder))},
+            [sys.executable, "-m", module, *arguments],
+            env={
+                **os.environ,
+                **_environment(Path(torch.__file__).parent / "lib", Path(folder)),
+                **variables,
+            },
             cwd=PAGE.parents[2],
             capture_output=True,
             text=True,
             timeout=500,
         )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
+
+
+def rehearsed(part: str) -> Any:
+    """Run a part of :mod:`.cases`, and return what it prints."""
+    return json.loads(run_with_libraries("tests.lab.rehearsal.cases", part).splitlines()[-1])
 
 
 def texts(counted: dict[str, list[dict[str, str]]], page: str) -> dict[Path, str]:
     """Return the file and the page with what is counted."""
-    made, deferred = ([row for row in counted["heads"] if row["head"] == head] for head in (BASE, DEFERRED))
-    lines = "\n".join(LINE.format(*rows) for rows in zip(made, deferred, strict=True))
-    lines = re.sub(r"GiB, ([\d.]*\d)", r"GiB (\1 ×)", lines)
+    names = {DEFERRED: "`lean-head`", BASE: "`lean-loss`"}
+    rows = [
+        {"set-up": row["set-up"], "patch": names[row["head"]], "products": row["products"]}
+        | {column: f"{row[key].replace(', ', ' (')} ×)" for column, key in COLUMNS.items()}
+        for row in counted["heads"]
+        if row["head"] in names
+    ]
     return {
         COUNTED: json.dumps(counted, indent=1, ensure_ascii=False) + "\n",
-        PAGE: fill(page, {"counted": lines}),
+        PAGE: fill(page, {"counted": table(rows)}),
     }
 
 

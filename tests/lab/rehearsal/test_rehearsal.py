@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl_patches.losses.deferred import tiles
+from megatron_rl_patches.losses.deferred import products
 from tests.lab.rehearsal import stand_ins
 from tests.lab.rehearsal.cases import CASES, DTYPES, LOSSES, MODELS, PLAIN
 
@@ -82,7 +82,7 @@ def check(records: dict[str, Any], case: str, dtype: str) -> None:
     assert (record["plain passes"] > 0) == (case in PLAIN), "what a GPU compiles is not rehearsed"
 
 
-@pytest.mark.skipif(tiles._TORCH < (2, 10), reason="the page has the newest torch, with fewer tensors")
+@pytest.mark.skipif(products._TORCH < (2, 10), reason="the page has the newest torch, with fewer tensors")
 def test_the_page_of_the_head_has_what_is_counted() -> None:
     expected = stand_ins.texts(rehearsed("counted"), stand_ins.PAGE.read_text("utf-8"))
     assert {file: file.read_text("utf-8") for file in expected} == expected, (

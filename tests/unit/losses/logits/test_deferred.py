@@ -33,7 +33,7 @@ from megatron_rl_patches.losses import (
 )
 from megatron_rl_patches.losses.deferred import logits as deferred
 from megatron_rl_patches.losses.deferred import options as tile_options
-from megatron_rl_patches.losses.deferred import tensor, tiles
+from megatron_rl_patches.losses.deferred import products, tensor
 from megatron_rl_patches.losses.deferred.options import TileOptions
 from megatron_rl_patches.losses.logits.arguments import VocabParallelOptions
 from megatron_rl_patches.losses.logits.rows import rows_of
@@ -285,12 +285,12 @@ def _at_ids(logits: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("loss", "trained", "keep_bytes", "products"),
     [
-        # Forward, and forward again with two for the gradients in backward.
-        (_log_probs, NAMES, 0, 4),
-        (_log_probs, NAMES, "auto", 4),  # which keeps nothing on a CPU
+        # One in forward, whose only tile waits for backward, and two for the gradients.
+        (_log_probs, NAMES, 0, 3),
+        (_log_probs, NAMES, "auto", 3),
         (_log_probs, NAMES, 1 << 30, 3),
         (_log_probs, ("hidden",), 0, 2),
-        (_log_probs, ("weight", "bias"), 0, 3),
+        (_log_probs, ("weight", "bias"), 0, 2),
         (_log_probs, (), 0, 1),
         (_at_ids, ("hidden",), 1 << 30, 2),  # whose backward reads the tiles
     ],
@@ -305,6 +305,32 @@ def test_matrix_products(
             if trained:
                 value.backward()
         assert sizes.products == products
+
+
+@pytest.mark.parametrize("keep_bytes", [0, "auto", 4 * 4 * 1024])  # "auto" keeps nothing on a CPU
+def test_backward_begins_with_the_tile_that_forward_ended_with(keep_bytes: Any) -> None:
+    hidden, weight = torch.randn(4, H, requires_grad=True), torch.randn(4096, H, requires_grad=True)
+    targets = torch.tensor([0, 1024, 3000, 4095])
+
+    def loss(logits: Tensor) -> Tensor:
+        return vocab_parallel_log_probs(logits, targets).sum()
+
+    def deferred() -> Tensor:
+        return deferred_logits(hidden, weight, tile_bytes=4 * 4 * 1024, keep_bytes=keep_bytes)
+
+    inputs = hidden, weight
+    expected = torch.autograd.grad(loss(hidden @ weight.T), inputs)
+    kept = int(keep_bytes not in (0, "auto"))
+    with Sizes() as sizes:
+        gradients = torch.autograd.grad(loss(deferred()), inputs)
+    assert sizes.products == 4 + (4 - 1 - kept) + 2 * 4
+    torch.testing.assert_close(gradients, expected)
+    # One such tile waits at a time, whatever the order of forwards and backwards is.
+    with Sizes() as sizes:
+        losses = [loss(deferred()) for _ in range(2)]
+        for value in losses:
+            torch.testing.assert_close(torch.autograd.grad(value, inputs), expected)
+    assert sizes.products == 2 * (4 + (4 - kept) + 2 * 4) - 1
 
 
 def test_a_tile_without_rows_is_not_kept_for_other_rows() -> None:
@@ -359,12 +385,12 @@ def test_a_gpu_adds_products_in_float32_with_every_torch(
     a, b = torch.randn(30, 700).bfloat16(), torch.randn(700, 9).bfloat16()
     expected = 1.0 + a.double() @ b.double()
     total = torch.ones(30, 9)
-    monkeypatch.setattr(tiles, "_TORCH", release)
+    monkeypatch.setattr(products, "_TORCH", release)
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(tiles, "_PRODUCT_BYTES", 4 * 9 * 7)  # of seven rows
+    monkeypatch.setattr(products, "_PRODUCT_BYTES", 4 * 9 * 7)  # of seven rows
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch, "addmm", addmm)
-    tiles.add_product(total, a.as_subclass(_OnGPU), b.as_subclass(_OnGPU))
+    products.add_product(total, a.as_subclass(_OnGPU), b.as_subclass(_OnGPU))
     torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-4)
 
 
