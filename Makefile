@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .PHONY: help venv demo test test-all test-rest test-slow test-nightly test-releases test-oldest test-newest test-cuda-rehearsal \
+    test-kernels \
     test-frameworks conformance models checkouts verdicts runs report release-check mutation lint format bench gpu gpu-wheels docs \
     docs-version pages changelog screenshots clean
 
@@ -105,6 +106,14 @@ test-newest: $(NEWEST)/.installed
 #: test-cuda-rehearsal  what a GPU would be asked for, on fake tensors           minutes
 test-cuda-rehearsal: $(OLDEST)/.installed $(NEWEST)/.installed
 	for bin in $(OLDEST)/bin $(NEWEST)/bin; do $$bin/python -m pytest $(PYTEST_ARGS) tests/lab/rehearsal || exit 1; done
+
+# What the compiler makes of the functions that read logits, for three GPUs: registers, instructions, and digits in
+# triton's interpreter, every night. It needs a C compiler, and no GPU.
+KERNELS := $(VENV)-kernels
+#: test-kernels         kernels for GPUs that are not here                       minutes; 3 GB
+test-kernels: $(KERNELS)/.installed $(NEWEST)/.installed
+	for bin in $(KERNELS)/bin $(NEWEST)/bin; do \
+	    $$bin/python -m pytest -m "" $(PARALLEL) --dist=worksteal $(PYTEST_ARGS) tests/lab/kernels || exit 1; done
 
 # Plugins that pytest loads wherever they are installed, as in environments of users.
 BESIDE_newest := anyio pytest-asyncio pytest-cov

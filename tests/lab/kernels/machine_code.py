@@ -1,0 +1,141 @@
+"""What triton and its assembler make of a kernel for GPUs that are not here: registers, spills, instructions.
+
+``python -m tests.lab.kernels.machine_code FOLDER CAPABILITY...`` reads the files that :mod:`.sources` wrote,
+and prints as JSON a list of :class:`Kernel`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.lab.kernels.pretended_gpu import MULTIPROCESSORS, pretended_gpu
+
+# name = async_compile.triton('name', '''source''', device_str='cuda')
+_KERNELS = re.compile(r"^(triton_\w+) = async_compile\.triton\('\w+', '{3}(.*?)'{3}, device_str", re.M | re.S)
+# "        /*0040*/                   @!P0 IMAD.WIDE R2, R3, R4, R5 ;"
+_INSTRUCTION = re.compile(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)\b.*;", re.M)
+_USE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One configuration of a kernel on one GPU.
+
+    Attributes:
+        case: of :data:`.sources.CASES`.
+        function: of the package, that the kernel belongs to.
+        capability: of the GPU, such as 90.
+        configuration: sizes of the block of one program, and its warps.
+        registers: of a thread.
+        spilled: bytes of a thread that are not in registers.
+        per_element: instructions for each element that the kernel goes over.
+        widest_load: in bytes, from the memory of the GPU.
+        widest_store: the same to it.
+        has_loop: it goes over a row in several steps, and may read it more than once.
+    """
+
+    case: str
+    function: str
+    capability: int
+    configuration: str
+    registers: int
+    spilled: int
+    per_element: float
+    widest_load: int
+    widest_store: int
+    has_loop: bool
+
+
+def kernels_of(code: str) -> list[tuple[str, str]]:
+    """Return names and sources of the kernels in what the compiler generated."""
+    return _KERNELS.findall(code)
+
+
+def load(name: str, source: str, folder: Path, capability: int) -> Any:
+    """Import a kernel as if it had been generated for this GPU."""
+    source = source.replace("triton_helpers.set_driver_to_gpu()", "")
+    of_gpu = f"multi_processor_count={MULTIPROCESSORS[capability]}, cc={capability}, major={capability // 10}"
+    source = re.sub(r"multi_processor_count=\d+, cc=\d+, major=\d+", of_gpu, source)
+    file = folder / f"{name}.py"
+    file.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def compiled(code: str, case: str, function: str, capability: int, folder: Path) -> Iterator[Kernel]:
+    """Compile every configuration of the kernel that reads logits. It is the first; others merge results."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+    def run(tool: str, *options: str) -> str:
+        return subprocess.run([tools / tool, *options], capture_output=True, text=True, check=True).stdout
+
+    name, source = kernels_of(code)[0]
+    kernel = load(name, source, folder, capability)
+    for config in kernel.configs:
+        meta = kernel._create_compile_meta(config)
+        ast = ASTSource(kernel.fn, meta["signature"], meta["constants"], meta["configs"][0])
+        options = kernel._create_compile_options(config, meta)
+        binary = triton.compile(ast, target=GPUTarget("cuda", capability, 32), options=options)
+        file = folder / "kernel.cubin"
+        file.write_bytes(binary.asm["cubin"])
+        use = _USE.search(run("cuobjdump", "--dump-resource-usage", str(file)))
+        assert use is not None
+        registers, stack, local = map(int, use.groups())
+        found = Counter(_INSTRUCTION.findall(run("nvdisasm", "-c", str(file))))
+        count = sum(n for name, n in found.items() if not name.startswith(("NOP", "BRA")))
+        elements = config.kwargs["XBLOCK"] * config.kwargs.get("YBLOCK", 1)
+        if persistent := re.search(r"'r0_': (\d+)", source) if "triton_per_" in name else None:
+            elements *= int(persistent[1])
+        elements *= config.kwargs.get("R0_BLOCK", 1)
+        threads = 32 * binary.metadata.num_warps
+        yield Kernel(
+            case,
+            function,
+            capability,
+            ", ".join(f"{key} {value}" for key, value in config.kwargs.items())
+            + f", {binary.metadata.num_warps} warps",
+            registers,
+            stack + local,
+            round(count / max(elements / threads, 1), 1),
+            _widest(found, "LDG"),
+            _widest(found, "STG"),
+            "for r0_offset" in source,
+        )
+
+
+def _widest(instructions: Counter[str], kind: str) -> int:
+    """Return how many bytes the widest of these instructions moves for each thread."""
+    widths = [re.search(r"\.U?(8|16|64|128)\b", name) for name in instructions if name.startswith(kind)]
+    return max((int(width[1]) // 8 if width else 4 for width in widths), default=0)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        os.environ["TRITON_CACHE_DIR"] = temporary
+        for capability in map(int, sys.argv[2:]):
+            with pretended_gpu(capability):
+                for file in sorted(Path(sys.argv[1]).glob("*.*.py")):
+                    case, function, _ = file.name.rsplit(".", 2)
+                    rows += compiled(file.read_text(), case, function, capability, Path(temporary))
+    print(json.dumps([asdict(row) for row in rows]))

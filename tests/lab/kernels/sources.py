@@ -1,0 +1,124 @@
+"""The Triton kernels that torch's compiler makes of the functions of a block, as sources.
+
+``python -m tests.lab.kernels.sources FOLDER CASE...`` runs cases of the rehearsal at real sizes, on fake CUDA
+tensors, and writes the code of each compiled function into a file ``CASE.FUNCTION.py``. It runs in a process
+that has the libraries of :mod:`tests.lab.rehearsal.stand_ins`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._inductor.config as inductor
+from torch import Tensor
+from torch._inductor.graph import GraphLowering
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_rl_patches import losses
+from megatron_rl_patches.losses.logits import compiling
+from tests.lab.kernels.pretended_gpu import pretended_gpu
+from tests.lab.rehearsal.cases import backward, ids, layer
+from tests.lab.rehearsal.recorder import recording
+
+#: Others have published numbers for this output layer: [rows, hidden size] and the vocabulary.
+ROWS, HIDDEN, VOCABULARY = 8192, 4096, 131_072
+QWEN = 151_936  # the vocabulary of Qwen, which is a multiple of 128 and of no larger power of two
+#: H100. The sources for other GPUs differ in their number of multiprocessors alone.
+CAPABILITY = 90
+
+
+def head(width: int = VOCABULARY, entropy: bool = True, **deferred: Any) -> None:
+    hidden, weight = layer(torch.bfloat16, HIDDEN, rows=ROWS, vocabulary=width)
+    logits = losses.deferred_logits(hidden, weight, **deferred)
+    backward(hidden, *_scores(logits, entropy))
+
+
+def materialized(dtype: torch.dtype, mask: bool = False) -> None:
+    logits = torch.empty(ROWS // 2, QWEN, device="cuda", dtype=dtype, requires_grad=True)
+    keep_mask = torch.empty(logits.shape, device="cuda", dtype=torch.bool) if mask else None
+    backward(logits, *_scores(logits, keep_mask=keep_mask))
+
+
+def _scores(logits: Tensor, entropy: bool = True, **options: Any) -> tuple[Tensor, ...]:
+    function = losses.vocab_parallel_log_probs_and_entropy if entropy else losses.vocab_parallel_log_probs
+    values = function(logits, ids(len(logits)), temperature=0.8, **options)
+    return values if isinstance(values, tuple) else (values,)
+
+
+def divergence(name: Any) -> None:
+    hidden, weight = layer(torch.bfloat16, HIDDEN, rows=ROWS // 2, vocabulary=VOCABULARY)
+    teacher = losses.deferred_logits(hidden.detach(), weight.detach())
+    student = losses.deferred_logits(hidden, weight)
+    backward(hidden, losses.full_vocabulary_divergence(student, teacher, divergence=name))
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "head": head,
+    "head, log-probs": partial(head, entropy=False),
+    "materialized, float32": partial(materialized, torch.float32),
+    "materialized, float32, keep-mask": partial(materialized, torch.float32, mask=True),
+    "reverse_kl": partial(divergence, "reverse_kl"),
+    "forward_kl": partial(divergence, "forward_kl"),
+    "jensen_shannon": partial(divergence, "jensen_shannon"),
+}
+
+
+class _Generated(Exception):
+    """The code is there; it is not loaded, since that would take a GPU."""
+
+
+def generate(compiled: Callable[..., Any], *args: Any) -> str:
+    """Return the code that the compiler makes of a call with fake tensors."""
+    codes: list[str] = []
+
+    def take(graph: GraphLowering) -> None:
+        codes.append(graph.codegen()[0].value)
+        raise _Generated
+
+    torch._dynamo.reset()
+    with patch.object(GraphLowering, "compile_to_module", take):
+        try:
+            compiled(*args)
+        except Exception:
+            if not codes:
+                raise
+    return codes[-1]
+
+
+def sources_of(case: Callable[[], None]) -> dict[str, str]:
+    """Run a case, and return the code of each function that it compiles, by its name."""
+    codes: dict[str, str] = {}
+    compiled = compiling._compiled.__wrapped__
+
+    def generating(function: Callable[..., Any], is_elementwise: bool) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if function.__name__ not in codes:
+                logits = args[0][0] if isinstance(args[0], list) else args[0]
+                with _disable_current_modes(), logits.fake_mode:
+                    codes[function.__name__] = generate(compiled(function, is_elementwise), *args)
+            return function(*args)
+
+        return call
+
+    with recording(), pretended_gpu(CAPABILITY), patch.object(compiling, "_compiled", generating):
+        case()
+    return codes
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    inductor.force_disable_caches = True
+    inductor.compile_threads = 1
+    folder = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        for function, code in sources_of(CASES[name]).items():
+            (folder / f"{name}.{function}.py").write_text(code)
+    os._exit(0)  # an orderly end would release streams that are not there

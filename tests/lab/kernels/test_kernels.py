@@ -1,0 +1,110 @@
+"""The kernels that read logits, compiled for GPUs that are not here: ``make test-kernels``.
+
+They need a torch that is built with CUDA, whose triton has an assembler and a disassembler, and no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lab.kernels.machine_code import Kernel
+from tests.lab.kernels.pretended_gpu import MULTIPROCESSORS
+from tests.lab.rehearsal import stand_ins
+
+pytestmark = [pytest.mark.nightly, pytest.mark.slow]
+
+STATISTICS, GRADIENT = "block_statistics", "block_gradient"
+#: The most instructions for each logit, or for each pair of logits.
+MOST = {
+    ("head", STATISTICS): 22,
+    ("head", GRADIENT): 26,
+    ("head, log-probs", STATISTICS): 22,
+    ("head, log-probs", GRADIENT): 26,
+    (
+        "materialized, float32",
+        STATISTICS,
+    ): 30,  # stretches of 128 columns, which is what divides the vocabulary
+    ("materialized, float32", GRADIENT): 26,
+    ("materialized, float32, keep-mask", STATISTICS): 40,  # two softmaxes
+    ("materialized, float32, keep-mask", GRADIENT): 40,
+    ("reverse_kl", "_conditional_parts"): 100,
+    ("reverse_kl", "_block_derivative"): 35,
+    ("forward_kl", "_conditional_parts"): 100,
+    ("forward_kl", "_block_derivative"): 120,
+    ("jensen_shannon", "_normalizers"): 22,
+    ("jensen_shannon", "_sums"): 220,
+    ("jensen_shannon", "_block_derivative"): 120,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _has_compiler() -> None:
+    if torch.version.cuda is None:
+        pytest.skip("torch is not built with CUDA")
+    if torch.cuda.is_available() or not shutil.which("cc"):
+        pytest.skip("there is a GPU, or no C compiler")
+
+
+def run(module: str, *arguments: str) -> Any:
+    """Run a module of this folder in a fresh process, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.lab.kernels.{module}", *arguments],
+        cwd=stand_ins.PAGE.parents[2],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compile_case(case: str, folder: str) -> dict[tuple[str, int], list[Kernel]]:
+    """Return the configurations of the kernels that read logits, by function and GPU."""
+    # The libraries keep kernels from starting; code is generated all the same.
+    stand_ins.run_with_libraries("tests.lab.kernels.sources", folder, case, TORCHDYNAMO_DISABLE="0")
+    found = defaultdict(list)
+    for values in run("machine_code", folder, *map(str, MULTIPROCESSORS)):
+        kernel = Kernel(**values)
+        found[kernel.function, kernel.capability].append(kernel)
+    return found
+
+
+@pytest.mark.parametrize("case", dict.fromkeys(case for case, _ in MOST))
+def test_a_configuration_is_fast_enough(case: str, tmp_path: Path) -> None:
+    """The compiler measures the configurations on the GPU, and takes the fastest."""
+    found = compile_case(case, str(tmp_path))
+    most = {function: number for (name, function), number in MOST.items() if name == case}
+    assert found.keys() == set(product(most, MULTIPROCESSORS))
+    for (function, _), configurations in found.items():
+        assert any(is_fast(kernel, most[function]) for kernel in configurations), configurations
+
+
+def is_fast(kernel: Kernel, most: int) -> bool:
+    writes_logits = kernel.function in (GRADIENT, "_block_derivative")
+    return (
+        kernel.spilled == 0
+        and kernel.per_element <= most
+        and kernel.widest_load == 16
+        and (kernel.widest_store == 16 or not writes_logits)
+        and (
+            not kernel.has_loop or "R0_BLOCK 1024" in kernel.configuration
+        )  # a loop that ends after one step
+    )
+
+
+def test_the_interpreter_computes_what_float64_does() -> None:
+    """It counts loads, too: one of each logit, and in statistics another one in the row's largest stretch."""
+    errors = run("interpreted")
+    assert errors["statistics"]["float32"] < 5e-7 and errors["statistics"]["bfloat16"] < 5e-7
+    # The interpreter cuts numbers off to bfloat16, which a GPU rounds.
+    assert errors["gradient"]["float32"] < 1e-6 and errors["gradient"]["bfloat16"] < 2**-7

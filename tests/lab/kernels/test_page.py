@@ -1,0 +1,13 @@
+"""The page of the head shows what the record of the kernels has, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+
+from tests.lab.kernels import page
+
+
+def test_the_page_shows_its_record() -> None:
+    record, counted = (json.loads(file.read_text("utf-8")) for file in (page.RECORD, page.COUNTED))
+    shown = page.PAGE.read_text("utf-8")
+    assert page.text(record, counted, shown) == shown, "run: python -m tests.lab.kernels.page"
