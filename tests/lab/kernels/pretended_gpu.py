@@ -96,6 +96,7 @@ def pretended_gpu(capability: int) -> Iterator[None]:
             (torch.cuda, "set_rng_state", lambda *state: None),
             (torch.cuda, "default_generators", (torch.Generator(),)),
             (torch._C, "_cuda_getDevice", lambda: 0),
+            (torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False),
             (CudaInterface, "is_available", staticmethod(lambda: True)),
             (CudaInterface, "get_compute_capability", staticmethod(lambda device=None: capability)),
             (CudaInterface, "is_bf16_supported", staticmethod(lambda including_emulation=False: True)),

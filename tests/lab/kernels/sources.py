@@ -116,7 +116,6 @@ def sources_of(case: Callable[[], None]) -> dict[str, str]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     inductor.force_disable_caches = True
-    inductor.compile_threads = 1
     folder = Path(sys.argv[1])
     for name in sys.argv[2:]:
         for function, code in sources_of(CASES[name]).items():

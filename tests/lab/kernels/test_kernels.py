@@ -71,7 +71,8 @@ def run(module: str, *arguments: str) -> Any:
 def compile_case(case: str, folder: str) -> dict[tuple[str, int], list[Kernel]]:
     """Return the configurations of the kernels that read logits, by function and GPU."""
     # The libraries keep kernels from starting; code is generated all the same.
-    stand_ins.run_with_libraries("tests.lab.kernels.sources", folder, case, TORCHDYNAMO_DISABLE="0")
+    variables = {"TORCHDYNAMO_DISABLE": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    stand_ins.run_with_libraries("tests.lab.kernels.sources", folder, case, **variables)
     found = defaultdict(list)
     for values in run("machine_code", folder, *map(str, MULTIPROCESSORS)):
         kernel = Kernel(**values)
