@@ -3,7 +3,7 @@
 A tile of logits is one matrix product of the selected hidden states with some rows of the weight. Forward
 reads it and forgets it; backward multiplies again, turns the tile into its gradient in place, and multiplies
 that once for the hidden states and once for the weight. So memory is one tile, whatever the vocabulary is.
-Forward leaves its last tile where it is, and backward begins there: a product less, in the same memory.
+Forward's last tile stays in memory until backward, which begins with it and need not compute it again.
 
 Tiles have all selected rows and few columns where they can: the weight's gradient of a tile is then complete,
 and the sum over tiles, which the gradient of the hidden states is, has few terms.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..logits.arguments import DEFAULT, VocabParallelOptions
+from ..logits.blocks import best_stretch
 from ..logits.rows import Grid, Inputs, LogitSource, SelectedRows, Tile, TileGradient, grid_of
 from ..logits.softmax import NO_SOFTMAX, RowGradients, exp_floor, finite, write_gradient
 from .options import StoredTiles, TileOptions
@@ -27,8 +28,6 @@ from .products import add_product, multiply
 _MIB = 1 << 20
 _LARGE_TILE = 1 << 30
 _FEWEST_COLUMNS = 1024
-# Larger tiles have a multiple of so many columns, see blocks.stretches.
-_ALIGNMENT, _ALIGNMENT_OF_GPU = 256, 1024
 
 
 @dataclass(eq=False)
@@ -135,15 +134,13 @@ class OutputLayerRows(LogitSource):
         if self.weight.device != self.device:  # a tile's part of it is copied, and is no larger than a tile
             most_columns = max(min(most_columns, elements // self.weight.shape[1]), 1)
         columns = -(-width // -(-width // most_columns))
-        step = _ALIGNMENT_OF_GPU if self.device.type == "cuda" else _ALIGNMENT
+        step = best_stretch(self.device)
         columns = min(-(-columns // step) * step if columns > step else columns, width)
         return max(min(elements // columns, self.n), 1), columns
 
     def _tile_bytes(self) -> int:
-        if self.tiling.tile_bytes is not None:
-            return self.tiling.tile_bytes
-        if self.device.type != "cuda":
-            return 64 * _MIB
+        if self.tiling.tile_bytes is not None or self.device.type != "cuda":
+            return self.tiling.tile_bytes or 64 * _MIB
         # Larger tiles need fewer products, as backward begins with the last one. They take half of all logits
         # at most. There are two sizes, so that microbatches of many lengths leave no gaps in the memory.
         large = self.n * self.width * self.logit_dtype.itemsize >= 2 * _LARGE_TILE

@@ -15,9 +15,7 @@ from .compiling import BlockFunction
 from .rows import SelectedRows
 
 _MIB = 1 << 20
-_STRETCH = 256  # columns, or so
-_STRETCH_OF_GPU = 1024
-_SHORTEST_STRETCH = 64
+_STRETCH, _SHORTEST_STRETCH = 256, 64  # columns
 _BLOCKS_OF_GPU = 16  # times the size of other blocks, so 1 GiB or more, for compiled functions on a GPU
 
 
@@ -45,9 +43,9 @@ class Block(NamedTuple):
         if values is None:
             return None
         part = values[self.rows]
-        if not self.is_compiled:
-            return part
-        return part[..., None] if part.shape[1] == 1 else stretches(part)
+        if self.is_compiled:
+            return part[..., None] if part.shape[1] == 1 else stretches(part)
+        return part
 
 
 def each_block(
@@ -70,10 +68,9 @@ def each_block(
             have to fit into the cache; 0: nothing is compiled. Copies of single rows have to fit.
         gradient: ``[T, V / tp]``, to be written in these rows.
     """
-    is_elementwise = gradient is not None
+    is_elementwise, done, no_buffers = gradient is not None, 0, rows.logits.new_empty(0)
     call = BlockFunction(function, rows.options.fused, rows.num_logits, rows.device.type, is_elementwise)
-    row_bytes, done, no_buffers = rows.width * rows.dtype.itemsize, 0, rows.logits.new_empty(0)
-    compiled_bytes = row_bytes
+    compiled_bytes = row_bytes = rows.width * rows.dtype.itemsize
     if isinstance(rows.index, Tensor):
         scale = min(scale, 1)
     elif rows.device.type == "cuda":
@@ -143,9 +140,14 @@ def rows_of_block(logits: Tensor, options: VocabParallelOptions, row_bytes: int,
     return max(1, size // max(row_bytes, 1))
 
 
+def best_stretch(device: torch.device) -> int:
+    """Return how many columns a stretch has where the number of columns is a multiple of that."""
+    return 1024 if device.type == "cuda" else _STRETCH
+
+
 def stretches(x: Tensor) -> Tensor:
     """Cut the last dimension into stretches of equal width: ``[..., V]`` as ``[..., stretches, columns]``."""
-    width = _width_of_stretches(x.shape[-1], _STRETCH_OF_GPU if x.is_cuda else _STRETCH)
+    width = _width_of_stretches(x.shape[-1], best_stretch(x.device))
     return x.unflatten(-1, (x.shape[-1] // width, width))  # type: ignore[no-untyped-call]
 
 

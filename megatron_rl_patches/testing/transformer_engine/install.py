@@ -56,7 +56,7 @@ def stand_in(requested: str | None = None) -> Iterator[None]:
     """
     global _in_place, _blocks
     try:
-        wanted = Version(requested or version.current)
+        release = Version(requested or version.current)
     except InvalidVersion as error:
         raise MegatronRLPatchesError(f'{error}; expected a version, such as "{version.DEFAULT}"') from None
     if _in_place is None:
@@ -65,7 +65,7 @@ def stand_in(requested: str | None = None) -> Iterator[None]:
         _in_place = _Finder(_new_modules())
         sys.modules.update(_in_place.modules)
         sys.meta_path.append(_in_place)
-    elif wanted != Version(version.current):
+    elif release != Version(version.current):
         raise MegatronRLPatchesError(
             f"The stand-in of TransformerEngine stands for {version.current} in this process, not for "
             f"{requested}. Use one version in a process."

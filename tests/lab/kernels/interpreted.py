@@ -2,7 +2,7 @@
 
 ``python -m tests.lab.kernels.interpreted`` runs the code that the compiler generates for a GPU on tensors in
 host memory, compares the results with float64, counts how often each logit is loaded, and prints the largest
-relative errors as JSON. Triton reads the environment variable when it is imported.
+relative errors as JSON. ``TRITON_INTERPRET`` is set before triton is imported, since triton reads it then.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,9 +131,8 @@ def code_of(function: Callable[..., Any], is_elementwise: bool, *args: Any) -> s
         return memo.setdefault(id(x), torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda"))
 
     with pretended_gpu(CAPABILITY), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        faked = tree_map(fake, args)
-        torch._dynamo.mark_static(faked[0], 2)
-        _codes[key] = generate(compiling._compiled.__wrapped__(function, is_elementwise), *faked)
+        compiled = partial(compiling._call_compiled, function, is_elementwise)
+        _codes[key] = generate(compiled, *tree_map(fake, args))
     return _codes[key]
 
 
@@ -167,12 +167,12 @@ def error_of_statistics(dtype: torch.dtype, spread: float, entropy: bool) -> flo
     function = softmax.block_statistics
     code = code_of(function, False, x, passes, temperature)
     with counted_loads(x) as loads:
-        found = run(code, inputs_of(function, x, passes, temperature))
+        statistics = run(code, inputs_of(function, x, passes, temperature))
     # The stretch of the largest logit is read once more.
     assert loads.min() == 1 and loads.max() == 2 and (loads == 2).sum() == ROWS * WIDTH // 4, loads
     worst = 0.0
     (expected,) = function(x.double(), passes, temperature.double())
-    for value, exact in zip(found, expected, strict=True):
+    for value, exact in zip(statistics, expected, strict=True):
         assert torch.equal(value.isnan(), exact.isnan()), (value, exact)
         assert torch.equal(value.isinf(), exact.isinf()), (value, exact)
         is_finite = exact.isfinite()

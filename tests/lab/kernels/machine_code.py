@@ -100,8 +100,8 @@ def compiled(code: str, case: str, function: str, capability: int, folder: Path)
         use = _USE.search(run("cuobjdump", "--dump-resource-usage", str(file)))
         assert use is not None
         registers, stack, local = map(int, use.groups())
-        found = Counter(_INSTRUCTION.findall(run("nvdisasm", "-c", str(file))))
-        count = sum(n for name, n in found.items() if not name.startswith(("NOP", "BRA")))
+        instructions = Counter(_INSTRUCTION.findall(run("nvdisasm", "-c", str(file))))
+        count = sum(n for name, n in instructions.items() if not name.startswith(("NOP", "BRA")))
         elements = config.kwargs["XBLOCK"] * config.kwargs.get("YBLOCK", 1)
         if persistent := re.search(r"'r0_': (\d+)", source) if "triton_per_" in name else None:
             elements *= int(persistent[1])
@@ -116,8 +116,8 @@ def compiled(code: str, case: str, function: str, capability: int, folder: Path)
             registers,
             stack + local,
             round(count / max(elements / threads, 1), 1),
-            _widest(found, "LDG"),
-            _widest(found, "STG"),
+            _widest(instructions, "LDG"),
+            _widest(instructions, "STG"),
             "for r0_offset" in source,
         )
 

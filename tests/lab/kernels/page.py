@@ -40,10 +40,10 @@ def measured() -> dict[str, Any]:
     rows = []
     for case in dict.fromkeys(case for case, _ in MOST):
         with tempfile.TemporaryDirectory() as folder:
-            found = compile_case(case, folder)
+            kernels = compile_case(case, folder)
         for (name, function), most in MOST.items():
             if name == case:
-                best = {number: fastest(found[function, number], most) for number in MULTIPROCESSORS}
+                best = {number: fastest(kernels[function, number], most) for number in MULTIPROCESSORS}
                 rows.append(
                     {"case": case, "function": function}
                     | {f"sm_{number}": f"{kernel.per_element}" for number, kernel in best.items()}
@@ -55,16 +55,16 @@ def measured() -> dict[str, Any]:
 
 def predicted(counted: dict[str, Any], statistics: float, gradient: float) -> list[dict[str, str]]:
     """Return the milliseconds of forward and backward of log-probs and entropies, in bfloat16."""
-    found = []
+    rows = []
     for row in counted["heads"]:
         n = int(row["set-up"].partition("[")[2].partition(",")[0])
         if row["head"] == DEFERRED and row["set-up"] == f"[{n}, {HIDDEN}] × {VOCABULARY}, bfloat16":
             times = [1e3 * _seconds(row, n, rate, statistics, gradient) for rate in RATES]
-            found.append(
+            rows.append(
                 {"rows": f"{n:,}", "products": f"{row['products']} of tiles", "peak": row["beyond gradients"]}
                 | {f"{rate / 1e12:.0f} TFLOP/s": f"{ms:.1f}" for rate, ms in zip(RATES, times, strict=True)}
             )
-    return found
+    return rows
 
 
 def _seconds(row: dict[str, Any], n: int, rate: float, statistics: float, gradient: float) -> float:

@@ -96,7 +96,7 @@ def generate(compiled: Callable[..., Any], *args: Any) -> str:
 def sources_of(case: Callable[[], None]) -> dict[str, str]:
     """Run a case, and return the code of each function that it compiles, by its name."""
     codes: dict[str, str] = {}
-    compiled = compiling._compiled.__wrapped__
+    compiled = compiling._compiled
 
     def generating(function: Callable[..., Any], is_elementwise: bool) -> Callable[..., Any]:
         def call(*args: Any) -> Any:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections import defaultdict
 from itertools import product
 from pathlib import Path
@@ -55,17 +53,9 @@ def _has_compiler() -> None:
         pytest.skip("there is a GPU, or no C compiler")
 
 
-def run(module: str, *arguments: str) -> Any:
-    """Run a module of this folder in a fresh process, and return what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.lab.kernels.{module}", *arguments],
-        cwd=stand_ins.PAGE.parents[2],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def printed_by(module: str, *arguments: str) -> Any:
+    """Run a module of this folder, and return what it prints as JSON."""
+    return json.loads(stand_ins.run(f"tests.lab.kernels.{module}", *arguments).splitlines()[-1])
 
 
 def compile_case(case: str, folder: str) -> dict[tuple[str, int], list[Kernel]]:
@@ -73,20 +63,20 @@ def compile_case(case: str, folder: str) -> dict[tuple[str, int], list[Kernel]]:
     # The libraries keep kernels from starting; code is generated all the same.
     variables = {"TORCHDYNAMO_DISABLE": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     stand_ins.run_with_libraries("tests.lab.kernels.sources", folder, case, **variables)
-    found = defaultdict(list)
-    for values in run("machine_code", folder, *map(str, MULTIPROCESSORS)):
+    kernels = defaultdict(list)
+    for values in printed_by("machine_code", folder, *map(str, MULTIPROCESSORS)):
         kernel = Kernel(**values)
-        found[kernel.function, kernel.capability].append(kernel)
-    return found
+        kernels[kernel.function, kernel.capability].append(kernel)
+    return kernels
 
 
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, _ in MOST))
 def test_a_configuration_is_fast_enough(case: str, tmp_path: Path) -> None:
     """The compiler measures the configurations on the GPU, and takes the fastest."""
-    found = compile_case(case, str(tmp_path))
+    kernels = compile_case(case, str(tmp_path))
     most = {function: number for (name, function), number in MOST.items() if name == case}
-    assert found.keys() == set(product(most, MULTIPROCESSORS))
-    for (function, _), configurations in found.items():
+    assert kernels.keys() == set(product(most, MULTIPROCESSORS))
+    for (function, _), configurations in kernels.items():
         assert any(is_fast(kernel, most[function]) for kernel in configurations), configurations
 
 
@@ -105,7 +95,7 @@ def is_fast(kernel: Kernel, most: int) -> bool:
 
 def test_the_interpreter_computes_what_float64_does() -> None:
     """It counts loads, too: one of each logit, and in statistics another one in the row's largest stretch."""
-    errors = run("interpreted")
+    errors = printed_by("interpreted")
     assert errors["statistics"]["float32"] < 5e-7 and errors["statistics"]["bfloat16"] < 5e-7
     # The interpreter cuts numbers off to bfloat16, which a GPU rounds.
     assert errors["gradient"]["float32"] < 1e-6 and errors["gradient"]["bfloat16"] < 2**-7

@@ -50,23 +50,25 @@ static void *next_handle(void) { return &handles[used++ % 65536]; }
 """
 
 
-def run_with_libraries(module: str, *arguments: str, **variables: str) -> str:
-    """Run a module with the libraries and environment variables, and return what it prints."""
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, "-m", module, *arguments],
-            env={
-                **os.environ,
-                **_environment(Path(torch.__file__).parent / "lib", Path(folder)),
-                **variables,
-            },
-            cwd=PAGE.parents[2],
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
+def run(module: str, *arguments: str, **variables: str) -> str:
+    """Run a module in a fresh process with environment variables, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        env={**os.environ, **variables},
+        cwd=PAGE.parents[2],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_with_libraries(module: str, *arguments: str, **variables: str) -> str:
+    """Run a module in the same way, with the libraries."""
+    with tempfile.TemporaryDirectory() as folder:
+        with_libraries = _environment(Path(torch.__file__).parent / "lib", Path(folder))
+        return run(module, *arguments, **{**with_libraries, **variables})
 
 
 def rehearsed(part: str) -> Any:

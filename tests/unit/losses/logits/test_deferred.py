@@ -320,17 +320,17 @@ def test_backward_begins_with_the_tile_that_forward_ended_with(keep_bytes: Any) 
 
     inputs = hidden, weight
     expected = torch.autograd.grad(loss(hidden @ weight.T), inputs)
-    kept = int(keep_bytes not in (0, "auto"))
+    stored_tiles = int(keep_bytes not in (0, "auto"))
     with Sizes() as sizes:
         gradients = torch.autograd.grad(loss(deferred()), inputs)
-    assert sizes.products == 4 + (4 - 1 - kept) + 2 * 4
+    assert sizes.products == 4 + (4 - 1 - stored_tiles) + 2 * 4
     torch.testing.assert_close(gradients, expected)
     # One such tile waits at a time, whatever the order of forwards and backwards is.
     with Sizes() as sizes:
         losses = [loss(deferred()) for _ in range(2)]
         for value in losses:
             torch.testing.assert_close(torch.autograd.grad(value, inputs), expected)
-    assert sizes.products == 2 * (4 + (4 - kept) + 2 * 4) - 1
+    assert sizes.products == 2 * (4 + (4 - stored_tiles) + 2 * 4) - 1
 
 
 def test_a_tile_without_rows_is_not_kept_for_other_rows() -> None:
