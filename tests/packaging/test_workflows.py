@@ -30,6 +30,7 @@ IN_PARTS = {
     **dict.fromkeys(("checkouts", "verdicts", "runs", "report"), ("tests/frameworks/test_mains.py",)),
     "demo": ("tests/real/test_demo.py",),
     "test-cuda-rehearsal": ("tests/lab/rehearsal/test_rehearsal.py",),
+    "test-kernels": ("tests/lab/kernels/test_kernels.py",),
     **dict.fromkeys(("models", "test-nightly"), ("tests/real/test_models.py",)),
     "test-releases": ("tests/real/test_release.py",),
 }
