@@ -445,6 +445,7 @@ def test_one_rank_compiles() -> None:
     rank, columns = dist.get_rank(), 2048
     student, teacher = torch.randn(2, ROWS, columns, generator=torch.Generator().manual_seed(0)).double()
     student[2, :256], teacher[1, 1100:1900] = -math.inf, -math.inf
+    indices = random_indices(ROWS, columns, 5)
 
     def values(student: Tensor, teacher: Tensor, group: Any = None) -> list[Tensor]:
         leaf = student.clone().requires_grad_()
@@ -454,7 +455,8 @@ def test_one_rank_compiles() -> None:
             losses.full_vocabulary_divergence(leaf, teacher, divergence=kind, tp_group=group)
             for kind in kinds
         ]
-        results = torch.stack([log_probs, entropies, *divergences])
+        at_ids, tails = losses.vocab_parallel_log_probs_at(leaf, indices, with_tail=True, tp_group=group)
+        results = torch.stack([log_probs, entropies, *divergences, at_ids.exp().sum(1), tails])
         return [results.detach(), *torch.autograd.grad(results[:, 1:].sum(), leaf)]
 
     expected, gradient = values(student, teacher)

@@ -109,11 +109,12 @@ def _check_what_is_left(ddp: Sequence[Any]) -> None:
     assert scoring.state_of(ddp) == before
     assert all(get_attr_wrapped_model(chunk, "decoder").input_tensor is None for chunk in ddp)
     assert all(group.is_last_microbatch for chunk in ddp for group in chunk.bucket_groups)
-    for tensor in [] if scores is None else [*scores.log_probs, *scores.entropy]:
-        assert tensor.dtype == torch.float32
-        assert not tensor.requires_grad and not tensor.is_inference()
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes
-        del tensor
+    for kind in [] if scores is None else [scores.log_probs, scores.entropy]:
+        assert all(x.dtype == torch.float32 and not (x.requires_grad or x.is_inference()) for x in kind)
+        # One block of memory per microbatch, which holds nothing else.
+        blocks = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kind}
+        assert len(blocks) == len(microbatches()) and sum(blocks.values()) == sum(x.nbytes for x in kind)
+        del kind
     del scores
     assert reachable_bytes() == bytes_before
 

@@ -31,8 +31,8 @@ class ScoringBatch:
     @property
     def targets_n(self) -> torch.Tensor:
         """Tokens ``[n]`` that the ``n`` rows of the layout predict."""
-        device = self.layout.response_rows.device
-        return self.layout.response_targets([on_device(sample, device) for sample in self.samples])
+        tokens = on_device(torch.cat(self.samples), self.layout.response_rows.device)
+        return self.layout.response_targets(tokens.split([len(sample) for sample in self.samples]))
 
 
 @dataclass(frozen=True)

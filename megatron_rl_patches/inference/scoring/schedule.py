@@ -51,8 +51,8 @@ def forward_only(
 
     What ``check`` returns, and any other problem with the arguments, is raised on all ranks that would wait;
     an ``InvalidInputError`` of ``score`` on all stages. The result has for each sample, in the order of
-    the microbatches, the part of each tensor of ``score`` that belongs to it, with memory of its own; it is
-    ``None`` on stages other than the last.
+    the microbatches, the part of each tensor of ``score`` that belongs to it; it is ``None`` on stages other
+    than the last.
     """
     plan = plan_of(model, microbatches, options, check)
     with _scoring(plan):
@@ -130,12 +130,13 @@ def _run(plan: Plan, score: Score) -> tuple[list[Any], str | None]:
             bar.update()
         if not attribute_of(chunk, "post_process", True):
             return output, None
-        scores: list[list[torch.Tensor]] = []
+        scores: list[tuple[torch.Tensor, ...]] = []
         try:
             for part in _scored(output, batch, chunk, score, plan.options.vocab_size):
-                responses = batch.layout.gather_responses(part, plan.context_parallel.group)
-                device = plan.options.output_device
-                scores.append([copied_to(one, device, non_blocking=True) for one in responses])
+                responses = torch.cat(batch.layout.gather_responses(part, plan.context_parallel.group))
+                # One copy for all samples: each block of pinned memory may make the GPU wait.
+                copied = copied_to(responses, plan.options.output_device, non_blocking=True)
+                scores.append(copied.split(list(batch.layout.response_lengths)))
         except InvalidInputError as error:  # the other stages wait for this one until the schedule ends
             problems.append(str(error))
         # Return a dummy: the schedule would keep the logits while the next microbatch runs.

@@ -16,6 +16,8 @@ from .rows import SelectedRows
 
 _MIB = 1 << 20
 _STRETCH, _SHORTEST_STRETCH = 256, 64  # columns
+#: Blocks of most compiled functions on a CPU are so many times as large as others.
+COMPILED_BLOCKS = 8
 _BLOCKS_OF_GPU = 16  # times the size of other blocks, so 1 GiB or more, for compiled functions on a GPU
 
 
@@ -56,6 +58,7 @@ def each_block(
     buffers: int = 0,
     has_work: bool = True,
     scale: int = 0,
+    scale_on_gpu: int = _BLOCKS_OF_GPU,
     gradient: Tensor | None = None,
 ) -> None:
     """Call ``of_block`` for one block of rows after the other.
@@ -66,6 +69,7 @@ def each_block(
         has_work: they get these buffers.
         scale: a compiled function gets blocks that are so many times as large, since it needs no buffers that
             have to fit into the cache; 0: nothing is compiled. Copies of single rows have to fit.
+        scale_on_gpu: the same on a GPU.
         gradient: ``[T, V / tp]``, to be written in these rows.
     """
     is_elementwise, done, no_buffers = gradient is not None, 0, rows.logits.new_empty(0)
@@ -75,7 +79,7 @@ def each_block(
         scale = min(scale, 1)
     elif rows.device.type == "cuda":
         # Nothing is copied, and each call is a handful of kernels.
-        scale, compiled_bytes = scale and _BLOCKS_OF_GPU, rows.width * rows.logits.itemsize
+        scale, compiled_bytes = scale and scale_on_gpu, rows.width * rows.logits.itemsize
 
     def compute(part: slice, place: slice | Tensor, work: Tensor, function: Any, is_compiled: bool) -> None:
         x, out = _read(rows, place, gradient, work[0] if len(work) else None)

@@ -24,14 +24,21 @@ from torch import Tensor
 
 from .arguments import VocabParallelOptions, valid_indices
 from .autograd import LogitFunction, Tensors, divisor_note, divisors_of
-from .blocks import Block, each_block, stretches
+from .blocks import COMPILED_BLOCKS, Block, each_block, stretches
 from .distributions import NO_ENTRY
 from .rows import Inputs, LogitSource, SelectedRows, Tile, rows_of
 from .slices import Rows
-from .softmax import NO_SOFTMAX, SoftmaxGradient, block_gradient, buffered_statistics
+from .softmax import (
+    NO_SOFTMAX,
+    SoftmaxGradient,
+    block_gradient,
+    block_statistics,
+    buffered_statistics,
+)
 from .topk import blocks_of_rows, log_masses, merged_tail, total_and_tail
 
 _MINUS_INF = float("-inf")
+_MASKED_BLOCKS = 4  # on a GPU, times the size of other blocks, since they have a mask of their size
 
 
 @overload
@@ -149,19 +156,12 @@ class _LogProbsAt(LogitFunction):
     def gradients(
         self, source: LogitSource, saved: Tensors, needed: Sequence[bool], *gradients: Tensor | None
     ) -> Inputs:
-        indices, log_tail, options = saved.pop("indices"), saved["log_tail"], source.options
-        grad_log_probs, grad_log_tail = gradients
-        zero = saved["tail_max"].new_zeros(())
-        g = zero.expand(indices.shape) if grad_log_probs is None else grad_log_probs
-        h = zero if grad_log_tail is None else grad_log_tail
-        h = torch.where(log_tail == _MINUS_INF, zero, h)  # an empty tail is constant
-        has_grad = ((g != 0) & (indices >= 0)).any(1) | (h != 0)
+        indices, options = saved.pop("indices"), source.options
         ids = _Ids(indices, options.tp_rank * source.width)
-        of_rows = _Gradients(**saved, g=g, h=h, has_grad=has_grad)
+        of_rows = _gradients(indices, saved, options, *gradients)
 
         def of_tile(tile: Tile, gradient: Tensor) -> None:
-            part = _Gradients(*(value[tile.rows] for value in of_rows))
-            _write_gradient(tile.logits, gradient, ids.in_tile(tile), part)
+            _write_gradient(tile.logits, gradient, ids.in_tile(tile), of_rows.part(tile.rows))
 
         return source.gradients(of_tile, needed)
 
@@ -231,8 +231,8 @@ class _Ids(NamedTuple):
     def columns(self, block: slice, width: int) -> _Columns:
         column = self.indices[block] - self.start
         is_local = (column >= 0) & (column < width)
-        any_local = torch.where(is_local, column, -1).amax(1, keepdim=True)
-        return _Columns(is_local, torch.where(is_local, column, any_local).clamp(min=0), any_local >= 0)
+        largest, place = torch.where(is_local, column, -1).max(1, keepdim=True)
+        return _Columns(is_local, torch.where(is_local, column, largest).clamp(min=0), largest >= 0, place)
 
 
 class _Columns(NamedTuple):
@@ -246,17 +246,18 @@ class _Columns(NamedTuple):
     is_local: Tensor  # [rows, K]
     column: Tensor  # [rows, K]
     any_local: Tensor  # [rows, 1]
+    place: Tensor  # [rows, 1], of the local id whose column those of other ranks have
+
+    def take(self, block: Tensor) -> Tensor:
+        """Return the logits at the ids, 0 for those of other ranks."""
+        return torch.where(self.is_local, block.gather(1, self.column), 0.0)
 
     def put(self, block: Tensor, value: Tensor | float) -> None:
-        """Write one value per column; ids that share a column must have the same value."""
+        """Write one value, or one per local id; where an id is repeated, these must be the same."""
+        if isinstance(value, Tensor):
+            value = torch.where(self.is_local, value, value.gather(1, self.place))
         unchanged = block.gather(1, self.column)
         block.scatter_(1, self.column, torch.where(self.any_local, value, unchanged))
-
-    def summed(self, block: Tensor, value: Tensor) -> Tensor:
-        """Return for each id the sum of the values of all ids in its column; the block is scratch memory."""
-        block.scatter_(1, self.column, 0.0)
-        block.scatter_add_(1, self.column, torch.where(self.is_local, value, 0.0).to(block.dtype))
-        return block.gather(1, self.column)
 
 
 def _statistics(ids: _Ids, tile: Tile) -> Tensor:
@@ -268,19 +269,30 @@ def _statistics(ids: _Ids, tile: Tile) -> Tensor:
     logits = rows.logits.new_empty(ids.indices.shape, dtype=rows.dtype)
     tail = logits.new_empty((2, rows.n))
     divisor = rows.temperature()
+    all_true: Tensor | None = None
 
     def of_block(block: Block) -> None:
-        (work, spare), of_rows = block.work, block.rows
-        if block.x is not work:
-            work.copy_(block.x)
-        columns = ids.columns(of_rows, work.shape[1])
-        logits[of_rows] = torch.where(columns.is_local, work.gather(1, columns.column), 0.0)
-        columns.put(work, _MINUS_INF)
-        tail[0, of_rows], tail[1, of_rows] = block.function(
-            stretches(work), (None, False), divisor, stretches(spare)[None]
-        )
+        nonlocal all_true
+        x, columns = block.x.view(-1, rows.width), ids.columns(block.rows, rows.width)
+        if block.is_compiled:
+            if all_true is None:  # the first block is the largest
+                all_true = torch.ones_like(x, dtype=torch.bool)
+            logits[block.rows], in_tail = columns.take(x).to(rows.dtype), all_true[: len(x)]
+            columns.put(in_tail, False)
+            [values] = block.function(block.x, [(stretches(in_tail), False)], divisor)
+            in_tail.scatter_(1, columns.column, True)
+        else:
+            work, spare = block.work
+            if x is not work:
+                work.copy_(x)
+            logits[block.rows] = columns.take(work)
+            columns.put(work, _MINUS_INF)
+            values = buffered_statistics(stretches(work), (None, False), divisor, stretches(spare)[None])
+        tail[0, block.rows], tail[1, block.rows] = values
 
-    each_block(rows, buffered_statistics, of_block, buffers=2)
+    each_block(
+        rows, block_statistics, of_block, buffers=2, scale=COMPILED_BLOCKS, scale_on_gpu=_MASKED_BLOCKS
+    )
     return torch.cat([logits.T, tail])
 
 
@@ -292,51 +304,87 @@ class _Gradients(NamedTuple):
         d / dx = (sum of g at its ids - p * (sum of all g + h) + h * p / tail if in the tail) / temperature
     """
 
-    tail_max: Tensor  # [n], the largest logit of this rank's tail, -inf where the tail is empty
-    tail_max_weight: Tensor  # [n] float64, the probability of that logit within the tail of all ranks
     max_logit: Tensor  # [n] float64, the largest of all: differences to it keep digits that large logits lack
     log_sum_exp: Tensor  # [n] float64, of (x - max_logit) / temperature
-    log_tail: Tensor  # [n] float64, log-probability of the tail
-    g: Tensor  # [n, K]
-    h: Tensor  # [n]
+    g_at_ids: Tensor  # [n, K], the sum of g over all places that have the same id in this row
+    total: Tensor  # [n] float64, the sum of all g and h
     has_grad: Tensor  # [n] bool: g or h is not zero. Other rows get a gradient of 0, even if they hold NaN
+    tail_max: Tensor  # [n, 1], the largest logit of this rank's tail, -inf where the tail is empty
+    of_tail: Tensor  # [n, 1], what is multiplied by exp((x - tail_max) / temperature) in the tail
+    has_tail: Tensor  # [n, 1] bool: there is a gradient in the tail
 
-    def of_tail(self, block: slice, g_total: Tensor, scale: float) -> tuple[SoftmaxGradient, Tensor]:
-        """Return the contribution of the tail's softmax, and which rows have one, ``[rows, 1]``."""
-        log_tail, h, tail_max = self.log_tail[block], self.h[block].double(), self.tail_max[block]
-        # An empty tail gets no gradient; in a row with NaN it gets NaN like all the rest.
-        is_empty = (tail_max == _MINUS_INF) & ~log_tail.isnan()
-        has_gradient = self.has_grad[block] & ~is_empty
-        a = self.tail_max_weight[block] * (-h * log_tail.expm1() - log_tail.exp() * g_total) / scale
-        return (tail_max[:, None], a.to(tail_max.dtype)[:, None], None), has_gradient[:, None]
+    def part(self, rows: slice) -> _Gradients:
+        return _Gradients(*(value[rows] for value in self))
 
-    def at_ids(self, block: slice, logits: Tensor, g_at_ids: Tensor, g_total: Tensor, scale: float) -> Tensor:
-        """Return the gradient at the ids ``[rows, K]``, float64."""
-        max_logit, log_sum_exp = self.max_logit[block, None], self.log_sum_exp[block, None]
-        log_p = (logits.double() - max_logit) / scale - log_sum_exp
-        of_others = (g_total + self.h[block])[:, None] - g_at_ids
+    def at_ids(self, logits: Tensor, scale: float) -> Tensor:
+        """Return the gradient at the ids, whose logits these are, ``[n, K]`` in float64."""
+        log_p = (logits.double() - self.max_logit[:, None]) / scale - self.log_sum_exp[:, None]
+        of_others = self.total[:, None] - self.g_at_ids
         # 1 - p, accurate when p is near 1
-        gradient = (-g_at_ids * log_p.expm1() - log_p.exp() * of_others) / scale
-        return torch.where(self.has_grad[block, None], gradient, 0.0)
+        gradient = (-self.g_at_ids * log_p.expm1() - log_p.exp() * of_others) / scale
+        return torch.where(self.has_grad[:, None], gradient, 0.0)
+
+
+def _gradients(
+    indices: Tensor,
+    saved: Tensors,
+    options: VocabParallelOptions,
+    grad_log_probs: Tensor | None,
+    grad_log_tail: Tensor | None,
+) -> _Gradients:
+    log_tail, tail_max = saved["log_tail"], saved["tail_max"]
+    zero = tail_max.new_zeros(())
+    g = zero.expand(indices.shape) if grad_log_probs is None else grad_log_probs
+    g = torch.where(indices < 0, 0.0, g)
+    h = zero if grad_log_tail is None else grad_log_tail
+    h = torch.where(log_tail == _MINUS_INF, zero, h).double()  # an empty tail is constant
+    g_total, g_at_ids = g.sum(1, dtype=torch.float64), torch.empty_like(g)
+    for block in blocks_of_rows(g, indices.shape[1], options):
+        g_at_ids[block] = _summed_by_id(indices[block], g[block])
+    # An empty tail gets no gradient; in a row with NaN it gets NaN like all the rest.
+    is_empty = (tail_max == _MINUS_INF) & ~log_tail.isnan()
+    has_grad = (g != 0).any(1) | (h != 0)
+    of_tail = -h * log_tail.expm1() - log_tail.exp() * g_total
+    of_tail = (saved["tail_max_weight"] * of_tail / options.scale).to(tail_max.dtype)
+    return _Gradients(
+        saved["max_logit"],
+        saved["log_sum_exp"],
+        g_at_ids,
+        g_total + h,
+        has_grad,
+        *(values[:, None] for values in (tail_max, of_tail, has_grad & ~is_empty)),
+    )
+
+
+def _summed_by_id(indices: Tensor, values: Tensor) -> Tensor:
+    """Return for each place ``[rows, K]`` the sum of the values of all places that have its id."""
+    ids, order = indices.sort(1)
+    number = torch.zeros_like(ids)  # of the id, among those that its row has
+    number[:, 1:] = (ids[:, 1:] != ids[:, :-1]).cumsum(1)
+    number = torch.empty_like(number).scatter_(1, order, number)
+    return torch.zeros_like(values).scatter_add_(1, number, values).gather(1, number)
 
 
 def _write_gradient(rows: SelectedRows, gradient: Tensor, ids: _Ids, gradients: _Gradients) -> None:
     """Write the gradient of these rows into that of all logits, ``[T, V / tp]``."""
+    of_tail: SoftmaxGradient = gradients.tail_max, gradients.of_tail, None
     scale, divisor = rows.options.scale, rows.temperature()
 
     def of_block(block: Block) -> None:
-        work, of_rows = block.out, block.rows
-        if work is not block.x:
-            work.copy_(block.x)
-        columns = ids.columns(of_rows, work.shape[1])
-        logits = work.gather(1, columns.column)
-        g = torch.where(ids.indices[of_rows] < 0, 0.0, gradients.g[of_rows])
-        g_total = g.sum(1, dtype=torch.float64)
-        g_at_ids = columns.summed(work, g).double()
-        work.scatter_(1, columns.column, torch.where(columns.any_local, _MINUS_INF, logits))
-        of_tail, has_grad = gradients.of_tail(of_rows, g_total, scale)
-        block.function(work, work, of_tail, NO_SOFTMAX, None, has_grad, divisor, work[None])
-        values = gradients.at_ids(of_rows, logits, g_at_ids, g_total, scale)
-        columns.put(work, values.to(work.dtype))
+        x, out = (logits.view(-1, rows.width) for logits in (block.x, block.out))
+        columns = ids.columns(block.rows, rows.width)
+        logits = x.gather(1, columns.column)
+        block.function(
+            block.x,
+            block.out,
+            tuple(map(block.part, of_tail)),
+            NO_SOFTMAX,
+            None,
+            block.part(gradients.has_tail),
+            divisor,
+            None if block.is_compiled else block.work,
+        )
+        columns.put(out, gradients.part(block.rows).at_ids(logits, scale).to(out.dtype))
 
-    each_block(rows, block_gradient, of_block, buffers=int(not rows.can_be_viewed), gradient=gradient)
+    buffers = int(not rows.can_be_viewed)
+    each_block(rows, block_gradient, of_block, buffers=buffers, scale=COMPILED_BLOCKS, gradient=gradient)

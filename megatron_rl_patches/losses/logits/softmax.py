@@ -20,12 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .blocks import Block, each_block, stretches
+from .blocks import COMPILED_BLOCKS, Block, each_block, stretches
 from .rows import SelectedRows
 
 _MINUS_INF = float("-inf")
 _LONGEST_STRETCH = 4096  # that is summed in float32
-_COMPILED_BLOCKS = 8  # times the size of other blocks
 
 #: What one softmax contributes to the gradient of rows ``x``: ``(max_logit, a, b)``, ``[n, 1]`` each, mean
 #: ``exp(z) * (a + b * z)`` with ``z = (x - max_logit) / temperature``. ``b`` is ``None`` where no entropy is
@@ -101,7 +100,7 @@ def statistics(rows: SelectedRows, local_target: Tensor, keep_mask: Tensor | Non
                 total[of_rows] = value
 
     buffers = for_block + 1 + with_entropy
-    each_block(rows, block_statistics, of_block, buffers=buffers, scale=_COMPILED_BLOCKS)
+    each_block(rows, block_statistics, of_block, buffers=buffers, scale=COMPILED_BLOCKS)
     if keep_mask is not None:
         results[0] = _with_target(results[0], rows, local_target, keep_mask)
     return results
@@ -228,7 +227,7 @@ def write_gradient(
             None if block.is_compiled else block.work[for_block:],
         )
 
-    each_block(rows, block_gradient, of_block, buffers=buffers, scale=_COMPILED_BLOCKS, gradient=gradient)
+    each_block(rows, block_gradient, of_block, buffers=buffers, scale=COMPILED_BLOCKS, gradient=gradient)
     places = rows.numbers(), local_target.clamp(min=0)
     gradient[places] = torch.where(local_target < 0, gradient[places], at_target.to(gradient.dtype))
 

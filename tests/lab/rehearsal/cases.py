@@ -102,6 +102,15 @@ def where_compiling_fails() -> list[tuple[int, dict[str, int]]]:
     return [(peak, record.row_passes) for record, _, peak in counts]
 
 
+def at_64_ids() -> dict[str, int]:
+    """Return what log-probabilities at ids take, forward and backward, beside the products."""
+    setup = SETUPS[1]
+    with recording() as recorder:
+        logits = torch.empty(setup.rows, setup.vocabulary, device=GPU, dtype=setup.dtype, requires_grad=True)
+        backward(logits, *losses.vocab_parallel_log_probs_at(logits, ids(setup.rows, 64), with_tail=True))
+    return {"small operations": recorder.small_operations, "bytes": recorder.moved, **recorder.row_passes}
+
+
 # --- cases
 
 
@@ -337,6 +346,7 @@ PARTS: dict[str, Callable[[], Any]] = {
     "models": partial(records, MODELS),
     "counted": heads,
     "compiling fails": where_compiling_fails,
+    "at 64 ids": at_64_ids,
 }
 
 if __name__ == "__main__":

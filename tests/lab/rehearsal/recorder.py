@@ -8,10 +8,11 @@ wait and answers.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -54,6 +55,7 @@ class Recorder(TorchDispatchMode):
         row_passes: how often a function went over a block of rows; ``plain_passes``: how often as plain
             operators, which a GPU runs where nothing can be compiled.
         small_operations: how many operations started a kernel, without products and compiled passes.
+        moved: bytes that these and the compiled passes read or write, each tensor once per operation.
         live: bytes of the tensors on the GPU; ``peak``: the most so far. Of a compiled pass over rows the
             results count alone, since its kernels hold intermediate values in registers.
     """
@@ -65,7 +67,7 @@ class Recorder(TorchDispatchMode):
         self.products: Counter[str] = Counter()
         self.row_passes: Counter[str] = Counter()
         self.plain_passes: Counter[str] = Counter()
-        self.live = self.peak = self.small_operations = 0
+        self.live = self.peak = self.small_operations = self.moved = 0
         self.is_compiled = False
         self._storages: set[int] = set()
         self._pinned: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -93,12 +95,14 @@ class Recorder(TorchDispatchMode):
             _check_exists(func)
         if waits(func, args, kwargs, tensors, self._is_pinned):
             self.wait(func.overloadpacket.__name__)
-        elif starts_kernel(func) and any(x.is_cuda for x in tensors) and not self.is_compiled:
-            self.small_operations += 1
+        is_small = starts_kernel(func) and any(x.is_cuda for x in tensors) and not self.is_compiled
+        self.small_operations += is_small
         if func.overloadpacket in _PRODUCTS:
             shapes = [list(x.shape) for x in args if isinstance(x, Tensor)]
             self.products["{} × {}".format(*shapes[-2:])] += 1
         result = self._answer(func, args, kwargs)
+        if is_small:
+            self.moved += _moved(func, tensors, result)
         if func.overloadpacket is aten._to_copy and device.type == "cpu" and kwargs.get("non_blocking"):
             is_pinned = True  # torch allocates pinned memory for it
         for made in tree_leaves(result):
@@ -197,6 +201,29 @@ def waits(
     return False
 
 
+_READ_BY_INDEX = (aten.gather, aten.index, aten.index_select)
+_WRITTEN_BY_INDEX = (aten.scatter_, aten.scatter_add_, aten.index_put_, aten.index_copy_)
+
+
+def _moved(func: Any, tensors: list[Tensor], result: Any) -> int:
+    """Return the bytes of what an operation reads and writes, a tensor that it does both with once."""
+    first, *others = tensors
+    if func.overloadpacket in _READ_BY_INDEX:
+        return result.numel() * first.element_size() + bytes_of([*others, result])
+    if func.overloadpacket in _WRITTEN_BY_INDEX:
+        return others[-1].numel() * first.element_size() + bytes_of(others)
+    return bytes_of([*tensors, *tree_leaves(result)])
+
+
+def bytes_of(values: Iterable[Any]) -> int:
+    """Return the bytes of the tensors on the GPU, each once; of expanded ones, those that exist."""
+    total = 0
+    for tensor in {id(x): x for x in values if isinstance(x, Tensor) and x.is_cuda}.values():
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        total += math.prod(size for size, stride in sizes if stride) * tensor.element_size()
+    return total
+
+
 def _collective(func: Any, args: Any, kwargs: Any) -> Any:
     """Run a collective of the process group ``fake``, which moves nothing, on tensors that exist."""
     with unset_fake_temporarily():
@@ -264,7 +291,9 @@ def recording(conditions_hold: bool = False, compiling_fails: bool = False) -> I
         recorder.count_pass(block._function.__name__, block.compiled)
         recorder.is_compiled = block.compiled
         try:
-            return call(block, *args)
+            result = call(block, *args)
+            recorder.moved += bytes_of(tree_leaves((args, result))) * block.compiled
+            return result
         finally:
             recorder.is_compiled = False
 

@@ -24,9 +24,12 @@ from megatron_rl_patches.losses import (
     deferred_logits,
     full_vocabulary_divergence,
     vocab_parallel_log_probs_and_entropy,
+    vocab_parallel_log_probs_at,
 )
 from megatron_rl_patches.losses.logits import compiling
 from megatron_rl_patches.losses.objectives.divergences import DIVERGENCES
+from tests.references import dense_topk
+from tests.references.dense_topk import random_indices
 from tests.references.live_bytes import live_bytes
 
 from .test_log_probs import check, random_logits, random_targets
@@ -188,6 +191,23 @@ def test_errors_that_are_not_hidden(compiler: Compiler, fused: bool | str, error
         vocab_parallel_log_probs_and_entropy(random_logits(), random_targets(), fused=fused)
 
 
+@pytest.mark.parametrize("rows", [None, slice(2, 9), torch.tensor([8, 1, 5, 2, 11, 3, 0])])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_at_ids(rows: Any, dtype: torch.dtype, compiler: Compiler) -> None:
+    """Ids that a row has several times, and none, in blocks of four rows; the last row has a small tail."""
+    logits = random_logits(dtype=dtype)
+    count, columns = logits[slice(None) if rows is None else rows].shape
+    indices = random_indices(count, columns, 5)
+    logits[-1, indices[-1]] += 30
+    for inplace in (False, True):
+        calls = compiler.calls
+        errors = dense_topk.errors(
+            logits, indices, rows=rows, temperature=0.7, inplace_backward=inplace, block_bytes=4 * columns * 4
+        )
+        assert max(errors[:2]) <= 5e-6 and errors.gradient <= (5e-6 if dtype == torch.float32 else 2**-8)
+        assert compiler.calls - calls >= 4  # two blocks or more, forward and backward
+
+
 @compiles
 @pytest.mark.parametrize(
     ("rows", "columns"),
@@ -270,6 +290,15 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Plan]]:
 
 def random(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(ROWS, V).to(dtype).requires_grad_()
+
+
+@compiles
+@pytest.mark.nightly
+def test_log_probs_at_ids_read_logits_once(plans: dict[str, Plan]) -> None:
+    values = vocab_parallel_log_probs_at(random(), torch.arange(ROWS)[:, None], with_tail=True)
+    sum(value.sum() for value in values).backward()
+    assert plans["block_statistics"][1:] == (2, 2)  # logits, and the mask of the tail
+    assert plans["block_gradient"] == Plan(1, 2, 2)  # logits, and what is overwritten
 
 
 @compiles
