@@ -1,12 +1,14 @@
-"""The tests, the demo and the benchmarks of a machine with a GPU, in under ten minutes: ``make gpu``.
+"""The benchmarks, the tests and the demo of a machine with a GPU: ``make gpu``, in two commands.
 
-    python -m benchmarks.gpu [--dry] [--folder FOLDER] [--only STEP ...]
+    python -m benchmarks.gpu [--dry] [--folder FOLDER] [--second | --only STEP ...]
 
-Each step is a process of its own with a time limit. If one fails, the others still run, the exit code is 1,
-``gpu.json`` has its traceback, and the last line is the command that runs again what failed. Without
-``--dry`` there must be a GPU, and ``gpu.md`` and ``gpu.json`` are written into docs/benchmarks. ``--dry``
-runs every step at a small size on the CPU and writes into a temporary folder. ``--only`` runs some steps,
-and leaves in the folder what the others wrote there before.
+The first command measures what matters most, and ``--second`` the rest; each takes ten minutes at most. Each
+step is a process of its own with a time limit. What a step has measured is in ``gpu.json`` at once, whatever
+dies next. If one fails, the others still run, the exit code is 1, ``gpu.json`` has its traceback, and the
+last line is the command that runs again what failed. Without ``--dry`` there must be a GPU, and ``gpu.md``
+and ``gpu.json`` are written into docs/benchmarks. ``--dry`` runs every step at a small size on the CPU and
+writes into a temporary folder. ``--only`` runs some steps. It and ``--second`` leave in the folder what other
+steps wrote there before.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from .page import join, left_out, machine, number, table
+from .page import Outcome, join, left_out, machine, number, table
 
 ROOT = Path(__file__).parents[1]
 PAGE, FIGURES = "gpu.md", "gpu.json"
@@ -41,6 +43,7 @@ PAGE, FIGURES = "gpu.md", "gpu.json"
 _DRY_SECONDS = 300
 _STOPPING_SECONDS = 5
 _LOG_CHARACTERS = 20_000
+_LONGEST = 3
 
 
 @dataclass(frozen=True)
@@ -53,35 +56,50 @@ class Step:
     module: str = "benchmarks.gpu_steps"
 
 
-STEPS = (
-    Step("tests", "Tests", 140),
-    Step("demo", "Demo", 80),
+#: The steps of the first command and of the second one.
+FIRST = (
+    Step("card", "The card", 40),
+    Step("head", "Output layer with its loss", 200),
     Step("losses", "Losses over logits", 100),
-    Step("head", "Output layer with its loss", 120),
+    Step("tests", "Tests", 200),
+)
+SECOND = (
+    Step("counters", "Counters of the row passes", 90),
     Step("topk", "Top-k", 50),
-    Step("memory", "Memory of an inference-only model", 50),
+    Step("demo", "Demo", 80),
+    Step("memory", "Memory of an inference-only model", 90),
     Step("hooks", "Added cost of a call", 40),
 )
+STEPS = FIRST + SECOND
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="small sizes on the CPU")
     parser.add_argument("--folder", type=Path, help=f"where {PAGE} and {FIGURES} are written")
-    parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], metavar="STEP")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--second", action="store_true", help="the steps of the second command")
+    chosen.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], metavar="STEP")
     options = parser.parse_args(arguments)
     if options.dry:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "GPU_DRY_RUN": "1"}
     elif not torch.cuda.is_available():
         parser.error("torch sees no GPU: make gpu DRY=1 runs the same at a small size on the CPU")
-    if options.dry and not options.folder:
-        options.folder = Path(tempfile.mkdtemp(prefix="gpu-"))
-    steps = [step for step in STEPS if step.name in (options.only or step.name)]
-    failed = run(steps, options.dry, options.folder or ROOT / "docs/benchmarks", keep=bool(options.only))
+    folder = options.folder or (
+        Path(tempfile.mkdtemp(prefix="gpu-")) if options.dry else ROOT / "docs/benchmarks"
+    )
+    steps = [step for step in STEPS if step.name in (options.only or ())]
+    is_first = not (steps or options.second)
+    failed = run(steps or (FIRST if is_first else SECOND), options.dry, folder, keep=not is_first)
+
+    def command(*names: str) -> str:
+        shown = [*names, *(("--folder", str(folder)) if options.folder or options.dry else ())]
+        return shlex.join(["make", "gpu", *["DRY=1"] * options.dry, f"GPU_ARGS={shlex.join(shown)}"])
+
+    if is_first:
+        print(f"next: {command('--second')}")
     if failed:
-        again = ["--only", *failed, *(("--folder", str(options.folder)) if options.folder else ())]
-        command = ["make", "gpu", *["DRY=1"] * options.dry, f"GPU_ARGS={shlex.join(again)}"]
-        print(f"failed: {', '.join(failed)}; to run them again: {shlex.join(command)}")
+        print(f"failed: {', '.join(failed)}; to run them again: {command('--only', *failed)}")
     return int(bool(failed))
 
 
@@ -93,31 +111,32 @@ def run(steps: Sequence[Step], dry: bool, folder: Path, keep: bool = False) -> l
     """
     folder.mkdir(parents=True, exist_ok=True)
     page, figures = folder / PAGE, folder / FIGURES
-    outcomes = json.loads(figures.read_text())["steps"] if keep and figures.exists() else {}
+    if not (keep and figures.exists()):
+        figures.write_text(json.dumps({"steps": {}}))
     for step in steps:
-        outcomes[step.name] = _outcome(step, dry)
-        # After each step, so that the figures survive if a later one takes the machine down.
-        figures.write_text(json.dumps({"steps": outcomes}, indent=1) + "\n")
-        page.write_text(join(EXPLANATION, *map(section, outcomes.values())) + "\n")
-        print(section(outcomes[step.name]), flush=True)
+        outcome = Outcome(figures, step.name)
+        _run_step(step, dry, outcome)
+        page.write_text(join(EXPLANATION, *map(section, outcome.of_all_steps().values())) + "\n")
+        print(section(outcome.of_all_steps()[step.name]), flush=True)
     print(f"written: {page}, {figures}")
+    outcomes = json.loads(figures.read_text())["steps"]
     return [name for name, outcome in outcomes.items() if outcome["status"] != "ok"]
 
 
-def _outcome(step: Step, dry: bool) -> dict[str, Any]:
-    """Run a step in a process of its own; return what became of it, with its result or its traceback."""
+def _run_step(step: Step, dry: bool, outcome: Outcome) -> None:
+    """Run a step in a process of its own, which saves its results; write how it ended."""
     note = "a dry run at a small size, no measurement" if dry else f"CUDA {torch.version.cuda}"
+    shown = {"title": step.title, "status": "not ended", "seconds": 0.0, "machine": f"{machine()}, {note}"}
+    outcome.replace(shown)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        log, file = Path(folder, "log"), Path(folder, "outcome.json")
-        command = [sys.executable, "-m", "benchmarks.gpu", "--step", step.module, step.name, str(file)]
+        log = Path(folder, "log")
+        step_arguments = [step.module, step.name, str(outcome.figures)]
+        command = [sys.executable, "-m", "benchmarks.gpu", "--step", *step_arguments]
         status = _run(command, _DRY_SECONDS if dry else step.seconds, log)
-        outcome: dict[str, Any] = {"title": step.title, "status": status, "machine": f"{machine()}, {note}"}
-        outcome["seconds"] = round(time.monotonic() - started, 1)
+        outcome.update(status=status, seconds=round(time.monotonic() - started, 1))
         if status != "ok":
-            outcome["traceback"] = "none: the process died"
-            outcome["log"] = log.read_text(errors="replace")[-_LOG_CHARACTERS:]
-        return outcome | (json.loads(file.read_text()) if file.exists() else {})
+            outcome.update(log=log.read_text(errors="replace")[-_LOG_CHARACTERS:])
 
 
 def _run(command: Sequence[str], seconds: float, log: Path) -> str:
@@ -138,15 +157,15 @@ def _run(command: Sequence[str], seconds: float, log: Path) -> str:
     return f"not done in {seconds} s"
 
 
-def _step(module: str, name: str, file: str) -> int:
-    """Call the function of a step in this process; write its result or traceback; return the exit code."""
+def _step(module: str, name: str, figures: str) -> int:
+    """Call the function of a step in this process, and return the exit code."""
+    outcome = Outcome(Path(figures), name)
     try:
-        result = getattr(importlib.import_module(module), name)()
-        outcome: dict[str, Any] = {"result": asdict(result)}
+        getattr(importlib.import_module(module), name)(outcome.save)
     except BaseException:  # also the KeyboardInterrupt of a step that takes too long
-        outcome = {"traceback": traceback.format_exc()}
-    Path(file).write_text(json.dumps(outcome))
-    return int("traceback" in outcome)
+        outcome.update(traceback=traceback.format_exc())
+        return 1
+    return 0
 
 
 EXPLANATION = """\
@@ -165,24 +184,27 @@ EXPLANATION = """\
 
 def section(outcome: Mapping[str, Any]) -> str:
     status = f"{outcome['status']}, {outcome['seconds']} s; {outcome['machine']}"
-    head = join(f"## {outcome['title']}", status)
-    if "result" not in outcome:
-        texts = filter(None, (outcome[name].strip() for name in ("log", "traceback")))
-        return join(head, *(f"```text\n{text}\n```" for text in texts))
-    result = outcome["result"]
-    return join(
-        head,
-        "\n".join(f"- {name}: {value}" for name, value in result["figures"].items()),
-        table(result["claims"]),
-        *(table(_rows(case, costs, result["units"][case])) for case, costs in result["costs"].items()),
-        left_out(result["left_out"]),
+    texts = (
+        {} if outcome["status"] == "ok" else {name: outcome.get(name, "") for name in ("log", "traceback")}
     )
+    measured = []
+    if result := outcome.get("result"):
+        texts |= result["texts"]
+        measured = [
+            "\n".join(f"- {name}: {value}" for name, value in result["figures"].items()),
+            table(result["claims"]),
+            *(table(_rows(case, costs, result["units"][case])) for case, costs in result["costs"].items()),
+            left_out(result["left_out"]),
+        ]
+    blocks = [f"```text\n{text.strip()}\n```" for text in texts.values() if text.strip()]
+    return join(f"## {outcome['title']}", status, *measured, *blocks)
 
 
 def _rows(case: str, costs: Mapping[str, Any], unit: str) -> Iterator[dict[str, str]]:
     of_unit = costs.get(unit, {"milliseconds": math.nan})["milliseconds"]
     for way, cost in costs.items():
-        longest = ", ".join(f"`{name}` {ms:.2f}" for name, ms in cost["longest"].items())
+        by_kernel = sorted(cost["by_kernel"].items(), key=lambda pair: -pair[1])
+        longest = ", ".join(f"`{name[:70]}` {ms:.2f}" for name, ms in by_kernel[:_LONGEST])
         yield {
             case: way,
             "ms": f"{cost['milliseconds']:.3g}",

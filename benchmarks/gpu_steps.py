@@ -1,25 +1,30 @@
-"""The steps of ``make gpu``: tests, demo and benchmarks, each for a process of its own.
+"""The steps of ``make gpu``: benchmarks, tests and demo, each for a process of its own.
 
-Each step returns a :class:`StepResult`, and raises if it failed. On the CPU it is dry: everything is small.
+Each step saves a :class:`StepResult` whenever there is more in it, and raises if it failed. On the CPU it is
+dry: everything is small.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl_patches.losses.deferred.products import add_product
 from megatron_rl_patches.testing import spawn_ranks
 from tests.references import memory_cases
 from tests.references.heads import DEFERRED, Setup
@@ -30,7 +35,7 @@ from . import inference_memory, overhead
 from . import loss as logits_loss
 from . import topk as logits_topk
 from .candidates import calls
-from .head import ALL_ROWS, ENTROPY, HALF, LIGER, NAIVE, VERL
+from .head import ALL_ROWS, ENTROPY, HALF, LIGER, LIGER_IN_TORCH, NAIVE, VERL
 from .logits import LogitsSetup
 from .measure import COPY, DEVICE, ON_GPU, Call, Result, kernels
 
@@ -39,6 +44,9 @@ GIB = 1 << 30
 # Megatron asks for it where communication overlaps with computation. A rank with variables is not forked.
 RANK_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 VOCABULARY = 151936
+HEAD = Setup(*((128, 64, 4096) if DRY else (8192, 4096, 131072)), torch.bfloat16)
+#: Rows, hidden size, and columns of the tiles that an output layer of this size may have.
+TILES = (128, 64, (512, 1024)) if DRY else (8192, 4096, (8192, 16384, 32768, 65536, 131072))
 PRODUCTS = "matrix products alone"
 MAX_TURNS = 50
 #: The most that the output layer with its loss is to take on an H100 or H200, at the size below.
@@ -59,11 +67,13 @@ class StepResult(Result):
         units: by case, the way in whose time the page shows those of the others.
         claims: rows that say what was measured, whether it reaches its targets, and its ratio to peers.
         figures: numbers without a table, by name.
+        texts: what other programs have printed, by their names.
     """
 
     units: dict[str, str] = field(default_factory=dict)
     claims: list[dict[str, str]] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
 
     def claim(
         self, what: str, measured: float, unit: str, targets: Mapping[str, float], peers: Mapping[str, float]
@@ -88,30 +98,62 @@ class StepResult(Result):
         self.measure(case, ready, turns=MAX_TURNS, seconds=seconds)
         copied = 2 * size / self.costs[case][COPY].milliseconds
         for name, cost in self.costs[case].items():
-            number, longest = kernels(ready[name])
+            number, by_kernel = kernels(ready[name])
             share = ready[name].least_bytes / cost.milliseconds / copied
-            self.costs[case][name] = replace(cost, kernels=number, longest=longest, share_of_copy=share)
+            self.costs[case][name] = replace(cost, kernels=number, by_kernel=by_kernel, share_of_copy=share)
         costs = self.costs[case]
         others = [name for name in costs if not name.startswith((COPY, "ours"))]
         self.units[case] = unit or min(others, key=lambda name: costs[name].milliseconds, default=COPY)
 
 
-def tests() -> StepResult:
+#: Keeps a result from then on, whatever becomes of the process.
+Save = Callable[[StepResult], None]
+
+
+def card(save: Save) -> None:
+    """Measure the products of tiles alone, without which a slow card cannot be told from slow code."""
+    result, (rows, hidden_size, widths) = StepResult(), TILES
+    if nvidia_smi := shutil.which("nvidia-smi"):
+        told = subprocess.run([nvidia_smi, "-q", "-d", "CLOCK,POWER"], stdout=subprocess.PIPE, text=True)
+        result.texts["nvidia-smi"] = told.stdout
+    for width, library in product(widths, ("cublas", "cublaslt") if ON_GPU else ("",)):
+        if library:
+            torch.backends.cuda.preferred_blas_library(library)
+        hidden, weight = (
+            torch.randn(n, hidden_size, device=DEVICE).to(torch.bfloat16) for n in (rows, width)
+        )
+        logits, of_weight = hidden @ weight.T, torch.empty_like(weight)
+        of_hidden = torch.zeros(rows, hidden_size, device=DEVICE)
+        products = {
+            "logits": partial(torch.mm, hidden, weight.T, out=logits.clone()),
+            "gradient of hidden states": partial(add_product, of_hidden, logits, weight, may_round=True),
+            "gradient of weight": partial(torch.mm, logits.T, hidden, out=of_weight),
+        }
+        case = f"[{rows}, {hidden_size}] × {width:,} {library}".rstrip()
+        ways = {name: Call(partial(lambda run, _: run(), run)) for name, run in products.items()}
+        result.compare(case, ways, 0.1 if DRY else 0.7, COPY)
+        for name in products:
+            rate = 2 * logits.numel() * hidden_size / result.costs[case][name].milliseconds / 1e9
+            result.figures[f"{case}, {name}"] = f"{rate:.0f} TFLOP/s"
+        save(result)
+
+
+def tests(save: Save) -> None:
     """Run all tests that are marked ``gpu``; without the folder, files without the mark would be imported."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         # Of the machine's own plugins some refuse this suite's settings.
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-        options = ("-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout")
-        _run("-m", "pytest", *options, f"--junitxml={report}", "tests/gpu")
+        options = ("-m", "gpu", "-v", "-p", "no:cacheprovider", "-p", "pytest_timeout")
+        _run("-m", "pytest", *options, f"--junitxml={report}", "tests/gpu", check=False)
         [suite] = ElementTree.parse(report).getroot()
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
-    if counts["skipped"] or not counts["tests"]:
-        raise RuntimeError(f"expected that all tests marked gpu run: {counts}")
-    return StepResult(figures=counts)
+    save(StepResult(figures=counts))
+    if not counts.pop("tests") or any(counts.values()):
+        raise RuntimeError(f"expected that all tests marked gpu run and pass: {counts}")
 
 
-def demo() -> StepResult:
+def demo(save: Save) -> None:
     """Run the demo on one rank, which has the GPU."""
     command = ["megatron_rl_patches", "demo", "--ranks", "1", "--rollouts", "1" if DRY else "12"]
     output = _run("-m", *command, stdout=subprocess.PIPE, text=True).stdout
@@ -120,14 +162,14 @@ def demo() -> StepResult:
     backend = "nccl" if ON_GPU else "gloo"
     if f"; {backend}, seed" not in output:
         raise RuntimeError(f"the demo did not run on {backend}:\n{output}")
-    return StepResult(figures={"backend": backend, "at the end": f"{last_rollout}; {seconds}"})
+    save(StepResult(figures={"backend": backend, "at the end": f"{last_rollout}; {seconds}"}))
 
 
 def _run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[Any]:
-    return subprocess.run([sys.executable, *arguments], check=True, **options)
+    return subprocess.run([sys.executable, *arguments], **{"check": True, **options})
 
 
-def losses() -> StepResult:
+def losses(save: Save) -> None:
     rows, vocabulary, seconds = (128, 8192, 0.1) if DRY else (4096, VOCABULARY, 4.0)
     setup, result = LogitsSetup(1, rows, vocabulary, torch.bfloat16), StepResult()
     with _group() as group:
@@ -138,26 +180,54 @@ def losses() -> StepResult:
         for mode in (logits_loss.LOG_PROBS, logits_loss.ENTROPY_GRAD):
             compared = calls(logits_loss.with_mode(mode), partial(inputs.both, mode), result.left_out)
             result.compare(f"{setup}, {mode}", compared, seconds)
-    return result
+            save(result)
 
 
-def head() -> StepResult:
-    rows, hidden, vocabulary = (128, 64, 4096) if DRY else (8192, 4096, 131072)
-    setup, result = Setup(rows, hidden, vocabulary, torch.bfloat16), StepResult()
-    for mode in (*output_layer.MODES, ENTROPY):
-        case, x = f"{setup}, {mode}", output_layer.inputs_of(setup, mode)
-        compared = calls(output_layer.ON_GPUS, partial(output_layer.call, x), result.left_out)
-        products = replace(compared[DEFERRED], run=partial(_products, x), results_bytes=0)
-        result.compare(case, {PRODUCTS: products, **compared}, 0.1 if DRY else 5.0, PRODUCTS)
-        if mode in (ALL_ROWS, HALF, ENTROPY):
-            _claim_head(result, setup, mode)
-    return result
+def head(save: Save) -> None:
+    result = StepResult()
+    with _clocks() as clocks:
+        for mode in (ENTROPY, *output_layer.MODES):
+            case, x = f"{HEAD}, {mode}", output_layer.inputs_of(HEAD, mode)
+            # It needs the whole logits several times. One mode is enough.
+            candidates = [way for way in output_layer.ON_GPUS if way.name != NAIVE or mode == ALL_ROWS]
+            compared = calls(candidates, partial(output_layer.call, x), result.left_out)
+            products = replace(compared[DEFERRED], run=partial(_products, x), results_bytes=0)
+            result.compare(case, {PRODUCTS: products, **compared}, 0.1 if DRY else 5.0, PRODUCTS)
+            result.figures[f"clocks, {mode}"] = clocks()
+            if mode in (ALL_ROWS, HALF, ENTROPY):
+                _claim_head(result, HEAD, mode)
+            save(result)
+
+
+@contextmanager
+def _clocks() -> Iterator[Callable[[], str]]:
+    """Yield a function that returns medians, since it was last called, of what the card says all the time."""
+    nvidia_smi = shutil.which("nvidia-smi")
+    if nvidia_smi is None:
+        yield lambda: "there is no nvidia-smi"
+        return
+    names = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+    options = [f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "-lms", "200"]
+    with tempfile.NamedTemporaryFile() as file, open(file.name) as told:
+        process = subprocess.Popen([nvidia_smi, *options], stdout=file)
+
+        def medians() -> str:
+            lines = [line.split(",") for line in told.readlines() if line.endswith("\n")]
+            columns = zip(names, zip(*lines, strict=True), strict=True) if lines else ()
+            values = {name: statistics.median(map(float, column)) for name, column in columns}
+            return ", ".join(f"{name} {value:g}" for name, value in values.items())
+
+        try:
+            yield medians
+        finally:
+            process.kill()
+            process.wait()
 
 
 def _claim_head(result: StepResult, setup: Setup, mode: str) -> None:
     """Compare deferred logits with the targets, with other heads, and with what is published."""
     costs = result.costs[f"{setup}, {mode}"]
-    peers = {name: costs[name] for name in (LIGER, VERL, NAIVE) if name in costs}
+    peers = {name: costs[name] for name in (LIGER, LIGER_IN_TORCH, VERL, NAIVE) if name in costs}
     if (of_all_rows := result.cost(f"{setup}, {ALL_ROWS}", DEFERRED)) and mode == HALF:
         peers[f"{DEFERRED}, {ALL_ROWS}"] = of_all_rows
     if ours := costs.get(DEFERRED):
@@ -181,16 +251,43 @@ def _products(x: output_layer.Inputs, _: object) -> None:
         torch.mm(logits.T, hidden)
 
 
-def topk() -> StepResult:
+def counters(save: Save) -> None:
+    """Let NVIDIA's profiler count what limits the row passes: issued instructions, or bytes per second."""
+    result = StepResult()
+    program = [sys.executable, "-c", f"import {__name__} as steps; steps.profiled_head()"]
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        result.left_out["counters"] = "there is no ncu"
+        subprocess.run(program, check=True)
+    else:
+        options = ["--profile-from-start=off", "--clock-control=none", "--set=basic"]
+        options += ["--kernel-name=regex:triton", "--launch-count=8"]
+        done = subprocess.run([ncu, *options, *program], stdout=subprocess.PIPE, text=True)
+        result.texts["ncu"] = done.stdout
+        if done.returncode:  # counters may be reserved for administrators
+            result.left_out["counters"] = f"ncu ended with exit code {done.returncode}"
+    save(result)
+
+
+def profiled_head() -> None:
+    """Run forward and backward of the output layer, of which a profiler sees the second time."""
+    x = output_layer.inputs_of(HEAD, ENTROPY)
+    output_layer.step(x, output_layer.deferred)  # compiles
+    with torch.cuda.profiler.profile() if ON_GPU else nullcontext():
+        output_layer.step(x, output_layer.deferred)
+
+
+def topk(save: Save) -> None:
     rows, vocabulary, k, seconds = (64, 4096, 8, 0.1) if DRY else (2048, VOCABULARY, 64, 3.0)
     setup, result = logits_topk.Setup(1, rows, vocabulary, torch.bfloat16, k), StepResult()
     with _group() as group:
         inputs = logits_topk.Inputs(setup, group)
         at_ids = calls(logits_topk.AT_IDS, inputs.at_ids, result.left_out)
         result.compare(f"{setup}, {logits_topk.AT_GIVEN_IDS}", at_ids, seconds)
+        save(result)
         selections = calls(logits_topk.SELECTIONS, inputs.selection, result.left_out)
         result.compare(f"{setup}, {logits_topk.SELECTION}", selections, seconds)
-    return result
+        save(result)
 
 
 @contextmanager
@@ -206,7 +303,7 @@ def _group() -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-def memory() -> StepResult:
+def memory(save: Save) -> None:
     """Measure a model that trains and one that only scores, beside the estimate."""
     model = dict(memory_cases.DENSE)
     if not DRY:
@@ -217,11 +314,9 @@ def memory() -> StepResult:
         for case in inference_memory.CASES
         if case.name in ("bf16", "bf16, bf16 gradients", "bf16, bf16 gradients, distributed optimizer")
     ]
-    cases = cases[-1:] if DRY else cases
-    measured = memory_cases.measure(cases, RANK_VARIABLES)
-    [result] = spawn_ranks(_scoring, 1, cases[-1], 0.1 if DRY else 2.0, env=RANK_VARIABLES)
+    cases, result = cases[-1:] if DRY else cases, StepResult()
     for case in cases:
-        [account] = measured[case.name]
+        [[account]] = memory_cases.measure([case], RANK_VARIABLES).values()
         [stage] = account.from_chunks.stages
         memory = inference_memory.Result(case.name, account, stage)
         allocated = {"training": account.allocated_training, "inference-only": account.allocated_inference}
@@ -231,12 +326,13 @@ def memory() -> StepResult:
             result.figures[what] = (
                 f"{live:,} bytes, estimate {estimated:,}, CUDA allocator {allocated[use]:,}"
             )
-    return cast(StepResult, result)
+        save(result)
+    spawn_ranks(_scoring, 1, cases[-1], 0.1 if DRY else 2.0, result, save, env=RANK_VARIABLES)
 
 
-def _scoring(case: memory_cases.Case, seconds: float) -> StepResult:
+def _scoring(case: memory_cases.Case, seconds: float, result: StepResult, save: Save) -> None:
     """Measure the forward pass of a model that only scores."""
-    result, batch = StepResult(), 64
+    batch = 64
     with gpu_or_cpu() as device, torch.no_grad():
         memory_cases.initialize(case)
         [model] = memory_cases.inference_model(case, device)
@@ -245,16 +341,15 @@ def _scoring(case: memory_cases.Case, seconds: float) -> StepResult:
         weights = sum(parameter.nbytes for parameter in model.parameters())
         forward = Call(lambda _: model(tokens, positions, None), least_bytes=weights)
         result.compare(f"inference-only, {batch} samples", {"forward": forward}, seconds, COPY)
-    return result
+        save(result)
 
 
-def hooks() -> StepResult:
+def hooks(save: Save) -> None:
     """Measure what the patch adds to calls, and that it starts no kernels."""
-    [result] = spawn_ranks(_hooks, 1, timeout=100, env=RANK_VARIABLES)
-    return cast(StepResult, result)
+    spawn_ranks(_hooks, 1, save, timeout=100, env=RANK_VARIABLES)
 
 
-def _hooks() -> StepResult:
+def _hooks(save: Save) -> None:
     result = StepResult()
     with overhead.patched():
         for case in overhead.cases(bf16=True):
@@ -264,4 +359,4 @@ def _hooks() -> StepResult:
             functions = {"bare": case.bare, "patched": case.patched}
             ways = {name: Call(partial(lambda run, _: run(), run)) for name, run in functions.items()}
             result.compare(case.name, ways, 0.1, "bare")
-    return result
+            save(result)

@@ -10,7 +10,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,6 +62,29 @@ class Table(NamedTuple):
         empty = dict.fromkeys(header, "–")
         measured = ({**empty, **by_names.get(tuple(row.values()), {}), **row} for row in shown)
         return table({name: row[name] for name in header} for row in measured)
+
+
+class Outcome(NamedTuple):
+    """What becomes of a step of ``make gpu``: its entry in a JSON file, which is whole whatever dies next."""
+
+    figures: Path
+    step: str
+
+    def of_all_steps(self) -> dict[str, dict[str, Any]]:
+        return dict(json.loads(self.figures.read_text())["steps"])
+
+    def replace(self, outcome: Mapping[str, Any]) -> None:
+        outcomes = {**self.of_all_steps(), self.step: outcome}
+        written = self.figures.with_suffix(".new")
+        written.write_text(json.dumps({"steps": outcomes}, indent=1) + "\n")
+        written.replace(self.figures)
+
+    def update(self, **values: Any) -> None:
+        self.replace({**self.of_all_steps().get(self.step, {}), **values})
+
+    def save(self, result: Any) -> None:
+        """Write a result, an instance of a dataclass, in place of the one that was saved before."""
+        self.update(result=asdict(result))
 
 
 Parts = Mapping[str, str | Table]

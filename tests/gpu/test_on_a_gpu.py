@@ -5,6 +5,7 @@ In a dry run of ``make gpu`` all of it is on the CPU.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,13 @@ from torch import Tensor
 
 from megatron_rl_patches import losses
 from megatron_rl_patches.losses.deferred.products import add_product
+from megatron_rl_patches.losses.objectives.divergences import DIVERGENCES
 from megatron_rl_patches.testing import TinyModel
 from tests.gpu import parameter_marks
+from tests.lab.kernels.machine_code import digests, recorded_digests
+from tests.lab.kernels.sources import CASES, generated_codes
+from tests.lab.rehearsal import cases
+from tests.lab.rehearsal.test_rehearsal import WAITS
 from tests.ranks import on_ranks
 from tests.real.test_reentry import check_rollouts
 from tests.references import dense, dense_topk
@@ -25,6 +31,12 @@ from tests.references.live_bytes import live_bytes
 from tests.references.one_device import gpu_or_cpu
 
 IS_DRY = bool(os.environ.get("GPU_DRY_RUN"))
+#: Cases of the rehearsal, each of which compiles some function that the others do not.
+WITHOUT_WAITS = [
+    case
+    for case in cases.LOSSES
+    if case not in WAITS and (case not in DIVERGENCES or case == "jensen_shannon")
+]
 DEVICE = torch.device("cpu" if IS_DRY else "cuda")
 
 pytestmark = [
@@ -137,6 +149,47 @@ def test_deferred_logits(options: dict[str, Any], trains_weight: bool) -> None:
         assert error.max() < 0.1
     for gradient, value in zip(gradients, expected_gradients, strict=True):
         assert relative_error(gradient.cpu(), value, value.abs().max()) < OF_SUMS
+
+
+def test_kept_and_recomputed_tiles_have_the_same_bits() -> None:
+    hidden, weight = (x.requires_grad_() for x in weights_and_hidden())
+    all_logits = ROWS * VOCABULARY * hidden.element_size()
+
+    def step(keep_bytes: int) -> list[Tensor]:
+        logits = losses.deferred_logits(hidden, weight, tile_bytes=all_logits // 4, keep_bytes=keep_bytes)
+        values = losses.vocab_parallel_log_probs_and_entropy(
+            logits, random_ids(ROWS), temperature=TEMPERATURE
+        )
+        return [*values, *torch.autograd.grad(sum(value.sum() for value in values), [hidden, weight])]
+
+    recomputed = step(0)
+    for keep_bytes in (all_logits, all_logits // 2, 0):
+        assert all(map(torch.equal, recomputed, step(keep_bytes)))
+
+
+@pytest.mark.parametrize("case", WITHOUT_WAITS)
+def test_nothing_waits_for_the_gpu(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if IS_DRY:
+        for name, value in {"GPU": DEVICE, "ROWS": 64, "HIDDEN": 32, "VOCABULARY": 2048}.items():
+            monkeypatch.setattr(cases, name, value)
+    run, _ = cases.LOSSES[case]
+    run(torch.bfloat16)  # compiles
+    if not IS_DRY:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(torch.bfloat16)
+    finally:
+        if not IS_DRY:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_kernels_are_those_that_were_compiled_without_a_gpu() -> None:
+    """Then what is said of their machine code holds here. Of other releases of torch there is no record."""
+    recorded = recorded_digests()
+    if IS_DRY or recorded is None or torch.cuda.get_device_capability() != (9, 0):
+        return
+    codes = generated_codes(CASES["head"])
+    assert recorded <= set(itertools.chain(*map(digests, codes))), "\n".join(codes)
 
 
 def test_divergence_from_a_teacher_in_host_memory() -> None:

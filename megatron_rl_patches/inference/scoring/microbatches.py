@@ -32,7 +32,7 @@ class ScoringBatch:
     def targets_n(self) -> torch.Tensor:
         """Tokens ``[n]`` that the ``n`` rows of the layout predict."""
         tokens = on_device(torch.cat(self.samples), self.layout.response_rows.device)
-        return self.layout.response_targets(tokens.split([len(sample) for sample in self.samples]))
+        return self.layout.response_targets(torch.split(tokens, [len(sample) for sample in self.samples]))
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def _run(plan: Plan, score: Score) -> tuple[list[Any], str | None]:
                 responses = torch.cat(batch.layout.gather_responses(part, plan.context_parallel.group))
                 # One copy for all samples: each block of pinned memory may make the GPU wait.
                 copied = copied_to(responses, plan.options.output_device, non_blocking=True)
-                scores.append(copied.split(list(batch.layout.response_lengths)))
+                scores.append(torch.split(copied, list(batch.layout.response_lengths)))
         except InvalidInputError as error:  # the other stages wait for this one until the schedule ends
             problems.append(str(error))
         # Return a dummy: the schedule would keep the logits while the next microbatch runs.

@@ -26,6 +26,7 @@ from .arguments import VocabParallelOptions, valid_indices
 from .autograd import LogitFunction, Tensors, divisor_note, divisors_of
 from .blocks import COMPILED_BLOCKS, Block, each_block, stretches
 from .distributions import NO_ENTRY
+from .ids import Ids, repeated_or_none, summed_by_id
 from .rows import Inputs, LogitSource, SelectedRows, Tile, rows_of
 from .slices import Rows
 from .softmax import (
@@ -121,7 +122,7 @@ class _LogProbsAt(LogitFunction):
 
     def forward(self, source: LogitSource, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
         indices, options = tensors["indices"], source.options
-        ids = _Ids(indices, options.tp_rank * source.width)
+        ids = Ids(indices, options.tp_rank * source.width)
         local = source.reduce(partial(_statistics, ids), partial(_merged, options.scale))
         # Until the loop, log_probs holds the logits at the ids.
         log_probs = local[:-2].T.clone(memory_format=torch.contiguous_format)
@@ -136,7 +137,7 @@ class _LogProbsAt(LogitFunction):
             at_ids.masked_fill_(indices[block] < 0, _MINUS_INF)
             highest = torch.maximum(at_ids.amax(1), tails[:, 0].amax(0))[:, None]
             z = (at_ids - highest) / options.temperature
-            inside = z.masked_fill(_repeated_or_none(indices[block]), _MINUS_INF)
+            inside = z.masked_fill(repeated_or_none(indices[block]), _MINUS_INF)
             outside = log_masses(tails.unbind(1), highest, options.temperature)
             total, log_tail[block] = total_and_tail(inside, outside)
             # Backward compares with the logits that this rank reads.
@@ -157,7 +158,7 @@ class _LogProbsAt(LogitFunction):
         self, source: LogitSource, saved: Tensors, needed: Sequence[bool], *gradients: Tensor | None
     ) -> Inputs:
         indices, options = saved.pop("indices"), source.options
-        ids = _Ids(indices, options.tp_rank * source.width)
+        ids = Ids(indices, options.tp_rank * source.width)
         of_rows = _gradients(indices, saved, options, *gradients)
 
         def of_tile(tile: Tile, gradient: Tensor) -> None:
@@ -205,62 +206,10 @@ def _weight_in_tail(tails: Tensor, options: VocabParallelOptions) -> Tensor:
     return (z - masses.logsumexp(1)).exp()
 
 
-def _repeated_or_none(indices: Tensor) -> Tensor:
-    """Return a mask of the entries that must not be counted, bool ``[n, K]``.
-
-    These are negative ids, and all but one occurrence of an id that its row contains several times.
-    """
-    ids, order = indices.sort(1)
-    repeated = ids < 0
-    repeated[:, 1:] |= ids[:, 1:] == ids[:, :-1]
-    return torch.empty_like(repeated).scatter_(1, order, repeated)
-
-
 # --- one block of rows after the other
 
 
-class _Ids(NamedTuple):
-    """Token ids ``[n, K]``, negative for none; ``start`` is the id of the first column here."""
-
-    indices: Tensor
-    start: int
-
-    def in_tile(self, tile: Tile) -> _Ids:
-        return _Ids(self.indices[tile.rows], self.start + tile.columns.start)
-
-    def columns(self, block: slice, width: int) -> _Columns:
-        column = self.indices[block] - self.start
-        is_local = (column >= 0) & (column < width)
-        largest, place = torch.where(is_local, column, -1).max(1, keepdim=True)
-        return _Columns(is_local, torch.where(is_local, column, largest).clamp(min=0), largest >= 0, place)
-
-
-class _Columns(NamedTuple):
-    """Local columns for the token ids of one block of rows.
-
-    An id of another rank is given the column of a local id of the same row, so that reading and writing all
-    ``K`` columns touches local ids only. A row without a local id is given column 0, which :meth:`put` leaves
-    as it is.
-    """
-
-    is_local: Tensor  # [rows, K]
-    column: Tensor  # [rows, K]
-    any_local: Tensor  # [rows, 1]
-    place: Tensor  # [rows, 1], of the local id whose column those of other ranks have
-
-    def take(self, block: Tensor) -> Tensor:
-        """Return the logits at the ids, 0 for those of other ranks."""
-        return torch.where(self.is_local, block.gather(1, self.column), 0.0)
-
-    def put(self, block: Tensor, value: Tensor | float) -> None:
-        """Write one value, or one per local id; where an id is repeated, these must be the same."""
-        if isinstance(value, Tensor):
-            value = torch.where(self.is_local, value, value.gather(1, self.place))
-        unchanged = block.gather(1, self.column)
-        block.scatter_(1, self.column, torch.where(self.any_local, value, unchanged))
-
-
-def _statistics(ids: _Ids, tile: Tile) -> Tensor:
+def _statistics(ids: Ids, tile: Tile) -> Tensor:
     """Return the logits at the ids, 0 for those of other tiles, and the tail as in :mod:`.topk`.
 
     They are one tensor, ``[K + 2, rows]``.
@@ -340,7 +289,7 @@ def _gradients(
     h = torch.where(log_tail == _MINUS_INF, zero, h).double()  # an empty tail is constant
     g_total, g_at_ids = g.sum(1, dtype=torch.float64), torch.empty_like(g)
     for block in blocks_of_rows(g, indices.shape[1], options):
-        g_at_ids[block] = _summed_by_id(indices[block], g[block])
+        g_at_ids[block] = summed_by_id(indices[block], g[block])
     # An empty tail gets no gradient; in a row with NaN it gets NaN like all the rest.
     is_empty = (tail_max == _MINUS_INF) & ~log_tail.isnan()
     has_grad = (g != 0).any(1) | (h != 0)
@@ -356,16 +305,7 @@ def _gradients(
     )
 
 
-def _summed_by_id(indices: Tensor, values: Tensor) -> Tensor:
-    """Return for each place ``[rows, K]`` the sum of the values of all places that have its id."""
-    ids, order = indices.sort(1)
-    number = torch.zeros_like(ids)  # of the id, among those that its row has
-    number[:, 1:] = (ids[:, 1:] != ids[:, :-1]).cumsum(1)
-    number = torch.empty_like(number).scatter_(1, order, number)
-    return torch.zeros_like(values).scatter_add_(1, number, values).gather(1, number)
-
-
-def _write_gradient(rows: SelectedRows, gradient: Tensor, ids: _Ids, gradients: _Gradients) -> None:
+def _write_gradient(rows: SelectedRows, gradient: Tensor, ids: Ids, gradients: _Gradients) -> None:
     """Write the gradient of these rows into that of all logits, ``[T, V / tp]``."""
     of_tail: SoftmaxGradient = gradients.tail_max, gradients.of_tail, None
     scale, divisor = rows.options.scale, rows.temperature()

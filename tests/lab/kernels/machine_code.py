@@ -6,6 +6,7 @@ and prints as JSON a list of :class:`Kernel`.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -20,8 +21,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.lab.kernels.pretended_gpu import MULTIPROCESSORS, pretended_gpu
 
+TORCH = ".".join(torch.__version__.split(".")[:2])
+#: The digests of the head's kernels by release of torch, as ``python -m tests.lab.kernels.page`` writes them.
+DIGESTS = Path(__file__).with_name("digests.json")
 # name = async_compile.triton('name', '''source''', device_str='cuda')
 _KERNELS = re.compile(r"^(triton_\w+) = async_compile\.triton\('\w+', '{3}(.*?)'{3}, device_str", re.M | re.S)
 # "        /*0040*/                   @!P0 IMAD.WIDE R2, R3, R4, R5 ;"
@@ -61,6 +67,18 @@ class Kernel:
 def kernels_of(code: str) -> list[tuple[str, str]]:
     """Return names and sources of the kernels in what the compiler generated."""
     return _KERNELS.findall(code)
+
+
+def digests(code: str) -> list[str]:
+    """Return what identifies the function of each kernel, without what is said of the GPU around it."""
+    functions = (source[source.index("@triton.jit") :] for _, source in kernels_of(code))
+    return [hashlib.sha256(function.encode()).hexdigest() for function in functions]
+
+
+def recorded_digests() -> set[str] | None:
+    """Return those of the head's kernels with this torch; ``None`` if they are not recorded."""
+    digests = json.loads(DIGESTS.read_text()).get(TORCH)
+    return None if digests is None else set(digests)
 
 
 def load(name: str, source: str, folder: Path, capability: int) -> Any:

@@ -1,24 +1,28 @@
 """Writes what is compiled for GPUs, and the time that follows from it, into the page of the head.
 
 ``python -m tests.lab.kernels.page`` runs in an environment of ``make test-kernels``. The record is beside the
-page. The prediction takes the counts of :mod:`tests.lab.rehearsal` and these assumptions about an H100: the
-rates below; a pass over logits takes the longer of its bytes and its instructions; a product is slower where
-the multiprocessors do not share its tiles of 128 x 256 evenly; half of reading and writing a sum is hidden.
+page. With ``--digests`` it records which kernels this torch generates for the head, and nothing else.
+
+The prediction takes the counts of :mod:`tests.lab.rehearsal` and these assumptions about an H100: the rates
+below; a pass over logits takes the longer of its bytes and its instructions; a product is slower where the
+multiprocessors do not share its tiles of 128 x 256 evenly; half of reading and writing a sum is hidden.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterable
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.lab.kernels.machine_code import Kernel
+from tests.lab.kernels.machine_code import DIGESTS, TORCH, Kernel
 from tests.lab.kernels.pretended_gpu import MULTIPROCESSORS
-from tests.lab.kernels.test_kernels import MOST, compile_case, is_fast
+from tests.lab.kernels.test_kernels import MOST, compile_case, digests_in, is_fast
 from tests.lab.rehearsal.stand_ins import COUNTED, PAGE
 from tests.references.heads import DEFERRED
 from tests.references.pages import fill, table
@@ -99,7 +103,18 @@ def text(record: dict[str, Any], counted: dict[str, Any], page: str) -> str:
     return fill(page, tables, kind="compiled")
 
 
+def record_digests() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        compile_case("head", folder)
+        of_head = sorted(digests_in(Path(folder)))
+    recorded = {**json.loads(DIGESTS.read_text()), TORCH: of_head}
+    DIGESTS.write_text(json.dumps(recorded, indent=1) + "\n")
+
+
 if __name__ == "__main__":
+    record_digests()
+    if "--digests" in sys.argv:
+        sys.exit()
     record = measured()
     RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     counted = json.loads(COUNTED.read_text("utf-8"))

@@ -113,6 +113,18 @@ def sources_of(case: Callable[[], None]) -> dict[str, str]:
     return codes
 
 
+def generated_codes(case: Callable[[], None]) -> list[str]:
+    """Run a case on a GPU, and return all code that the compiler generates for it."""
+    codes: list[str] = []
+    torch._dynamo.reset()
+    with (
+        inductor.patch(force_disable_caches=True),
+        patch.object(GraphLowering, "save_output_code", codes.append),
+    ):
+        case()
+    return codes
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     inductor.force_disable_caches = True

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lab.kernels.machine_code import Kernel
+from tests.lab.kernels.machine_code import Kernel, digests, recorded_digests
 from tests.lab.kernels.pretended_gpu import MULTIPROCESSORS
 from tests.lab.rehearsal import stand_ins
 
@@ -78,6 +78,12 @@ def test_a_configuration_is_fast_enough(case: str, tmp_path: Path) -> None:
     assert kernels.keys() == set(product(most, MULTIPROCESSORS))
     for (function, _), configurations in kernels.items():
         assert any(is_fast(kernel, most[function]) for kernel in configurations), configurations
+    if case == "head":
+        assert digests_in(tmp_path) == recorded_digests(), "run: python -m tests.lab.kernels.page --digests"
+
+
+def digests_in(folder: Path) -> set[str]:
+    return {digest for file in folder.glob("*.*.py") for digest in digests(file.read_text())}
 
 
 def is_fast(kernel: Kernel, most: int) -> bool:

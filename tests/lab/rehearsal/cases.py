@@ -116,14 +116,15 @@ def at_64_ids() -> dict[str, int]:
 
 def layer(
     dtype: torch.dtype,
-    width: int = HIDDEN,
+    width: int | None = None,
     trains: bool = True,
-    rows: int = ROWS,
-    vocabulary: int = VOCABULARY,
+    rows: int | None = None,
+    vocabulary: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return hidden states, which train, and the weight of an output layer."""
-    hidden = torch.empty(rows, width, device=GPU, dtype=dtype, requires_grad=True)
-    return hidden, torch.empty(vocabulary, width, device=GPU, dtype=dtype, requires_grad=trains)
+    width, options = width or HIDDEN, {"device": GPU, "dtype": dtype}
+    hidden = torch.empty(rows or ROWS, width, requires_grad=True, **options)
+    return hidden, torch.empty(vocabulary or VOCABULARY, width, requires_grad=trains, **options)
 
 
 def logits_of(hidden: Tensor, weight: Tensor, is_deferred: bool = True) -> Tensor:
@@ -136,7 +137,7 @@ def ids(*shape: int) -> Tensor:
 
 def backward(hidden: Tensor, *values: Tensor) -> None:
     for value in values:
-        assert value.is_cuda and value.dtype == torch.float32, value
+        assert value.device == hidden.device and value.dtype == torch.float32, value
     torch.stack([value.sum() for value in values]).sum().backward()
     assert hidden.grad is not None
     assert (hidden.grad.dtype, hidden.grad.device) == (hidden.dtype, hidden.device)
@@ -188,7 +189,7 @@ def main_grad(dtype: torch.dtype) -> None:
 def top_k(dtype: torch.dtype, is_deferred: bool = False) -> None:
     hidden, weight = (x.detach() for x in layer(dtype))
     chosen = losses.vocab_parallel_topk(logits_of(hidden, weight, is_deferred), 8)
-    assert chosen.indices.is_cuda and chosen.indices.shape == (ROWS, 8)
+    assert chosen.indices.device == hidden.device and chosen.indices.shape == (ROWS, 8)
 
 
 def at_ids(dtype: torch.dtype, is_deferred: bool = False) -> None:
