@@ -58,10 +58,10 @@ class Step:
 
 #: The steps of the first command and of the second one.
 FIRST = (
-    Step("card", "The card", 40),
+    Step("card", "The card", 60),
     Step("head", "Output layer with its loss", 200),
-    Step("losses", "Losses over logits", 100),
-    Step("tests", "Tests", 200),
+    Step("losses", "Losses over logits", 90),
+    Step("tests", "Tests", 190),
 )
 SECOND = (
     Step("counters", "Counters of the row passes", 90),
@@ -118,8 +118,9 @@ def run(steps: Sequence[Step], dry: bool, folder: Path, keep: bool = False) -> l
         _run_step(step, dry, outcome)
         page.write_text(join(EXPLANATION, *map(section, outcome.of_all_steps().values())) + "\n")
         print(section(outcome.of_all_steps()[step.name]), flush=True)
+    figures.with_suffix(".lock").unlink(missing_ok=True)
     print(f"written: {page}, {figures}")
-    outcomes = json.loads(figures.read_text())["steps"]
+    outcomes = Outcome(figures, "").of_all_steps()
     return [name for name, outcome in outcomes.items() if outcome["status"] != "ok"]
 
 
@@ -127,16 +128,15 @@ def _run_step(step: Step, dry: bool, outcome: Outcome) -> None:
     """Run a step in a process of its own, which saves its results; write how it ended."""
     note = "a dry run at a small size, no measurement" if dry else f"CUDA {torch.version.cuda}"
     shown = {"title": step.title, "status": "not ended", "seconds": 0.0, "machine": f"{machine()}, {note}"}
-    outcome.replace(shown)
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log")
-        step_arguments = [step.module, step.name, str(outcome.figures)]
-        command = [sys.executable, "-m", "benchmarks.gpu", "--step", *step_arguments]
-        status = _run(command, _DRY_SECONDS if dry else step.seconds, log)
-        outcome.update(status=status, seconds=round(time.monotonic() - started, 1))
-        if status != "ok":
-            outcome.update(log=log.read_text(errors="replace")[-_LOG_CHARACTERS:])
+    outcome.begin(**shown)
+    started, log = time.monotonic(), outcome.figures.with_name(f"{step.name}.log")
+    step_arguments = [step.module, step.name, str(outcome.figures)]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--step", *step_arguments]
+    status = _run(command, _DRY_SECONDS if dry else step.seconds, log)
+    outcome.update(status=status, seconds=round(time.monotonic() - started, 1))
+    if status != "ok":
+        outcome.update(log=log.read_text(errors="replace")[-_LOG_CHARACTERS:])
+    log.unlink()
 
 
 def _run(command: Sequence[str], seconds: float, log: Path) -> str:
@@ -203,8 +203,8 @@ def section(outcome: Mapping[str, Any]) -> str:
 def _rows(case: str, costs: Mapping[str, Any], unit: str) -> Iterator[dict[str, str]]:
     of_unit = costs.get(unit, {"milliseconds": math.nan})["milliseconds"]
     for way, cost in costs.items():
-        by_kernel = sorted(cost["by_kernel"].items(), key=lambda pair: -pair[1])
-        longest = ", ".join(f"`{name[:70]}` {ms:.2f}" for name, ms in by_kernel[:_LONGEST])
+        by_kernel = sorted(cost["by_kernel"].items(), key=lambda pair: -pair[1][1])
+        longest = ", ".join(f"`{name[:70]}` {ms:.2f}" for name, (_, ms) in by_kernel[:_LONGEST])
         yield {
             case: way,
             "ms": f"{cost['milliseconds']:.3g}",

@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -111,31 +112,42 @@ Save = Callable[[StepResult], None]
 
 
 def card(save: Save) -> None:
-    """Measure the products of tiles alone, without which a slow card cannot be told from slow code."""
+    """Measure the products of tiles alone, without which a slow card cannot be told from slow code.
+
+    A tile is multiplied again in backward, if it was not kept. Megatron's DDP has the weight's gradient in
+    float32, and other training in bfloat16.
+    """
     result, (rows, hidden_size, widths) = StepResult(), TILES
     if nvidia_smi := shutil.which("nvidia-smi"):
-        told = subprocess.run([nvidia_smi, "-q", "-d", "CLOCK,POWER"], stdout=subprocess.PIPE, text=True)
-        result.texts["nvidia-smi"] = told.stdout
-    for width, library in product(widths, ("cublas", "cublaslt") if ON_GPU else ("",)):
-        if library:
-            torch.backends.cuda.preferred_blas_library(library)
-        hidden, weight = (
-            torch.randn(n, hidden_size, device=DEVICE).to(torch.bfloat16) for n in (rows, width)
-        )
-        logits, of_weight = hidden @ weight.T, torch.empty_like(weight)
-        of_hidden = torch.zeros(rows, hidden_size, device=DEVICE)
-        products = {
-            "logits": partial(torch.mm, hidden, weight.T, out=logits.clone()),
-            "gradient of hidden states": partial(add_product, of_hidden, logits, weight, may_round=True),
-            "gradient of weight": partial(torch.mm, logits.T, hidden, out=of_weight),
-        }
-        case = f"[{rows}, {hidden_size}] × {width:,} {library}".rstrip()
-        ways = {name: Call(partial(lambda run, _: run(), run)) for name, run in products.items()}
-        result.compare(case, ways, 0.1 if DRY else 0.7, COPY)
-        for name in products:
-            rate = 2 * logits.numel() * hidden_size / result.costs[case][name].milliseconds / 1e9
-            result.figures[f"{case}, {name}"] = f"{rate:.0f} TFLOP/s"
+        own = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}" if ON_GPU else "--id=0"
+        command = [nvidia_smi, "-q", "-d", "CLOCK,POWER", own]
+        result.texts["nvidia-smi"] = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout
         save(result)
+    with _clocks() as clocks:
+        for library, width in product(("cublas", "cublaslt") if ON_GPU else ("",), widths):
+            if library:
+                torch.backends.cuda.preferred_blas_library(library)
+            hidden, weight = (
+                torch.randn(n, hidden_size, device=DEVICE).to(torch.bfloat16) for n in (rows, width)
+            )
+            logits, of_weight = hidden @ weight.T, torch.zeros_like(weight)
+            of_hidden, main_grad = (torch.zeros(x.shape, device=DEVICE) for x in (hidden, weight))
+            products = {
+                "logits": partial(torch.mm, hidden, weight.T, out=logits.clone()),
+                "gradient of hidden states": partial(add_product, of_hidden, logits, weight, may_round=True),
+                "gradient of weight": partial(torch.mm, logits.T, hidden, out=of_weight),
+                "main_grad": partial(add_product, main_grad, logits.T, hidden, may_round=True),
+            }
+            case = f"[{rows}, {hidden_size}] × {width:,} {library}".rstrip()
+            ways = {name: Call(partial(lambda run, _: run(), run)) for name, run in products.items()}
+            result.compare(case, ways, 0.1 if DRY else 0.7, COPY)
+            for name in products:
+                if cost := result.cost(case, name):
+                    rate = 2 * logits.numel() * hidden_size / cost.milliseconds / 1e9
+                    result.figures[f"{case}, {name}"] = f"{rate:.0f} TFLOP/s"
+            save(result)
+            result.figures[f"clocks, {case}"] = clocks()
+    save(result)
 
 
 def tests(save: Save) -> None:
@@ -156,8 +168,12 @@ def tests(save: Save) -> None:
 def demo(save: Save) -> None:
     """Run the demo on one rank, which has the GPU."""
     command = ["megatron_rl_patches", "demo", "--ranks", "1", "--rollouts", "1" if DRY else "12"]
-    output = _run("-m", *command, stdout=subprocess.PIPE, text=True).stdout
-    print(output)
+    with tempfile.NamedTemporaryFile("w+") as file:
+        try:
+            _run("-m", *command, stdout=file)
+        finally:
+            output = Path(file.name).read_text()
+            print(output)  # into the log
     *_, last_rollout, _, _, seconds = output.splitlines()
     backend = "nccl" if ON_GPU else "gloo"
     if f"; {backend}, seed" not in output:
@@ -193,35 +209,37 @@ def head(save: Save) -> None:
             compared = calls(candidates, partial(output_layer.call, x), result.left_out)
             products = replace(compared[DEFERRED], run=partial(_products, x), results_bytes=0)
             result.compare(case, {PRODUCTS: products, **compared}, 0.1 if DRY else 5.0, PRODUCTS)
-            result.figures[f"clocks, {mode}"] = clocks()
             if mode in (ALL_ROWS, HALF, ENTROPY):
                 _claim_head(result, HEAD, mode)
             save(result)
+            result.figures[f"clocks, {mode}"] = clocks()
+    save(result)
 
 
 @contextmanager
 def _clocks() -> Iterator[Callable[[], str]]:
-    """Yield a function that returns medians, since it was last called, of what the card says all the time."""
-    nvidia_smi = shutil.which("nvidia-smi")
-    if nvidia_smi is None:
-        yield lambda: "there is no nvidia-smi"
-        return
-    names = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
-    options = [f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "-lms", "200"]
-    with tempfile.NamedTemporaryFile() as file, open(file.name) as told:
-        process = subprocess.Popen([nvidia_smi, *options], stdout=file)
+    """Yield a function that returns clock, power and temperature, as medians since it was last called."""
+    samples: list[tuple[float, ...]] = []
+    stopped = threading.Event()
 
-        def medians() -> str:
-            lines = [line.split(",") for line in told.readlines() if line.endswith("\n")]
-            columns = zip(names, zip(*lines, strict=True), strict=True) if lines else ()
-            values = {name: statistics.median(map(float, column)) for name, column in columns}
-            return ", ".join(f"{name} {value:g}" for name, value in values.items())
+    def sample() -> None:
+        while not stopped.wait(0.2):
+            samples.append((torch.cuda.clock_rate(), torch.cuda.power_draw() / 1e3, torch.cuda.temperature()))
 
-        try:
-            yield medians
-        finally:
-            process.kill()
-            process.wait()
+    def medians() -> str:
+        columns = [statistics.median(column) for column in zip(*samples, strict=True)]
+        samples.clear()
+        return "{:.0f} MHz, {:.0f} W, {:.0f} °C".format(*columns) if columns else "not known"
+
+    sampling = threading.Thread(target=sample)
+    if ON_GPU:
+        sampling.start()
+    try:
+        yield medians
+    finally:
+        stopped.set()
+        if ON_GPU:
+            sampling.join()
 
 
 def _claim_head(result: StepResult, setup: Setup, mode: str) -> None:
@@ -252,21 +270,26 @@ def _products(x: output_layer.Inputs, _: object) -> None:
 
 
 def counters(save: Save) -> None:
-    """Let NVIDIA's profiler count what limits the row passes: issued instructions, or bytes per second."""
+    """Let NVIDIA's profiler count instructions and bytes of the row passes, of which one limits them."""
     result = StepResult()
-    program = [sys.executable, "-c", f"import {__name__} as steps; steps.profiled_head()"]
-    ncu = shutil.which("ncu")
-    if ncu is None:
-        result.left_out["counters"] = "there is no ncu"
-        subprocess.run(program, check=True)
+    command = [sys.executable, "-c", f"import {__name__} as steps; steps.profiled_head()"]
+    if ncu := shutil.which("ncu"):
+        options = ["--profile-from-start=off", "--clock-control=none", "--kernel-name=regex:triton"]
+        options += ["--set=basic", "--metrics=smsp__inst_executed.sum,dram__bytes.sum"]
+        command = [ncu, *options, *command]
     else:
-        options = ["--profile-from-start=off", "--clock-control=none", "--set=basic"]
-        options += ["--kernel-name=regex:triton", "--launch-count=8"]
-        done = subprocess.run([ncu, *options, *program], stdout=subprocess.PIPE, text=True)
-        result.texts["ncu"] = done.stdout
-        if done.returncode:  # counters may be reserved for administrators
-            result.left_out["counters"] = f"ncu ended with exit code {done.returncode}"
-    save(result)
+        result.left_out["counters"] = "there is no ncu"
+    with tempfile.NamedTemporaryFile("w+") as file:
+        try:
+            done = subprocess.run(command, stdout=file)
+        finally:  # also if it takes too long
+            result.texts["counters"] = Path(file.name).read_text()
+            save(result)
+    if ncu and done.returncode:  # counters may be reserved for administrators
+        result.left_out["counters"] = f"ncu ended with exit code {done.returncode}"
+        save(result)
+    elif done.returncode:
+        raise RuntimeError("the output layer did not run")
 
 
 def profiled_head() -> None:

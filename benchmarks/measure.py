@@ -61,7 +61,7 @@ class Cost:
         milliseconds: median of the turns; not a number if there were none.
         peak_bytes: allocated at once, beyond what was allocated before and beyond the results.
         kernels: how many kernels (on the CPU, operators) it starts, where it was profiled.
-        by_kernel: the milliseconds of each kernel, by its name.
+        by_kernel: how often each kernel ran, and its milliseconds in all, by its name.
         share_of_copy: the least bytes per second, over the bytes per second that a copy reads and writes.
     """
 
@@ -69,7 +69,7 @@ class Cost:
     peak_bytes: int
     details: tuple[float, ...] = ()
     kernels: int = 0
-    by_kernel: dict[str, float] = field(default_factory=dict)
+    by_kernel: dict[str, tuple[int, float]] = field(default_factory=dict)
     share_of_copy: float = 0.0
 
 
@@ -229,23 +229,22 @@ def added(
     return befores, differences
 
 
-def kernels(call: Call) -> tuple[int, dict[str, float]]:
-    """Return how many kernels (on the CPU, operators) a call starts, and the milliseconds of each name."""
+def kernels(call: Call) -> tuple[int, dict[str, tuple[int, float]]]:
+    """Return how many kernels (on the CPU, operators) a call starts; of each name, how many and how long."""
     prepared = call.prepare()
     _synchronize()
     with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * ON_GPU]) as profiled:
         result = call.run(prepared)
         _synchronize()
     del result
-    totals: dict[str, float] = {}
-    number = 0
+    totals: dict[str, tuple[int, float]] = {}
     for event in profiled.events() or ():
         # Regions that have a name lie over the kernels, and would count them twice.
         is_kernel = event.device_type == DeviceType.CUDA and not event.is_user_annotation
         if is_kernel if ON_GPU else not event.cpu_children:
-            totals[event.name] = totals.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e3
-            number += 1
-    return number, totals
+            number, milliseconds = totals.get(event.name, (0, 0.0))
+            totals[event.name] = number + 1, milliseconds + event.time_range.elapsed_us() / 1e3
+    return sum(number for number, _ in totals.values()), totals
 
 
 def _peak(call: Call) -> int:

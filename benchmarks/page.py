@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import io
 import json
 import math
@@ -65,7 +66,10 @@ class Table(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What becomes of a step of ``make gpu``: its entry in a JSON file, which is whole whatever dies next."""
+    """What becomes of a step of ``make gpu``: its entry in a JSON file, which is whole whatever dies next.
+
+    Several processes may write, and a step's entry is changed by one of them at a time.
+    """
 
     figures: Path
     step: str
@@ -73,18 +77,25 @@ class Outcome(NamedTuple):
     def of_all_steps(self) -> dict[str, dict[str, Any]]:
         return dict(json.loads(self.figures.read_text())["steps"])
 
-    def replace(self, outcome: Mapping[str, Any]) -> None:
-        outcomes = {**self.of_all_steps(), self.step: outcome}
-        written = self.figures.with_suffix(".new")
-        written.write_text(json.dumps({"steps": outcomes}, indent=1) + "\n")
-        written.replace(self.figures)
+    def begin(self, **values: Any) -> None:
+        """Start with these values; what was measured before stays in the file until a result is saved."""
+        self._change(lambda before: {**values, "before": before.get("before") or before})
 
     def update(self, **values: Any) -> None:
-        self.replace({**self.of_all_steps().get(self.step, {}), **values})
+        self._change(lambda before: {**before, **values})
 
     def save(self, result: Any) -> None:
         """Write a result, an instance of a dataclass, in place of the one that was saved before."""
-        self.update(result=asdict(result))
+        self.update(result=asdict(result), before={})
+
+    def _change(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        with self.figures.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            outcomes = self.of_all_steps()
+            outcomes[self.step] = change(outcomes.get(self.step, {}))
+            written = self.figures.with_suffix(".new")
+            written.write_text(json.dumps({"steps": outcomes}, indent=1) + "\n")
+            written.replace(self.figures)
 
 
 Parts = Mapping[str, str | Table]

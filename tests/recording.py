@@ -21,7 +21,7 @@ from typing import Any, TypedDict
 
 import pytest
 
-from tests import layers
+from tests import layers, releases
 
 
 class Run(TypedDict):
@@ -201,7 +201,7 @@ class _ModelRecorder:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(session.config, "workerinput"):
             return
-        release = importlib.metadata.version("megatron-core")
+        release = releases.name_of(session.config)
         whole = json.loads(self.file.read_text()) if self.file.exists() else {}
         record = whole.setdefault(layers.chosen(), {})
         cells = {promise: set(names) for promise, names in record.get(release, {}).items()}

@@ -1,12 +1,14 @@
 """``pytest --megatron-core VERSION``: run the tests on another release than the installed one.
 
-The release is unpacked from its wheel into pytest's cache, and its folder comes first on ``PYTHONPATH``, for
+A folder in place of the version is a checkout of Megatron-LM, whose tests are recorded as ``main``. A release
+is unpacked from its wheel into pytest's cache, and its folder comes first on ``PYTHONPATH``, for
 this process and for those that it starts. Megatron does without its compiled extension where the wheel was
 built for another Python.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -25,7 +27,9 @@ NEEDS |= dict.fromkeys(("0.18.2", "0.19.2"), "triton")
 
 def add_option(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--megatron-core", metavar="VERSION", help="run with this release instead of the installed one"
+        "--megatron-core",
+        metavar="VERSION",
+        help="run with this release, or this checkout, instead of the installed one",
     )
 
 
@@ -41,7 +45,16 @@ def configure(config: pytest.Config) -> None:
     sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
 
 
+def name_of(config: pytest.Config) -> str:
+    """Return the release that the tests run on, as records call it."""
+    release = config.getoption("--megatron-core")
+    return "main" if release and Path(release).is_dir() else importlib.metadata.version("megatron-core")
+
+
 def _paths(release: str, folder: Path) -> Iterator[str]:
+    if Path(release).is_dir():
+        yield str(Path(release).resolve())
+        return
     yield str(Packages(folder).unpacked(f"megatron-core {release}"))
     if requirement := NEEDS.get(release):
         yield str(_installed(requirement, folder))

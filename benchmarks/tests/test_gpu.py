@@ -52,6 +52,19 @@ def test_a_file_that_is_being_written_when_its_process_dies_is_the_one_before(
     assert outcome.of_all_steps()["head"]["result"]["figures"] == {"answer": 42}
 
 
+def test_what_was_measured_before_stays_until_there_is_a_result(tmp_path: Path) -> None:
+    figures = tmp_path / "gpu.json"
+    figures.write_text('{"steps": {}}')
+    outcome = Outcome(figures, "head")
+    outcome.save(StepResult(figures={"answer": 42}))
+    for _ in range(2):  # runs that end before anything is measured
+        outcome.begin(status="not ended")
+        before = outcome.of_all_steps()["head"]
+        assert "result" not in before and before["before"]["result"]["figures"] == {"answer": 42}
+    outcome.save(StepResult(figures={"answer": 43}))
+    assert outcome.of_all_steps()["head"]["before"] == {}
+
+
 def test_a_process_that_takes_too_long_says_where_it_was_and_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +94,7 @@ def test_steps_that_run_again_keep_what_the_others_measured(
 
     def run_step(step: Step, dry: bool, outcome: Outcome) -> None:
         shown = {"title": step.title, "seconds": 1.0, "machine": "a machine"}
-        outcome.replace({**shown, **outcomes[step.name]})
+        outcome.begin(**shown, **outcomes[step.name])
 
     monkeypatch.setattr(gpu, "_run_step", run_step)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -105,7 +118,7 @@ def test_the_second_command_keeps_what_the_first_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run_step(step: Step, dry: bool, outcome: Outcome) -> None:
-        outcome.replace({"title": step.title, "status": "ok", "seconds": 1.0, "machine": "a machine"})
+        outcome.begin(title=step.title, status="ok", seconds=1.0, machine="a machine")
 
     monkeypatch.setattr(gpu, "_run_step", run_step)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -98,9 +98,12 @@ def test_log_probs_entropies_and_their_gradient(name: str) -> None:
 
 def test_topk_and_log_probs_at_ids() -> None:
     logits = 2 * random(ROWS, VOCABULARY)
-    of_ids = dense_topk.errors(logits, random_ids(ROWS, 8))
-    assert max(of_ids.log_prob, of_ids.tail) < 5e-6
-    assert of_ids.gradient < ROUNDING
+    of_responses = [slice(0, ROWS // 8), slice(ROWS // 4, ROWS)]
+    for runs in (None, of_responses):
+        indices = random_ids(len(dense_topk.selected(logits, runs)), 8)
+        of_ids = dense_topk.errors(logits, indices, rows=runs)
+        assert max(of_ids.log_prob, of_ids.tail) < 5e-6
+        assert of_ids.gradient < ROUNDING
     found = losses.vocab_parallel_topk(logits, 16)
     # Many of bfloat16 logits are equal; of these the lowest ids come first.
     order = logits.cpu().double().sort(dim=1, descending=True, stable=True).indices[:, :16]

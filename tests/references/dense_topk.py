@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_patches.losses import vocab_parallel_log_probs_at
+from megatron_rl_patches.losses.logits.slices import Rows
 from tests.references.dense import differences
 
 NO_ENTRY = -100
@@ -21,14 +22,14 @@ def has_no_softmax(logits: Tensor) -> Tensor:
 
 
 def dense_log_probs_at(
-    logits: Tensor, indices: Tensor, rows: Tensor | slice | None = None, temperature: float = 1.0
+    logits: Tensor, indices: Tensor, rows: Rows = None, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities at ids, -100 for none, and of all others together; in float64, differentiable.
 
     Written so that nothing is lost in logits of 1e30 either: the tail's value is a difference of log-sum-exps
     relative to the row's largest logit, and its gradient one of two softmaxes.
     """
-    z = (logits.double() if rows is None else logits.double()[rows]) / temperature
+    z = selected(logits.double(), rows) / temperature
     without_softmax, none = has_no_softmax(z), indices < 0
     z = z + torch.where(without_softmax, math.nan, 0.0)[:, None]
     log_probs = z.log_softmax(1).gather(1, indices.clamp(min=0)).masked_fill(none, -math.inf)
@@ -43,6 +44,12 @@ def dense_log_probs_at(
     value = (others - top).logsumexp(1) - total
     slope = (others - top_of_others).logsumexp(1) - total
     return log_probs, torch.where(empty, -math.inf, value.detach() + (slope - slope.detach()))
+
+
+def selected(logits: Tensor, rows: Rows) -> Tensor:
+    if rows is None or isinstance(rows, (Tensor, slice)):
+        return logits if rows is None else logits[rows]
+    return torch.cat([logits[run] for run in rows])
 
 
 def random_indices(rows: int, columns: int, k: int, seed: int = 3) -> Tensor:

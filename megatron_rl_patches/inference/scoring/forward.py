@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...common.chunks import as_chunks, unwrap
+from ...common.devices import on_device
 from ...errors import InvalidInputError
 from ...losses import (
     DeferredLogits,
@@ -154,8 +155,9 @@ def forward_topk(
         if k is not None:
             topk = vocab_parallel_topk(logits_tv, k, **arguments)
             return topk.indices, topk.log_probs, topk.tail_log_prob
-        ids_of_samples = at_ids[batch.first : batch.first + len(batch.samples)]
-        ids_nk = torch.cat(batch.layout.local_parts([ids.to(logits_tv.device) for ids in ids_of_samples]))
+        of_samples = at_ids[batch.first : batch.first + len(batch.samples)]
+        ids = torch.split(on_device(torch.cat(of_samples), logits_tv.device), list(map(len, of_samples)))
+        ids_nk = torch.cat(batch.layout.local_parts(ids))
         return ids_nk, *vocab_parallel_log_probs_at(logits_tv, ids_nk, with_tail=True, **arguments)
 
     options = ScoreOptions(forward, output_device, progress, vocab_size, temperature)

@@ -269,7 +269,8 @@ def valid_rows(rows: Rows, logits: Tensor) -> RowIndex:
         row_range = range(*rows.indices(size))
         if row_range.step == 1:
             return slice(row_range.start, max(row_range.start, row_range.stop))
-        return torch.tensor(row_range, dtype=torch.int64, device=logits.device)
+        numbers = row_range.start, row_range.stop, row_range.step
+        return torch.arange(*numbers, device=logits.device)
     if isinstance(rows, Sequence):
         return _valid_slices(rows, size)
     if not isinstance(rows, Tensor):

@@ -40,8 +40,8 @@ class BlockFunction:
     for large logits where there is a compiler. If that fails, for instance since a disk is full, a warning
     names the cause, and this block and later ones run as plain operators, on the smaller blocks that are made
     for them; some minutes later compiling is tried again. What fails does so before any logits of a block are
-    overwritten with their gradient: the first kernel that writes there is the last one. So a block can always
-    be computed again.
+    overwritten with their gradient: the first kernel that writes there is the last compiled one, and after it
+    values are only put in their places. So a block can always be computed again.
 
     Nothing is compiled while an environment variable or an option of torch forbids it, or while a dispatch
     mode is on, such as torch's ``FlopCounterMode``.
@@ -127,8 +127,10 @@ def _call_compiled(function: Callable[..., Any], is_elementwise: bool, *args: An
         names = ("cache_size_limit", "accumulated_cache_size_limit")
     for logits in args[0] if isinstance(args[0], list) else args[:1]:
         # Stretches of a width that is compiled in fit into registers of a GPU, which then reads each stretch
-        # once: for its largest logit and for all sums. It reads and writes 16 bytes at a time.
-        torch._dynamo.mark_static(logits, 2)
+        # once: for its largest logit and for all sums. It reads and writes 16 bytes at a time. A single
+        # stretch is a whole row, of any width.
+        if logits.shape[1] > 1 or not is_elementwise:
+            torch._dynamo.mark_static(logits, 2)
     with config.patch(dict.fromkeys(names, _VARIANTS)):
         return _compiled(function, is_elementwise)(*args)
 

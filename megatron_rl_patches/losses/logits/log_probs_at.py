@@ -85,7 +85,7 @@ def vocab_parallel_log_probs_at(
 
     The result is differentiable.
     For backward it keeps the logits themselves, the ids and a few numbers per row. Backward allocates the
-    gradient and a block of rows, or with ``inplace_backward`` the block alone, whatever ``K`` is.
+    gradient and a block of rows, or with ``inplace_backward`` the block alone, and one number per id.
 
     Args:
         logits: ``[T, V / tp]``; ``tp_group``, ``rows``, ``temperature``, ``inplace_backward`` and
@@ -224,7 +224,7 @@ def _statistics(ids: Ids, tile: Tile) -> Tensor:
         nonlocal all_true
         x, columns = block.x.view(-1, rows.width), ids.columns(block.rows, rows.width)
         if block.is_compiled:
-            if all_true is None:  # the first block is the largest
+            if all_true is None or len(all_true) < len(x):
                 all_true = torch.ones_like(x, dtype=torch.bool)
             logits[block.rows], in_tail = columns.take(x).to(rows.dtype), all_true[: len(x)]
             columns.put(in_tail, False)
@@ -313,7 +313,7 @@ def _write_gradient(rows: SelectedRows, gradient: Tensor, ids: Ids, gradients: _
     def of_block(block: Block) -> None:
         x, out = (logits.view(-1, rows.width) for logits in (block.x, block.out))
         columns = ids.columns(block.rows, rows.width)
-        logits = x.gather(1, columns.column)
+        values = gradients.part(block.rows).at_ids(x.gather(1, columns.column), scale).to(out.dtype)
         block.function(
             block.x,
             block.out,
@@ -324,7 +324,7 @@ def _write_gradient(rows: SelectedRows, gradient: Tensor, ids: Ids, gradients: _
             divisor,
             None if block.is_compiled else block.work,
         )
-        columns.put(out, gradients.part(block.rows).at_ids(logits, scale).to(out.dtype))
+        columns.put(out, values)
 
     buffers = int(not rows.can_be_viewed)
     each_block(rows, block_gradient, of_block, buffers=buffers, scale=COMPILED_BLOCKS, gradient=gradient)

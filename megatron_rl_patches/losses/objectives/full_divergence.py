@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..logits.autograd import LogitFunction, Tensors, all_gather
-from ..logits.blocks import Block, each_block, stretches
+from ..logits.blocks import Block, each_block
 from ..logits.overwriting import StorageClaim
 from ..logits.rows import Grid, Inputs, LogitSource, Tile, grid_of
 from ..logits.softmax import log_sum_exp, sum_of_rows
@@ -142,7 +142,7 @@ class _FullDivergence(LogitFunction):
             def of_block(block: Block) -> None:
                 rows = slice(tile.rows.start + block.rows.start, tile.rows.start + block.rows.stop)
                 of_rows = normalizers[:, rows], expected[rows, None], weights[rows]
-                arguments = sides.arguments(block.x, block.rows, block.is_compiled)
+                arguments = sides.arguments(block.x, block.rows, block)
                 block.function(*arguments, of_rows, self.masks_ruled_out, block.out)
 
             each_block(tile.logits, _block_derivative, of_block, gradient=out, **_BLOCKS)
@@ -201,12 +201,12 @@ class _Comparison(NamedTuple):
             def of_block(block: Block) -> None:
                 rows = slice(tile.rows.start + block.rows.start, tile.rows.start + block.rows.stop)
                 of_rows = None if normalizers is None else normalizers[:, rows]
-                arguments = sides.arguments(block.x, block.rows, block.is_compiled)
+                arguments = sides.arguments(block.x, block.rows, block)
                 values.append(block.function(*arguments, of_rows))
 
             each_block(tile.logits, function, of_block, **_BLOCKS)
             if not values:  # no rows
-                arguments = sides.arguments(tile.logits.read_all(), tile.rows, is_compiled=False)
+                arguments = sides.arguments(tile.logits.read_all(), tile.rows)
                 values.append(function(*arguments, normalizers))
             return torch.cat(values, 1)
 
@@ -238,18 +238,18 @@ class _Sides:
     options: DivergenceOptions
 
     def arguments(
-        self, x: Tensor, rows: slice, is_compiled: bool
+        self, x: Tensor, rows: slice, block: Block | None = None
     ) -> tuple[list[Tensor], _Preparation, DivergenceOptions]:
-        """Return the logits of the student, the teachers and the old policy in a block, and options.
+        """Return the logits of the student, the teachers and the old policy, and options.
 
-        A compiled function gets logits in stretches, ``[b, stretches, columns]``, as ``x`` is then.
+        A compiled function of a block gets them all cut as ``x`` is.
         """
         others, preparation = [other[rows] for other in self.others], self.preparation
-        if not is_compiled:
+        if block is None or not block.is_compiled:
             return [x, *others], preparation, self.options
         if preparation.is_id is not None:
-            preparation = preparation._replace(is_id=stretches(preparation.is_id))
-        return [x, *map(stretches, others)], preparation, self._as_tensors
+            preparation = preparation._replace(is_id=block.cut(preparation.is_id))
+        return [x, *map(block.cut, others)], preparation, self._as_tensors
 
     @cached_property
     def _as_tensors(self) -> DivergenceOptions:

@@ -33,7 +33,6 @@ _PRODUCTS = (aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm)
 _FREE = 80 << 30  # bytes of the GPU
 #: Operations that start no kernel, beside views.
 _NO_KERNEL = {
-    "_assert_async",
     "device",
     "empty",
     "empty_like",
@@ -93,15 +92,15 @@ class Recorder(TorchDispatchMode):
             return _collective(func, args, kwargs)
         if any(x.is_cuda for x in tensors):
             _check_exists(func)
-        if waits(func, args, kwargs, tensors, self._is_pinned):
+        if has_waited := waits(func, args, kwargs, tensors, self._is_pinned):
             self.wait(func.overloadpacket.__name__)
-        is_small = starts_kernel(func) and any(x.is_cuda for x in tensors) and not self.is_compiled
-        self.small_operations += is_small
         if func.overloadpacket in _PRODUCTS:
             shapes = [list(x.shape) for x in args if isinstance(x, Tensor)]
             self.products["{} × {}".format(*shapes[-2:])] += 1
         result = self._answer(func, args, kwargs)
-        if is_small:
+        touched = [*tensors, *(x for x in tree_leaves(result) if isinstance(x, Tensor))]
+        if starts_kernel(func) and not (has_waited or self.is_compiled) and any(x.is_cuda for x in touched):
+            self.small_operations += 1
             self.moved += _moved(func, tensors, result)
         if func.overloadpacket is aten._to_copy and device.type == "cpu" and kwargs.get("non_blocking"):
             is_pinned = True  # torch allocates pinned memory for it
@@ -207,11 +206,10 @@ _WRITTEN_BY_INDEX = (aten.scatter_, aten.scatter_add_, aten.index_put_, aten.ind
 
 def _moved(func: Any, tensors: list[Tensor], result: Any) -> int:
     """Return the bytes of what an operation reads and writes, a tensor that it does both with once."""
-    first, *others = tensors
     if func.overloadpacket in _READ_BY_INDEX:
-        return result.numel() * first.element_size() + bytes_of([*others, result])
+        return result.numel() * tensors[0].element_size() + bytes_of([*tensors[1:], result])
     if func.overloadpacket in _WRITTEN_BY_INDEX:
-        return others[-1].numel() * first.element_size() + bytes_of(others)
+        return tensors[-1].numel() * tensors[0].element_size() + bytes_of(tensors[1:])
     return bytes_of([*tensors, *tree_leaves(result)])
 
 

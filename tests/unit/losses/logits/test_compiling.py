@@ -191,12 +191,14 @@ def test_errors_that_are_not_hidden(compiler: Compiler, fused: bool | str, error
         vocab_parallel_log_probs_and_entropy(random_logits(), random_targets(), fused=fused)
 
 
-@pytest.mark.parametrize("rows", [None, slice(2, 9), torch.tensor([8, 1, 5, 2, 11, 3, 0])])
+@pytest.mark.parametrize(
+    "rows", [None, slice(2, 9), torch.tensor([8, 1, 5, 2, 11, 3, 0]), [slice(0, 1), slice(4, 11)]], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probs_at_ids(rows: Any, dtype: torch.dtype, compiler: Compiler) -> None:
     """Ids that a row has several times, and none, in blocks of four rows; the last row has a small tail."""
     logits = random_logits(dtype=dtype)
-    count, columns = logits[slice(None) if rows is None else rows].shape
+    count, columns = dense_topk.selected(logits, rows).shape
     indices = random_indices(count, columns, 5)
     logits[-1, indices[-1]] += 30
     for inplace in (False, True):
