@@ -74,8 +74,8 @@ def forward_log_probs(
         temperature: logits are divided by it.
         vocab_size: ids from this number on are padding of the vocabulary and get probability zero. Default:
             all ids of the model count, as they do in training with Megatron's losses.
-        output_device: where the results go. There the samples of a microbatch share one block of memory,
-            pinned if they come from a GPU; clone what is pickled alone, or the whole block is pickled.
+        output_device: where the results go. Samples of a microbatch share one block of memory there, pinned
+            if it comes from a GPU. Clone what is pickled alone, or all of the block is.
         progress: show a progress bar on global rank 0.
 
     Returns:

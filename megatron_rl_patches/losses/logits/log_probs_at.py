@@ -228,7 +228,7 @@ def _statistics(ids: Ids, tile: Tile) -> Tensor:
                 all_true = torch.ones_like(x, dtype=torch.bool)
             logits[block.rows], in_tail = columns.take(x).to(rows.dtype), all_true[: len(x)]
             columns.put(in_tail, False)
-            [values] = block.function(block.x, [(stretches(in_tail), False)], divisor)
+            [values] = block.function(block.x, [(block.cut(in_tail), False)], divisor)
             in_tail.scatter_(1, columns.column, True)
         else:
             work, spare = block.work

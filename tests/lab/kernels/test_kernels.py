@@ -78,8 +78,8 @@ def test_a_configuration_is_fast_enough(case: str, tmp_path: Path) -> None:
     assert kernels.keys() == set(product(most, MULTIPROCESSORS))
     for (function, _), configurations in kernels.items():
         assert any(is_fast(kernel, most[function]) for kernel in configurations), configurations
-    if case == "head":
-        assert digests_in(tmp_path) == recorded_digests(), "run: python -m tests.lab.kernels.page --digests"
+    if case == "head" and (recorded := recorded_digests()):  # not of a torch that is newer than the record
+        assert digests_in(tmp_path) == recorded, "run: python -m tests.lab.kernels.page --digests"
 
 
 def digests_in(folder: Path) -> set[str]:

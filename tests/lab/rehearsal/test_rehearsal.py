@@ -97,11 +97,11 @@ def test_where_compiling_fails_memory_and_blocks_are_those_of_plain_operators() 
 
 
 def test_log_probs_at_ids_are_few_operations() -> None:
-    """With 64 ids per row; plain operators on blocks of 64 MiB took 9,400, and moved 73 GB."""
+    """With 64 ids per row; plain operators on blocks of 64 MiB were 9,472, and moved 80 GB."""
     counts = rehearsed("at 64 ids")
     assert counts.pop("bytes") <= 25e9
-    assert counts.pop("small operations") <= 450  # and a compiled call is five kernels at most
-    assert counts == {"block_statistics": 8, "block_gradient": 2}
+    assert counts.pop("small operations") <= 440  # and a compiled call is four kernels at most
+    assert counts == {"block_statistics": 9, "block_gradient": 3}
 
 
 def test_every_wait_has_a_reason() -> None:
