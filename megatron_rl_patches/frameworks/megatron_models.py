@@ -12,7 +12,8 @@ from . import own_options
 def forward(call: Call) -> Any:
     """Run a model's forward, whose output layer defers its logits where the call returns them."""
     if call.get("output_processor") is not None:
-        own_options[call.function.__qualname__] = "not needed in calls with an output_processor"
+        reason = "not needed in calls with an output_processor (of verl with use_fused_kernels)"
+        own_options[call.function.__qualname__] = reason
     return output_layer.language_model_forward(
         call,
         call.instance,

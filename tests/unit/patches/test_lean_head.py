@@ -66,7 +66,7 @@ def test_a_call_with_an_output_processor_is_left_alone_and_status_says_so() -> N
             (
                 {"output_processor": lambda hidden, logits: f"{hidden}, {logits()}"},
                 "hidden, logits",
-                "not needed in calls with an output_processor",
+                "not needed in calls with an output_processor (of verl with use_fused_kernels)",
             ),
         ):
             call = Call(model.forward, ("hidden",), arguments, instance=model, options=options)
