@@ -3,12 +3,12 @@
     python -m benchmarks.gpu [--dry] [--folder FOLDER] [--second | --only STEP ...]
 
 The first command measures what matters most, and ``--second`` the rest; each takes ten minutes at most. Each
-step is a process of its own with a time limit. What a step has measured is in ``gpu.json`` at once, whatever
-dies next. If one fails, the others still run, the exit code is 1, ``gpu.json`` has its traceback, and the
-last line is the command that runs again what failed. Without ``--dry`` there must be a GPU, and ``gpu.md``
-and ``gpu.json`` are written into docs/benchmarks. ``--dry`` runs every step at a small size on the CPU and
-writes into a temporary folder. ``--only`` runs some steps. It and ``--second`` leave in the folder what other
-steps wrote there before.
+step is a process of its own with a time limit. Its results are in ``gpu.json`` as soon as they are measured,
+so that they stay when a process dies. If a step fails, the others still run, the exit code is 1, ``gpu.json``
+has its traceback, and the last line is the command that runs again what failed. Without ``--dry`` there must
+be a GPU, and ``gpu.md`` and ``gpu.json`` are written into docs/benchmarks. ``--dry`` runs every step at a
+small size on the CPU and writes into a temporary folder. ``--only`` runs some steps. It and ``--second``
+leave in the folder what other steps wrote there before.
 """
 
 from __future__ import annotations
@@ -116,19 +116,18 @@ def run(steps: Sequence[Step], dry: bool, folder: Path, keep: bool = False) -> l
     for step in steps:
         outcome = Outcome(figures, step.name)
         _run_step(step, dry, outcome)
-        page.write_text(join(EXPLANATION, *map(section, outcome.of_all_steps().values())) + "\n")
-        print(section(outcome.of_all_steps()[step.name]), flush=True)
+        outcomes = outcome.of_all_steps()
+        page.write_text(join(EXPLANATION, *map(section, outcomes.values())) + "\n")
+        print(section(outcomes[step.name]), flush=True)
     figures.with_suffix(".lock").unlink(missing_ok=True)
     print(f"written: {page}, {figures}")
-    outcomes = Outcome(figures, "").of_all_steps()
     return [name for name, outcome in outcomes.items() if outcome["status"] != "ok"]
 
 
 def _run_step(step: Step, dry: bool, outcome: Outcome) -> None:
     """Run a step in a process of its own, which saves its results; write how it ended."""
     note = "a dry run at a small size, no measurement" if dry else f"CUDA {torch.version.cuda}"
-    shown = {"title": step.title, "status": "not ended", "seconds": 0.0, "machine": f"{machine()}, {note}"}
-    outcome.begin(**shown)
+    outcome.begin(title=step.title, status="not ended", seconds=0.0, machine=f"{machine()}, {note}")
     started, log = time.monotonic(), outcome.figures.with_name(f"{step.name}.log")
     step_arguments = [step.module, step.name, str(outcome.figures)]
     command = [sys.executable, "-m", "benchmarks.gpu", "--step", *step_arguments]

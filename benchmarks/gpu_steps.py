@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -157,7 +157,7 @@ def tests(save: Save) -> None:
         # Of the machine's own plugins some refuse this suite's settings.
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         options = ("-m", "gpu", "-v", "-p", "no:cacheprovider", "-p", "pytest_timeout")
-        _run("-m", "pytest", *options, f"--junitxml={report}", "tests/gpu", check=False)
+        subprocess.run([sys.executable, "-m", "pytest", *options, f"--junitxml={report}", "tests/gpu"])
         [suite] = ElementTree.parse(report).getroot()
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
     save(StepResult(figures=counts))
@@ -168,21 +168,26 @@ def tests(save: Save) -> None:
 def demo(save: Save) -> None:
     """Run the demo on one rank, which has the GPU."""
     command = ["megatron_rl_patches", "demo", "--ranks", "1", "--rollouts", "1" if DRY else "12"]
-    with tempfile.NamedTemporaryFile("w+") as file:
-        try:
-            _run("-m", *command, stdout=file)
-        finally:
-            output = Path(file.name).read_text()
-            print(output)  # into the log
+    result = StepResult()
+    if _run_and_save([sys.executable, "-m", *command], "demo", result, save):
+        raise RuntimeError("the demo failed")
+    output = result.texts.pop("demo")
     *_, last_rollout, _, _, seconds = output.splitlines()
     backend = "nccl" if ON_GPU else "gloo"
     if f"; {backend}, seed" not in output:
         raise RuntimeError(f"the demo did not run on {backend}:\n{output}")
-    save(StepResult(figures={"backend": backend, "at the end": f"{last_rollout}; {seconds}"}))
+    result.figures = {"backend": backend, "at the end": f"{last_rollout}; {seconds}"}
+    save(result)
 
 
-def _run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[Any]:
-    return subprocess.run([sys.executable, *arguments], **{"check": True, **options})
+def _run_and_save(command: Sequence[str], name: str, result: StepResult, save: Save) -> int:
+    """Run a command, save what it has printed, also when this step is stopped, and return its exit code."""
+    with tempfile.NamedTemporaryFile() as file:
+        try:
+            return subprocess.run(command, stdout=file).returncode
+        finally:
+            result.texts[name] = Path(file.name).read_text()
+            save(result)
 
 
 def losses(save: Save) -> None:
@@ -279,17 +284,12 @@ def counters(save: Save) -> None:
         command = [ncu, *options, *command]
     else:
         result.left_out["counters"] = "there is no ncu"
-    with tempfile.NamedTemporaryFile("w+") as file:
-        try:
-            done = subprocess.run(command, stdout=file)
-        finally:  # also if it takes too long
-            result.texts["counters"] = Path(file.name).read_text()
-            save(result)
-    if ncu and done.returncode:  # counters may be reserved for administrators
-        result.left_out["counters"] = f"ncu ended with exit code {done.returncode}"
-        save(result)
-    elif done.returncode:
+    code = _run_and_save(command, "counters", result, save)
+    if code and not ncu:
         raise RuntimeError("the output layer did not run")
+    if code:  # counters may be reserved for administrators
+        result.left_out["counters"] = f"ncu ended with exit code {code}"
+        save(result)
 
 
 def profiled_head() -> None:

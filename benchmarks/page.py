@@ -66,9 +66,9 @@ class Table(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What becomes of a step of ``make gpu``: its entry in a JSON file, which is whole whatever dies next.
+    """The entry of a step of ``make gpu`` in a JSON file.
 
-    Several processes may write, and a step's entry is changed by one of them at a time.
+    The file can be read even if a process dies while it writes. Processes take turns.
     """
 
     figures: Path

@@ -21,7 +21,7 @@ from typing import Any, TypedDict
 
 import pytest
 
-from tests import layers, releases
+from tests import layers
 
 
 class Run(TypedDict):
@@ -201,7 +201,10 @@ class _ModelRecorder:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(session.config, "workerinput"):
             return
-        release = releases.name_of(session.config)
+        folder = session.config.getoption("--megatron-core")
+        release = importlib.metadata.version("megatron-core")
+        if folder and Path(folder).is_dir():
+            release = f"main {commit_of(folder)[:9]}"
         whole = json.loads(self.file.read_text()) if self.file.exists() else {}
         record = whole.setdefault(layers.chosen(), {})
         cells = {promise: set(names) for promise, names in record.get(release, {}).items()}

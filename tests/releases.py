@@ -1,14 +1,12 @@
 """``pytest --megatron-core VERSION``: run the tests on another release than the installed one.
 
-A folder in place of the version is a checkout of Megatron-LM, whose tests are recorded as ``main``. A release
-is unpacked from its wheel into pytest's cache, and its folder comes first on ``PYTHONPATH``, for
+The release is unpacked from its wheel into pytest's cache, and its folder comes first on ``PYTHONPATH``, for
 this process and for those that it starts. Megatron does without its compiled extension where the wheel was
-built for another Python.
+built for another Python. A folder in place of the version is a checkout of Megatron-LM's main.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import subprocess
 import sys
@@ -43,12 +41,6 @@ def configure(config: pytest.Config) -> None:
         paths = [*_paths(release, config.cache.mkdir("megatron-core")), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
-
-
-def name_of(config: pytest.Config) -> str:
-    """Return the release that the tests run on, as records call it."""
-    release = config.getoption("--megatron-core")
-    return "main" if release and Path(release).is_dir() else importlib.metadata.version("megatron-core")
 
 
 def _paths(release: str, folder: Path) -> Iterator[str]:

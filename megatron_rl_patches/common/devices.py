@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,11 @@ def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
         return tensor.to(device)
     # torch cannot pin a tensor whose elements share memory, as those of expand() do.
     return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+def each_on_device(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
+    """Return tensors that may differ in length on the device, by one copy for all of them."""
+    return list(torch.split(on_device(torch.cat(list(tensors)), device), list(map(len, tensors))))
 
 
 def copied_to(tensor: Tensor, device: torch.device | str, *, non_blocking: bool = False) -> Tensor:

@@ -75,7 +75,7 @@ In these releases the code exists, and the patch leaves it alone.
 Each promise was tested on these [models](models.md), on CPU ranks of real megatron-core {releases}. The first
 column names the layers: Megatron's local ones, or those of TransformerEngine, which a
 [stand-in](testing.md#transformerengines-layers-cpu_backendtransformer_enginetrue) computes. Hybrid models
-were tested on Megatron-LM's main (`d98e8a64d`), too.
+were tested on Megatron-LM's {main}, too.
 **all**: the tests passed on every layout of the model and on all of these releases.
 
 {models}
@@ -101,7 +101,8 @@ def page(
         matrix=markdown_table(_matrix_rows(table)),
         sources=markdown_table(_source_rows(table, runs)),
         left_alone=markdown_table(_left_alone(table)),
-        releases=", ".join(release for release in of_models["local"] if release != _MAIN),
+        releases=", ".join(release for release in of_models["local"] if not release.startswith(_MAIN)),
+        main=next(release for release in of_models["local"] if release.startswith(_MAIN)),
         models=markdown_table(_model_rows(of_models)),
         reasons=models.REASONS,
     )
@@ -229,7 +230,7 @@ def _reason(one: Known, patch: str) -> str:
     return next((reason for reason in reasons if not reason.startswith(no_reasons)), "")
 
 
-_MAIN = "main"
+_MAIN = "main "  # and a commit
 
 
 def _model_rows(records: Mapping[str, Mapping[str, Mapping[str, list[str]]]]) -> Iterator[dict[str, str]]:
@@ -237,7 +238,8 @@ def _model_rows(records: Mapping[str, Mapping[str, Mapping[str, list[str]]]]) ->
 
     def cell(record: Mapping[str, Mapping[str, list[str]]], promise: str, model: str) -> str:
         by_releases: dict[str, list[str]] = {}
-        releases = [release for release in record if release != _MAIN or model.startswith("hybrid")]
+        on_main = model.startswith("hybrid")
+        releases = [release for release in record if on_main or not release.startswith(_MAIN)]
         for layout in (layout for layout in models.LAYOUTS if not models.reason(model, layout)):
             passed = [
                 release for release in releases if f"{model}, {layout}" in record[release].get(promise, ())

@@ -31,7 +31,7 @@ from tests.references.live_bytes import live_bytes
 from tests.references.one_device import gpu_or_cpu
 
 IS_DRY = bool(os.environ.get("GPU_DRY_RUN"))
-#: Cases of the rehearsal, each of which compiles some function that the others do not.
+#: Cases of the rehearsal in which nothing waits; one divergence of many, since each takes long to compile.
 WITHOUT_WAITS = [
     case
     for case in cases.LOSSES

@@ -67,13 +67,13 @@ IMPORTERS_OF_STARTUP = {"doctor", "engine", "hooks"}
 # Log messages of three sentences, which the FAQ lists, are in all of them.
 LINES = {
     ("__init__", "__main__", "errors"): 90,
-    ("common",): 410,  # agreement of ranks, devices and messages, which four parts had
+    ("common",): 415,  # agreement of ranks, devices and messages, which four parts had
     ("hooks",): 100,
     ("engine",): 2_185,  # sites that help others, blocks that overlap, code put on top of a wrapper
     ("patches",): 1_300,
     ("frameworks",): 2_400,  # a framework's function is tried before it is replaced
     ("reentry",): 1_670,  # warnings of settings, finite steps, the norm of experts, calls within calls
-    ("inference",): 3_780,  # what scoring, loading and the estimate refuse before any collective
+    ("inference",): 3_775,  # what scoring, loading and the estimate refuse before any collective
     ("losses",): 7_740,  # logits in float32, writes that no schema names; kernels and tiles for a GPU
     ("testing",): 3_408,  # tiny models, ranks, the CPU backend, mocks, 1,196 lines of TransformerEngine
     ("cli", "doctor"): 1_005,

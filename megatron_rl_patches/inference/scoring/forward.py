@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...common.chunks import as_chunks, unwrap
-from ...common.devices import on_device
+from ...common.devices import each_on_device
 from ...errors import InvalidInputError
 from ...losses import (
     DeferredLogits,
@@ -74,8 +74,8 @@ def forward_log_probs(
         temperature: logits are divided by it.
         vocab_size: ids from this number on are padding of the vocabulary and get probability zero. Default:
             all ids of the model count, as they do in training with Megatron's losses.
-        output_device: where the results go. Samples of a microbatch share one block of memory there, pinned
-            if it comes from a GPU. Clone what is pickled alone, or all of the block is.
+        output_device: where the results go. Those of a microbatch are views of one tensor, which is in pinned
+            memory if it was copied from a GPU. Clone a view before you pickle it without the others.
         progress: show a progress bar on global rank 0.
 
     Returns:
@@ -155,9 +155,8 @@ def forward_topk(
         if k is not None:
             topk = vocab_parallel_topk(logits_tv, k, **arguments)
             return topk.indices, topk.log_probs, topk.tail_log_prob
-        of_samples = at_ids[batch.first : batch.first + len(batch.samples)]
-        ids = torch.split(on_device(torch.cat(of_samples), logits_tv.device), list(map(len, of_samples)))
-        ids_nk = torch.cat(batch.layout.local_parts(ids))
+        ids_of_samples = at_ids[batch.first : batch.first + len(batch.samples)]
+        ids_nk = torch.cat(batch.layout.local_parts(each_on_device(ids_of_samples, logits_tv.device)))
         return ids_nk, *vocab_parallel_log_probs_at(logits_tv, ids_nk, with_tail=True, **arguments)
 
     options = ScoreOptions(forward, output_device, progress, vocab_size, temperature)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...common.devices import on_device
+from ...common.devices import each_on_device
 from ...common.text import listed
 from ...errors import InvalidInputError
 from ...losses import SequenceLayout
@@ -31,8 +31,7 @@ class ScoringBatch:
     @property
     def targets_n(self) -> torch.Tensor:
         """Tokens ``[n]`` that the ``n`` rows of the layout predict."""
-        tokens = on_device(torch.cat(self.samples), self.layout.response_rows.device)
-        return self.layout.response_targets(torch.split(tokens, [len(sample) for sample in self.samples]))
+        return self.layout.response_targets(each_on_device(self.samples, self.layout.response_rows.device))
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,8 @@ def each_block(
     """
     is_elementwise, done, no_buffers = gradient is not None, 0, rows.logits.new_empty(0)
     call = BlockFunction(function, rows.options.fused, rows.num_logits, rows.device.type, is_elementwise)
+    # On a CPU, what is computed for each logit alone is faster in one loop over a row.
+    cut_for_compiler = _as_one_stretch if is_elementwise and rows.device.type == "cpu" else stretches
     compiled_bytes = row_bytes = rows.width * rows.dtype.itemsize
     if isinstance(rows.index, Tensor):
         scale = min(scale, 1)
@@ -83,9 +85,7 @@ def each_block(
 
     def compute(part: slice, place: slice | Tensor, work: Tensor, function: Any, is_compiled: bool) -> None:
         x, out = _read(rows, place, gradient, work[0] if len(work) else None)
-        # On a CPU, what is computed for each logit alone is faster in one loop over a row.
-        in_one = is_elementwise and rows.device.type == "cpu"
-        cut = _uncut if not is_compiled else _as_one_stretch if in_one else stretches
+        cut = cut_for_compiler if is_compiled else _uncut
         cut_x = cut(x)
         of_block(Block(cut_x, cut_x if out is x else cut(out), part, work, function, is_compiled, cut))
         if gradient is not None:

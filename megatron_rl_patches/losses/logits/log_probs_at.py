@@ -281,6 +281,7 @@ def _gradients(
     grad_log_probs: Tensor | None,
     grad_log_tail: Tensor | None,
 ) -> _Gradients:
+    """Return what the gradient of the logits takes of each row, from the gradients of the results."""
     log_tail, tail_max = saved["log_tail"], saved["tail_max"]
     zero = tail_max.new_zeros(())
     g = zero.expand(indices.shape) if grad_log_probs is None else grad_log_probs

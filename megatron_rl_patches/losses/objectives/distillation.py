@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ...common.devices import on_device
+from ...common.devices import each_on_device, on_device
 from ...errors import InvalidInputError
 from ..logits.arguments import (
     VocabParallelOptions,
@@ -193,7 +193,7 @@ def distillation_loss(
 
 def summed(values_n3: Tensor, batch: DistillationBatch, options: DistillationOptions) -> LossAndCount:
     """Return loss, count and metrics from divergence, and perhaps tails, of the full responses."""
-    masks = [on_device(mask, values_n3.device) for mask in batch.loss_masks]
+    masks = each_on_device(batch.loss_masks, values_n3.device)
     weights_n, count = token_weights(masks, options.normalization, options.constant_length, values_n3.dtype)
     names = ("divergence", "student_tail", "teacher_tail")
     averages = dict(zip(names, values_n3.unbind(1), strict=False))

@@ -98,13 +98,14 @@ class Recorder(TorchDispatchMode):
             shapes = [list(x.shape) for x in args if isinstance(x, Tensor)]
             self.products["{} × {}".format(*shapes[-2:])] += 1
         result = self._answer(func, args, kwargs)
-        touched = [*tensors, *(x for x in tree_leaves(result) if isinstance(x, Tensor))]
-        if starts_kernel(func) and not (has_waited or self.is_compiled) and any(x.is_cuda for x in touched):
+        results = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        is_on_gpu = any(x.is_cuda for x in (*tensors, *results))
+        if is_on_gpu and starts_kernel(func) and not (has_waited or self.is_compiled):
             self.small_operations += 1
             self.moved += _moved(func, tensors, result)
         if func.overloadpacket is aten._to_copy and device.type == "cpu" and kwargs.get("non_blocking"):
             is_pinned = True  # torch allocates pinned memory for it
-        for made in tree_leaves(result):
+        for made in results:
             self._hold(made)
             if is_pinned:
                 self.pin(made)
