@@ -111,7 +111,7 @@ test-cuda-rehearsal: $(OLDEST)/.installed $(NEWEST)/.installed
 # What the compiler makes of the functions that read logits, for three GPUs: registers, instructions, and digits in
 # triton's interpreter, every night. It needs a C compiler, and no GPU.
 KERNELS := $(VENV)-kernels
-#: test-kernels         kernels for GPUs that are not here                       minutes; 3 GB
+#: test-kernels         kernels for GPUs that are not here                       four minutes; 3 GB
 test-kernels: $(KERNELS)/.installed $(NEWEST)/.installed
 	for bin in $(KERNELS)/bin $(NEWEST)/bin; do \
 	    $$bin/python -m pytest -m "" $(PARALLEL) --dist=worksteal $(PYTEST_ARGS) tests/lab/kernels || exit 1; done

@@ -1,7 +1,9 @@
 """What triton and its assembler make of a kernel for GPUs that are not here: registers, spills, instructions.
 
-``python -m tests.lab.kernels.machine_code FOLDER CAPABILITY...`` reads the files that :mod:`.sources` wrote,
-and prints as JSON a list of :class:`Kernel`.
+``python -m tests.lab.kernels.machine_code CASE`` compiles the kernels that read logits in a case of
+:mod:`.sources`, and prints as JSON their configurations up to the first one that is fast enough, or with
+``--all`` all of them, and the digests of the case's kernels. It runs in a process that has the libraries of
+:mod:`tests.lab.rehearsal.stand_ins`.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.lab.kernels import sources
 from tests.lab.kernels.pretended_gpu import MULTIPROCESSORS, pretended_gpu
 
 TORCH = ".".join(torch.__version__.split(".")[:2])
@@ -33,6 +36,19 @@ _KERNELS = re.compile(r"^(triton_\w+) = async_compile\.triton\('\w+', '{3}(.*?)'
 # "        /*0040*/                   @!P0 IMAD.WIDE R2, R3, R4, R5 ;"
 _INSTRUCTION = re.compile(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)\b.*;", re.M)
 _USE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+
+STATISTICS, GRADIENT = "block_statistics", "block_gradient"
+#: The most instructions for each logit, or for each pair of logits, by case and function.
+MOST = {
+    "head": {STATISTICS: 22, GRADIENT: 26},
+    "head, log-probs": {STATISTICS: 22, GRADIENT: 26},
+    # Its vocabulary is divided into stretches of 128 columns.
+    "materialized, float32": {STATISTICS: 30, GRADIENT: 26},
+    "materialized, float32, keep-mask": {STATISTICS: 40, GRADIENT: 40},  # two softmaxes
+    "reverse_kl": {"_conditional_parts": 100, "_block_derivative": 35},
+    "forward_kl": {"_conditional_parts": 100, "_block_derivative": 120},
+    "jensen_shannon": {"_normalizers": 22, "_sums": 220, "_block_derivative": 120},
+}
 
 
 @dataclass(frozen=True)
@@ -62,6 +78,17 @@ class Kernel:
     widest_load: int
     widest_store: int
     has_loop: bool
+
+    def is_fast(self) -> bool:
+        writes_logits = self.function in (GRADIENT, "_block_derivative")
+        has_one_step = not self.has_loop or "R0_BLOCK 1024" in self.configuration
+        return (
+            self.spilled == 0
+            and self.per_element <= MOST[self.case][self.function]
+            and self.widest_load == 16
+            and (self.widest_store == 16 or not writes_logits)
+            and has_one_step
+        )
 
 
 def kernels_of(code: str) -> list[tuple[str, str]]:
@@ -146,14 +173,25 @@ def _widest(instructions: Counter[str], kind: str) -> int:
     return max((int(width[1]) // 8 if width else 4 for width in widths), default=0)
 
 
+def _until_fast(kernels: Iterable[Kernel]) -> Iterator[Kernel]:
+    for kernel in kernels:
+        yield kernel
+        if kernel.is_fast():
+            return
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    rows = []
+    torch._inductor.config.force_disable_caches = True
+    case, takes = sys.argv[1], list if "--all" in sys.argv else _until_fast
+    codes = sources.sources_of(sources.CASES[case])
+    rows: list[Kernel] = []
     with tempfile.TemporaryDirectory() as temporary:
         os.environ["TRITON_CACHE_DIR"] = temporary
-        for capability in map(int, sys.argv[2:]):
+        for capability in MULTIPROCESSORS:
             with pretended_gpu(capability):
-                for file in sorted(Path(sys.argv[1]).glob("*.*.py")):
-                    case, function, _ = file.name.rsplit(".", 2)
-                    rows += compiled(file.read_text(), case, function, capability, Path(temporary))
-    print(json.dumps([asdict(row) for row in rows]))
+                for function, code in codes.items():
+                    rows += takes(compiled(code, case, function, capability, Path(temporary)))
+    of_all = sorted({digest for code in codes.values() for digest in digests(code)})
+    print(json.dumps({"kernels": [asdict(row) for row in rows], "digests": of_all}), flush=True)
+    os._exit(0)  # an orderly end would release streams that are not there

@@ -1,18 +1,13 @@
 """The Triton kernels that torch's compiler makes of the functions of a block, as sources.
 
-``python -m tests.lab.kernels.sources FOLDER CASE...`` runs cases of the rehearsal at real sizes, on fake CUDA
-tensors, and writes the code of each compiled function into a file ``CASE.FUNCTION.py``. It runs in a process
-that has the libraries of :mod:`tests.lab.rehearsal.stand_ins`.
+Cases of the rehearsal run at real sizes, on fake CUDA tensors, in a process that has the libraries of
+:mod:`tests.lab.rehearsal.stand_ins`.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -123,13 +118,3 @@ def generated_codes(case: Callable[[], None]) -> list[str]:
     ):
         case()
     return codes
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    inductor.force_disable_caches = True
-    folder = Path(sys.argv[1])
-    for name in sys.argv[2:]:
-        for function, code in sources_of(CASES[name]).items():
-            (folder / f"{name}.{function}.py").write_text(code)
-    os._exit(0)  # an orderly end would release streams that are not there
