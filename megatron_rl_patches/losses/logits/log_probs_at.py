@@ -36,10 +36,16 @@ from .softmax import (
     block_statistics,
     buffered_statistics,
 )
-from .topk import blocks_of_rows, log_masses, merged_tail, total_and_tail
+from .topk import (
+    BLOCKS_WITH_MASK,
+    blocks_of_rows,
+    log_masses,
+    masked_statistics,
+    merged_tail,
+    total_and_tail,
+)
 
 _MINUS_INF = float("-inf")
-_MASKED_BLOCKS = 4  # on a GPU, times the size of other blocks, since they have a mask of their size
 
 
 @overload
@@ -218,18 +224,12 @@ def _statistics(ids: Ids, tile: Tile) -> Tensor:
     logits = rows.logits.new_empty(ids.indices.shape, dtype=rows.dtype)
     tail = logits.new_empty((2, rows.n))
     divisor = rows.temperature()
-    all_true: Tensor | None = None
 
     def of_block(block: Block) -> None:
-        nonlocal all_true
         x, columns = block.x.view(-1, rows.width), ids.columns(block.rows, rows.width)
         if block.is_compiled:
-            if all_true is None or len(all_true) < len(x):
-                all_true = torch.ones_like(x, dtype=torch.bool)
-            logits[block.rows], in_tail = columns.take(x).to(rows.dtype), all_true[: len(x)]
-            columns.put(in_tail, False)
-            [values] = block.function(block.x, [(block.cut(in_tail), False)], divisor)
-            in_tail.scatter_(1, columns.column, True)
+            logits[block.rows] = columns.take(x).to(rows.dtype)
+            values = masked_statistics(block, columns, divisor)
         else:
             work, spare = block.work
             if x is not work:
@@ -240,7 +240,7 @@ def _statistics(ids: Ids, tile: Tile) -> Tensor:
         tail[0, block.rows], tail[1, block.rows] = values
 
     each_block(
-        rows, block_statistics, of_block, buffers=2, scale=COMPILED_BLOCKS, scale_on_gpu=_MASKED_BLOCKS
+        rows, block_statistics, of_block, buffers=2, scale=COMPILED_BLOCKS, scale_on_gpu=BLOCKS_WITH_MASK
     )
     return torch.cat([logits.T, tail])
 

@@ -19,14 +19,18 @@ from torch import Tensor
 from ...errors import InvalidInputError
 from .arguments import VocabParallelOptions, check_integer
 from .autograd import all_gather_statistics, without_autocast
-from .blocks import Block, each_block, rows_of_block
+from .blocks import COMPILED_BLOCKS, Block, each_block, rows_of_block
 from .distributions import TopKDistribution
+from .ids import Columns, Ids
 from .rows import LogitSource, SelectedRows, Tile, ranges, rows_of
 from .slices import Rows
-from .softmax import exp, finite, merge, scaled_, sum_of_rows
+from .softmax import block_statistics, exp, finite, merge, scaled_, sum_of_rows
 
 _MINUS_INF = float("-inf")
 _SMALLEST_GROUP, _LARGEST_GROUP = 4, 16
+# Plain operators take the tail's largest logit from the selection. On a CPU this saves more than compiling.
+_COMPILED_ON = {"cuda"}
+BLOCKS_WITH_MASK = 4  # on a GPU, times the size of other blocks, since they have a mask of their size
 
 
 @torch.no_grad()
@@ -134,16 +138,22 @@ def _largest(rows: SelectedRows, k: int) -> tuple[Tensor, Tensor, Tensor]:
     divisor = rows.temperature()
 
     def of_block(block: Block) -> None:
-        of_rows, x = block.rows, block.x
+        of_rows, x = block.rows, block.x.view(-1, width)
+        if block.is_compiled:
+            logits[of_rows], columns[of_rows] = top, top_columns = _largest_in_groups(x, k)
+            of_top = Ids(top_columns, 0).columns(slice(None), width)
+            tail[0, of_rows], tail[1, of_rows] = masked_statistics(block, of_top, divisor)
+            return
         # One more than is asked for, which is the largest of the tail.
-        top, top_columns = block.function(x, min(k + 1, width))
+        top, top_columns = _largest_in_groups(x, min(k + 1, width))
         logits[of_rows], columns[of_rows] = top[:, :k], top_columns[:, :k]
         tail[0, of_rows] = top[:, k] if k < width else _MINUS_INF
         z = torch.sub(x, finite(tail[0, of_rows])[:, None], out=block.work[0])
         z.scatter_(1, top_columns, _MINUS_INF)
         tail[1, of_rows] = sum_of_rows(exp(scaled_(z, divisor), out=z))
 
-    each_block(rows, _largest_in_groups, of_block, buffers=1)
+    scale = COMPILED_BLOCKS if rows.device.type in _COMPILED_ON else 0
+    each_block(rows, block_statistics, of_block, buffers=1, scale=scale, scale_on_gpu=BLOCKS_WITH_MASK)
     # torch.topk does not say which of equal logits it takes for the last places. It had a choice where the
     # tail still has such a logit. The statistics of the tail do not depend on the choice.
     _take_lowest_columns(rows, logits, columns, (tail[0] == logits[:, -1]).nonzero().squeeze(1))
@@ -200,6 +210,14 @@ def _take_lowest_columns(rows: SelectedRows, logits: Tensor, columns: Tensor, ch
 
 
 # --- the tail
+
+
+def masked_statistics(block: Block, columns: Columns, divisor: Tensor | None) -> tuple[Tensor, ...]:
+    """Return ``(max_logit, sum_exp_minus_1)`` of the other columns of a compiled block, ``[rows]`` each."""
+    in_tail = torch.ones(block.x.flatten(1).shape, dtype=torch.bool, device=block.x.device)
+    columns.put(in_tail, False)
+    [values] = block.function(block.x, [(block.cut(in_tail), False)], divisor)
+    return values
 
 
 def merged_tail(parts: Sequence[Tensor], temperature: float) -> Tensor:

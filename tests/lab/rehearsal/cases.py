@@ -102,16 +102,26 @@ def where_compiling_fails() -> list[tuple[int, dict[str, int]]]:
     return [(peak, record.row_passes) for record, _, peak in counts]
 
 
-def at_64_ids() -> dict[str, int]:
-    """Return what log-probabilities at ids take, forward and backward, beside the products."""
-    setup = SETUPS[1]
-    with recording() as recorder:
-        logits = torch.empty(setup.rows, setup.vocabulary, device=GPU, dtype=setup.dtype, requires_grad=True)
-        of_responses = [slice(0, 1000), slice(1000, setup.rows)]  # the first one is shorter than a block
-        k_ids = ids(setup.rows, 64)
-        values = losses.vocab_parallel_log_probs_at(logits, k_ids, rows=of_responses, with_tail=True)
-        backward(logits, *values)
-    return {"small operations": recorder.small_operations, "bytes": recorder.moved, **recorder.row_passes}
+def with_64_ids() -> dict[str, dict[str, int]]:
+    """Return what selecting ids takes, and log-probabilities at ids, forward and backward."""
+    setup, k = SETUPS[1], 64
+    of_responses = [slice(0, 1000), slice(1000, setup.rows)]  # the first one is shorter than a block
+
+    def selection(logits: Tensor) -> None:
+        losses.vocab_parallel_topk(logits.detach(), k, rows=of_responses)
+
+    def log_probs_at(logits: Tensor) -> None:
+        options: dict[str, Any] = {"rows": of_responses, "with_tail": True}
+        backward(logits, *losses.vocab_parallel_log_probs_at(logits, ids(setup.rows, k), **options))
+
+    counts = {}
+    for function in (selection, log_probs_at):
+        with recording() as recorder:
+            size = setup.rows, setup.vocabulary
+            function(torch.empty(size, device=GPU, dtype=setup.dtype, requires_grad=True))
+        of_all = {"small operations": recorder.small_operations, "bytes": recorder.moved}
+        counts[function.__name__] = of_all | recorder.row_passes
+    return counts
 
 
 # --- cases
@@ -350,7 +360,7 @@ PARTS: dict[str, Callable[[], Any]] = {
     "models": partial(records, MODELS),
     "counted": heads,
     "compiling fails": where_compiling_fails,
-    "at 64 ids": at_64_ids,
+    "with 64 ids": with_64_ids,
 }
 
 if __name__ == "__main__":

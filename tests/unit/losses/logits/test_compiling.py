@@ -25,8 +25,9 @@ from megatron_rl_patches.losses import (
     full_vocabulary_divergence,
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
+    vocab_parallel_topk,
 )
-from megatron_rl_patches.losses.logits import compiling
+from megatron_rl_patches.losses.logits import compiling, topk
 from megatron_rl_patches.losses.objectives.divergences import DIVERGENCES
 from tests.references import dense_topk
 from tests.references.dense_topk import random_indices
@@ -191,9 +192,12 @@ def test_errors_that_are_not_hidden(compiler: Compiler, fused: bool | str, error
         vocab_parallel_log_probs_and_entropy(random_logits(), random_targets(), fused=fused)
 
 
-@pytest.mark.parametrize(
+some_rows = pytest.mark.parametrize(
     "rows", [None, slice(2, 9), torch.tensor([8, 1, 5, 2, 11, 3, 0]), [slice(0, 1), slice(4, 11)]], ids=str
 )
+
+
+@some_rows
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probs_at_ids(rows: Any, dtype: torch.dtype, compiler: Compiler) -> None:
     """Ids that a row has several times, and none, in blocks of four rows; the last row has a small tail."""
@@ -208,6 +212,27 @@ def test_log_probs_at_ids(rows: Any, dtype: torch.dtype, compiler: Compiler) -> 
         )
         assert max(errors[:2]) <= 5e-6 and errors.gradient <= (5e-6 if dtype == torch.float32 else 2**-8)
         assert compiler.calls - calls >= 4  # two blocks or more, forward and backward
+
+
+@some_rows
+@pytest.mark.parametrize("k", [2, 5, "all"])
+def test_topk_as_on_a_gpu(rows: Any, k: Any, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With equal logits at the last place, NaN, and a small tail, in blocks of four rows."""
+    logits = random_logits(dtype=torch.bfloat16)
+    logits[1, ::3], logits[2, 4], logits[8, 3:5] = 9.0, math.nan, 40.0
+    width = logits.shape[1]
+    options: dict[str, Any] = {"rows": rows, "temperature": 0.7, "block_bytes": 4 * width * 4}
+    call = partial(vocab_parallel_topk, logits, width if k == "all" else k, **options)
+    expected = call()
+    assert compiler.calls == 0
+    monkeypatch.setattr(topk, "_COMPILED_ON", {"cpu"})
+    found = call()
+    assert compiler.calls >= 2
+    has_nan = expected.tail_log_prob.isnan()
+    assert found.indices[~has_nan].equal(expected.indices[~has_nan])
+    for name in ("log_probs", "tail_log_prob"):
+        values = getattr(found, name), getattr(expected, name)
+        torch.testing.assert_close(*values, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 @compiles
