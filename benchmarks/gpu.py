@@ -6,8 +6,8 @@ The first command measures what matters most, and ``--second`` the rest; each ta
 step is a process of its own with a time limit. Its results are in ``gpu.json`` as soon as they are measured,
 so that they stay when a process dies. If a step fails, the others still run, the exit code is 1, ``gpu.json``
 has its traceback, and the last line is the command that runs again what failed. Without ``--dry`` there must
-be a GPU, and ``gpu.md`` and ``gpu.json`` are written into docs/benchmarks. ``--dry`` runs every step at a
-small size on the CPU and writes into a temporary folder. ``--only`` runs some steps. It and ``--second``
+be a GPU, and ``gpu.md`` and ``gpu.json`` are written into docs/benchmarks. ``--dry`` runs the same steps at
+a small size on the CPU and writes into a temporary folder. ``--only`` runs some steps. It and ``--second``
 leave in the folder what other steps wrote there before.
 """
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -22,6 +23,41 @@ def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 def each_on_device(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
     """Return tensors that may differ in length on the device, by one copy for all of them."""
     return list(torch.split(on_device(torch.cat(list(tensors)), device), list(map(len, tensors))))
+
+
+def each_prefetched(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """Yield tensors ``[any, h]`` on the device, each until the next one is asked for.
+
+    A GPU copies the next one from host memory while it computes with this one. There are two buffers.
+    """
+    if tensors[0].device.type != "cpu" or device.type != "cuda":
+        yield from (tensor.to(device) for tensor in tensors)
+        return
+    current, side = torch.cuda.current_stream(device), _copying_stream(device)
+    buffers = [torch.empty_like(max(tensors, key=len), device=device) for _ in range(2)]
+
+    def fetch(number: int) -> Tensor:
+        side.wait_stream(current)  # which has computed with what is in this buffer
+        with torch.cuda.stream(side):
+            part = buffers[number % 2][: len(tensors[number])]
+            return part.copy_(tensors[number], non_blocking=True)
+
+    try:
+        following = fetch(0)
+        for number in range(1, len(tensors) + 1):
+            fetched = following
+            current.wait_stream(side)
+            if number < len(tensors):
+                following = fetch(number)
+            yield fetched
+    finally:
+        current.wait_stream(side)  # before others get the memory of the buffers
+
+
+@cache
+def _copying_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream for all copies, since torch's allocator keeps memory for each stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def copied_to(tensor: Tensor, device: torch.device | str, *, non_blocking: bool = False) -> Tensor:

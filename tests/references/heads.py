@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 BASE, DEFERRED = "logits materialized, `lean-loss`", "deferred"
+ALL_KEPT = "deferred, all kept"
 #: Deferred logits that keep a share of their tiles.
-KEPT = {"deferred, 25% kept": 0.25, "deferred, all kept": 1.0}
+KEPT = {"deferred, 25% kept": 0.25, ALL_KEPT: 1.0}
 
 
 @dataclass(frozen=True)

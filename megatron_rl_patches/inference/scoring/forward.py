@@ -75,7 +75,8 @@ def forward_log_probs(
         vocab_size: ids from this number on are padding of the vocabulary and get probability zero. Default:
             all ids of the model count, as they do in training with Megatron's losses.
         output_device: where the results go. Those of a microbatch are views of one tensor, which is in pinned
-            memory if it was copied from a GPU. Clone a view before you pickle it without the others.
+            memory if it was copied from a GPU. A view keeps the memory of its whole microbatch, and takes it
+            along when it is pickled: clone a view that you keep or send without the others.
         progress: show a progress bar on global rank 0.
 
     Returns:
@@ -187,7 +188,8 @@ def forward_hidden_states(
     Returns:
         Per sample ``[response_length, h]`` in the model's dtype, in the order of the microbatches, on the
         last pipeline stage: the same on all its tensor-parallel and context-parallel ranks. In host memory
-        they are pinned if the model is on a GPU. ``None`` on the other stages.
+        they are pinned if the model is on a GPU. A sample is a view, see ``output_device`` of
+        :func:`forward_log_probs`. ``None`` on the other stages.
 
     Raises:
         InvalidInputError: as :func:`forward_log_probs`; or, after the last microbatch and on all stages, the

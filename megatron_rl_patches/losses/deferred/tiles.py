@@ -3,7 +3,8 @@
 A tile of logits is one matrix product of the selected hidden states with some rows of the weight. Forward
 reads it and forgets it; backward multiplies again, turns the tile into its gradient in place, and multiplies
 that once for the hidden states and once for the weight. So memory is one tile, whatever the vocabulary is.
-Forward's last tile stays in memory until backward, which begins with it and need not compute it again.
+Where tiles have all rows, and no other source is read together with this one, forward's last tile stays in
+memory until backward, which begins with it and need not compute it again.
 
 Tiles have all selected rows and few columns where they can: the weight's gradient of a tile is then complete,
 and the sum over tiles, which the gradient of the hidden states is, has few terms.
@@ -11,13 +12,13 @@ and the sum over tiles, which the gradient of the hidden states is, has few term
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from ...common.devices import each_prefetched, on_device
 from ..logits.arguments import DEFAULT, VocabParallelOptions
 from ..logits.blocks import best_stretch
 from ..logits.rows import Grid, Inputs, LogitSource, SelectedRows, Tile, TileGradient, grid_of
@@ -66,39 +67,29 @@ class OutputLayerRows(LogitSource):
 
     def _tiles(self, hidden_nh: Tensor, grid: Grid | None, is_backward: bool = False) -> Iterator[Tile]:
         row_ranges, column_ranges = grid or grid_of([self], self.width)
-        # Several sources go through their tiles in step, and tiles of some rows are added up in their order.
+        buffer_size = row_ranges[0].stop * column_ranges[0].stop
+        if grid is None and self.device.type == "cuda":  # one size whatever the rows, see _tile_bytes
+            size = min(self._tile_bytes() // self.logit_dtype.itemsize, self.n * self.width)
+            buffer_size = max(buffer_size, size)
+        # Backward can begin with forward's last tile if tiles have all rows, since any order will do then.
+        # Sources that are compared go through their tiles together, from the first to the last.
         begins_with_last = grid is None and len(row_ranges) == 1
-        size = row_ranges[0].stop * column_ranges[0].stop
         if is_backward and begins_with_last:
             column_ranges = column_ranges[::-1]
-        if grid is None and self.device.type == "cuda":
-            size = max(size, min(self._tile_bytes() // self.logit_dtype.itemsize, self.n * self.width))
-        buffer: Tensor | None = None
-        keeps = self.keeps_tiles and not is_backward and self.tiling.keep_bytes != 0
-        left = self.tiling.bytes_to_keep(self.device) if keeps else -1
-        for columns, (weight, bias) in zip(column_ranges, self._layers(column_ranges), strict=True):
+        memory = _TileMemory(self, buffer_size, may_keep=not is_backward)
+        weight, bias = self.weight.detach(), self.bias
+        bias = None if bias is None else on_device(bias.detach(), self.device)
+        weights = each_prefetched([weight[columns] for columns in column_ranges], self.device)
+        for columns, part in zip(column_ranges, weights, strict=True):
             for rows in row_ranges:
-                place, hidden = (rows.start, columns.start), hidden_nh[rows]
-                shape, memory = (len(hidden), len(weight)), self.stored_tiles.pop(place, None)
-                is_stored = memory is not None
-                if memory is None:
-                    left -= math.prod(shape) * self.logit_dtype.itemsize
-                    if left >= 0:
-                        memory = hidden.new_empty(math.prod(shape), dtype=self.logit_dtype)
-                        self.stored_tiles[place] = memory
-                    else:
-                        if buffer is None:
-                            buffer = hidden.new_empty(size, dtype=self.logit_dtype)
-                        memory = buffer
-                elif len(memory) >= size:
-                    buffer = memory
-                logits = memory[: math.prod(shape)].view(shape)
-                if not is_stored:
-                    multiply(hidden, weight.T, bias, logits)
+                hidden, place = hidden_nh[rows], (rows.start, columns.start)
+                logits, is_computed = memory.of_tile(place, len(hidden), len(part))
+                if not is_computed:
+                    multiply(hidden, part.T, None if bias is None else bias[columns], logits)
                 selected = SelectedRows(logits, slice(0, len(hidden)), self.options, self.n * self.width)
                 yield Tile(selected, rows, columns)
-        if self.keeps_tiles and begins_with_last and not is_backward and buffer is not None:
-            self.stored_tiles.store_last((0, column_ranges[-1].start), buffer)
+        if self.keeps_tiles and begins_with_last and not is_backward:
+            memory.store_last(place)
 
     def gradients(self, compute: TileGradient, needed: Sequence[bool], grid: Grid | None = None) -> Inputs:
         hidden_nh = self.selected_hidden()
@@ -133,8 +124,10 @@ class OutputLayerRows(LogitSource):
         most_columns = max(elements // max(self.n, 1), min(elements, _FEWEST_COLUMNS))
         if self.weight.device != self.device:  # a tile's part of it is copied, and is no larger than a tile
             most_columns = max(min(most_columns, elements // self.weight.shape[1]), 1)
-        columns = -(-width // -(-width // most_columns))
         step = best_stretch(self.device)
+        if step <= most_columns < width:
+            most_columns -= most_columns % step
+        columns = -(-width // -(-width // most_columns))
         columns = min(-(-columns // step) * step if columns > step else columns, width)
         return max(min(elements // columns, self.n), 1), columns
 
@@ -197,39 +190,38 @@ class OutputLayerRows(LogitSource):
         gradient[self.index] = of_selected
         return gradient
 
-    def _layers(self, column_ranges: Sequence[slice]) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield weight and bias of each range of columns.
 
-        A GPU fetches the next ones from host memory while it multiplies with these.
-        """
-        if self.device.type != "cuda" or self.weight.device == self.device:
-            yield from map(self._layer, column_ranges)
-            return
-        current = torch.cuda.current_stream(self.device)
-        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+class _TileMemory:
+    """The memory of one tile after the other: its own if it waits for a backward, or else a buffer."""
 
-        def fetch(columns: slice) -> tuple[tuple[Tensor, Tensor | None], torch.cuda.Event]:
-            with torch.cuda.stream(side):
-                return self._layer(columns), side.record_event()
+    def __init__(self, layer: OutputLayerRows, buffer_size: int, may_keep: bool) -> None:
+        """Take how many logits the buffer has, and whether tiles may be kept."""
+        self._layer, self._buffer_size, self._stored = layer, buffer_size, layer.stored_tiles
+        self._buffer: Tensor | None = None
+        keeps = may_keep and layer.keeps_tiles and layer.tiling.keep_bytes != 0
+        self._left = layer.tiling.bytes_to_keep(layer.device) if keeps else -1
 
-        following = fetch(column_ranges[0])
-        for columns in (*column_ranges[1:], None):
-            part, is_there = following
-            if columns is not None:
-                following = fetch(columns)
-            current.wait_event(is_there)
-            for tensor in part:
-                if tensor is not None:
-                    tensor.record_stream(current)
-            yield part
+    def of_tile(self, place: tuple[int, int], rows: int, columns: int) -> tuple[Tensor, bool]:
+        """Return a tile ``[rows, columns]``, and whether its logits are there already."""
+        size, memory = rows * columns, self._stored.pop(place, None)
+        if memory is not None:
+            if len(memory) >= self._buffer_size:
+                self._buffer = memory
+            return memory[:size].view(rows, columns), True
+        self._left -= size * self._layer.logit_dtype.itemsize
+        if self._left >= 0:
+            memory = self._stored[place] = self._new(size)
+        else:
+            memory = self._buffer = self._new(self._buffer_size) if self._buffer is None else self._buffer
+        return memory[:size].view(rows, columns), False
 
-    def _layer(self, columns: slice) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias of some columns, on the device of the hidden states."""
-        # A copy to host memory must have ended before it is read.
-        is_gpu = self.device.type == "cuda"
-        weight = self.weight.detach()[columns].to(self.device, non_blocking=is_gpu)
-        bias = None if self.bias is None else self.bias.detach()[columns]
-        return weight, None if bias is None else bias.to(self.device, non_blocking=is_gpu)
+    def store_last(self, place: tuple[int, int]) -> None:
+        """Let the tile that is in the buffer wait for a backward."""
+        if self._buffer is not None:
+            self._stored.store_last(place, self._buffer)
+
+    def _new(self, size: int) -> Tensor:
+        return self._layer.hidden.new_empty(size, dtype=self._layer.logit_dtype)
 
 
 class _Gradients:

@@ -267,8 +267,10 @@ def valid_rows(rows: Rows, logits: Tensor) -> RowIndex:
         return slice(0, size)
     if isinstance(rows, slice):
         row_range = range(*rows.indices(size))
+        if not row_range:
+            return slice(0, 0)
         if row_range.step == 1:
-            return slice(row_range.start, max(row_range.start, row_range.stop))
+            return slice(row_range.start, row_range.stop)
         numbers = row_range.start, row_range.stop, row_range.step
         return torch.arange(*numbers, device=logits.device)
     if isinstance(rows, Sequence):

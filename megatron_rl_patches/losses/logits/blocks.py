@@ -44,10 +44,7 @@ class Block(NamedTuple):
 
     def part(self, values: Tensor | None) -> Tensor | None:
         """Return the block's rows of ``values`` ``[n, 1]`` or ``[n, V / tp]``, cut as its logits are."""
-        if values is None:
-            return None
-        part = values[self.rows]
-        return self.cut(part) if part.shape[1] > 1 or not self.is_compiled else part[..., None]
+        return None if values is None else self.cut(values[self.rows])
 
 
 def each_block(

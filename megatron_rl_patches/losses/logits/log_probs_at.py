@@ -36,14 +36,7 @@ from .softmax import (
     block_statistics,
     buffered_statistics,
 )
-from .topk import (
-    BLOCKS_WITH_MASK,
-    blocks_of_rows,
-    log_masses,
-    masked_statistics,
-    merged_tail,
-    total_and_tail,
-)
+from .topk import BLOCKS_WITH_MASK, blocks_of_rows, log_masses, merged_tail, total_and_tail
 
 _MINUS_INF = float("-inf")
 
@@ -165,7 +158,7 @@ class _LogProbsAt(LogitFunction):
     ) -> Inputs:
         indices, options = saved.pop("indices"), source.options
         ids = Ids(indices, options.tp_rank * source.width)
-        of_rows = _gradients(indices, saved, options, *gradients)
+        of_rows = _row_terms(indices, saved, options, *gradients)
 
         def of_tile(tile: Tile, gradient: Tensor) -> None:
             _write_gradient(tile.logits, gradient, ids.in_tile(tile), of_rows.part(tile.rows))
@@ -229,11 +222,12 @@ def _statistics(ids: Ids, tile: Tile) -> Tensor:
         x, columns = block.x.view(-1, rows.width), ids.columns(block.rows, rows.width)
         if block.is_compiled:
             logits[block.rows] = columns.take(x).to(rows.dtype)
-            values = masked_statistics(block, columns, divisor)
+            in_tail = torch.ones(x.shape, dtype=torch.bool, device=x.device)
+            columns.put(in_tail, False)
+            [values] = block.function(block.x, [(block.cut(in_tail), False)], divisor)
         else:
             work, spare = block.work
-            if x is not work:
-                work.copy_(x)
+            work.copy_(x)
             logits[block.rows] = columns.take(work)
             columns.put(work, _MINUS_INF)
             values = buffered_statistics(stretches(work), (None, False), divisor, stretches(spare)[None])
@@ -245,7 +239,7 @@ def _statistics(ids: Ids, tile: Tile) -> Tensor:
     return torch.cat([logits.T, tail])
 
 
-class _Gradients(NamedTuple):
+class _RowTerms(NamedTuple):
     """The values per row, over the whole vocabulary, from which the gradient of the logits is computed.
 
     With ``g`` and ``h`` the gradients of the log-probabilities and of the tail's log-probability::
@@ -262,8 +256,8 @@ class _Gradients(NamedTuple):
     of_tail: Tensor  # [n, 1], what is multiplied by exp((x - tail_max) / temperature) in the tail
     has_tail: Tensor  # [n, 1] bool: there is a gradient in the tail
 
-    def part(self, rows: slice) -> _Gradients:
-        return _Gradients(*(value[rows] for value in self))
+    def part(self, rows: slice) -> _RowTerms:
+        return _RowTerms(*(value[rows] for value in self))
 
     def at_ids(self, logits: Tensor, scale: float) -> Tensor:
         """Return the gradient at the ids, whose logits these are, ``[n, K]`` in float64."""
@@ -274,14 +268,14 @@ class _Gradients(NamedTuple):
         return torch.where(self.has_grad[:, None], gradient, 0.0)
 
 
-def _gradients(
+def _row_terms(
     indices: Tensor,
     saved: Tensors,
     options: VocabParallelOptions,
     grad_log_probs: Tensor | None,
     grad_log_tail: Tensor | None,
-) -> _Gradients:
-    """Return what the gradient of the logits takes of each row, from the gradients of the results."""
+) -> _RowTerms:
+    """Return the terms of all rows, from the gradients of the results."""
     log_tail, tail_max = saved["log_tail"], saved["tail_max"]
     zero = tail_max.new_zeros(())
     g = zero.expand(indices.shape) if grad_log_probs is None else grad_log_probs
@@ -296,7 +290,7 @@ def _gradients(
     has_grad = (g != 0).any(1) | (h != 0)
     of_tail = -h * log_tail.expm1() - log_tail.exp() * g_total
     of_tail = (saved["tail_max_weight"] * of_tail / options.scale).to(tail_max.dtype)
-    return _Gradients(
+    return _RowTerms(
         saved["max_logit"],
         saved["log_sum_exp"],
         g_at_ids,
@@ -306,22 +300,22 @@ def _gradients(
     )
 
 
-def _write_gradient(rows: SelectedRows, gradient: Tensor, ids: Ids, gradients: _Gradients) -> None:
+def _write_gradient(rows: SelectedRows, gradient: Tensor, ids: Ids, of_rows: _RowTerms) -> None:
     """Write the gradient of these rows into that of all logits, ``[T, V / tp]``."""
-    of_tail: SoftmaxGradient = gradients.tail_max, gradients.of_tail, None
+    of_tail: SoftmaxGradient = of_rows.tail_max, of_rows.of_tail, None
     scale, divisor = rows.options.scale, rows.temperature()
 
     def of_block(block: Block) -> None:
         x, out = (logits.view(-1, rows.width) for logits in (block.x, block.out))
         columns = ids.columns(block.rows, rows.width)
-        values = gradients.part(block.rows).at_ids(x.gather(1, columns.column), scale).to(out.dtype)
+        values = of_rows.part(block.rows).at_ids(x.gather(1, columns.column), scale).to(out.dtype)
         block.function(
             block.x,
             block.out,
             tuple(map(block.part, of_tail)),
             NO_SOFTMAX,
             None,
-            block.part(gradients.has_tail),
+            block.part(of_rows.has_tail),
             divisor,
             None if block.is_compiled else block.work,
         )

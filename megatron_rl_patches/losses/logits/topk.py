@@ -21,7 +21,6 @@ from .arguments import VocabParallelOptions, check_integer
 from .autograd import all_gather_statistics, without_autocast
 from .blocks import COMPILED_BLOCKS, Block, each_block, rows_of_block
 from .distributions import TopKDistribution
-from .ids import Columns, Ids
 from .rows import LogitSource, SelectedRows, Tile, ranges, rows_of
 from .slices import Rows
 from .softmax import block_statistics, exp, finite, merge, scaled_, sum_of_rows
@@ -140,9 +139,11 @@ def _largest(rows: SelectedRows, k: int) -> tuple[Tensor, Tensor, Tensor]:
     def of_block(block: Block) -> None:
         of_rows, x = block.rows, block.x.view(-1, width)
         if block.is_compiled:
-            logits[of_rows], columns[of_rows] = top, top_columns = _largest_in_groups(x, k)
-            of_top = Ids(top_columns, 0).columns(slice(None), width)
-            tail[0, of_rows], tail[1, of_rows] = masked_statistics(block, of_top, divisor)
+            logits[of_rows], columns[of_rows] = _largest_in_groups(x, k)
+            in_tail = torch.ones(x.shape, dtype=torch.bool, device=x.device)
+            in_tail.scatter_(1, columns[of_rows], False)
+            [values] = block.function(block.x, [(block.cut(in_tail), False)], divisor)
+            tail[0, of_rows], tail[1, of_rows] = values
             return
         # One more than is asked for, which is the largest of the tail.
         top, top_columns = _largest_in_groups(x, min(k + 1, width))
@@ -210,14 +211,6 @@ def _take_lowest_columns(rows: SelectedRows, logits: Tensor, columns: Tensor, ch
 
 
 # --- the tail
-
-
-def masked_statistics(block: Block, columns: Columns, divisor: Tensor | None) -> tuple[Tensor, ...]:
-    """Return ``(max_logit, sum_exp_minus_1)`` of the other columns of a compiled block, ``[rows]`` each."""
-    in_tail = torch.ones(block.x.flatten(1).shape, dtype=torch.bool, device=block.x.device)
-    columns.put(in_tail, False)
-    [values] = block.function(block.x, [(block.cut(in_tail), False)], divisor)
-    return values
 
 
 def merged_tail(parts: Sequence[Tensor], temperature: float) -> Tensor:

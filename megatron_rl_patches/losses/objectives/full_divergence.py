@@ -45,8 +45,8 @@ _FAR = 1e3
 # than a millionth of the teacher's, and subtracting one from the other costs no digits.
 _LARGE = 16.0
 # The functions of a divergence have eight tensors of a block's size at once. A block is as large as if they
-# had two: measured, smaller blocks cost more in calls than a larger cache saves. For compiled functions it is
-# four times as large.
+# had two: measured, smaller blocks cost more in calls than a larger cache saves. Blocks of compiled functions
+# are four times as large on a CPU, and as large as those of other functions on a GPU.
 _BLOCKS: dict[str, Any] = {"buffers": 2, "scale": 2, "has_work": False}
 
 #: Restores the rows of a teacher or of the old policy from so many saved tensors.
@@ -142,8 +142,7 @@ class _FullDivergence(LogitFunction):
             def of_block(block: Block) -> None:
                 rows = slice(tile.rows.start + block.rows.start, tile.rows.start + block.rows.stop)
                 of_rows = normalizers[:, rows], expected[rows, None], weights[rows]
-                arguments = sides.arguments(block.x, block.rows, block)
-                block.function(*arguments, of_rows, self.masks_ruled_out, block.out)
+                block.function(*sides.arguments(block), of_rows, self.masks_ruled_out, block.out)
 
             each_block(tile.logits, _block_derivative, of_block, gradient=out, **_BLOCKS)
 
@@ -201,13 +200,12 @@ class _Comparison(NamedTuple):
             def of_block(block: Block) -> None:
                 rows = slice(tile.rows.start + block.rows.start, tile.rows.start + block.rows.stop)
                 of_rows = None if normalizers is None else normalizers[:, rows]
-                arguments = sides.arguments(block.x, block.rows, block)
-                values.append(block.function(*arguments, of_rows))
+                values.append(block.function(*sides.arguments(block), of_rows))
 
             each_block(tile.logits, function, of_block, **_BLOCKS)
             if not values:  # no rows
-                arguments = sides.arguments(tile.logits.read_all(), tile.rows)
-                values.append(function(*arguments, normalizers))
+                xs = [tile.logits.read_all(), *sides.others]
+                values.append(function(xs, sides.preparation, sides.options, normalizers))
             return torch.cat(values, 1)
 
         local = self.student.reduce(of_tile, merge, self.grid)
@@ -237,19 +235,15 @@ class _Sides:
     preparation: _Preparation
     options: DivergenceOptions
 
-    def arguments(
-        self, x: Tensor, rows: slice, block: Block | None = None
-    ) -> tuple[list[Tensor], _Preparation, DivergenceOptions]:
-        """Return the logits of the student, the teachers and the old policy, and options.
-
-        A compiled function of a block gets them all cut as ``x`` is.
-        """
-        others, preparation = [other[rows] for other in self.others], self.preparation
-        if block is None or not block.is_compiled:
-            return [x, *others], preparation, self.options
+    def arguments(self, block: Block) -> tuple[list[Tensor], _Preparation, DivergenceOptions]:
+        """Return the logits of the student, the teachers and the old policy, all cut alike, and options."""
+        xs = [block.x, *(block.cut(other[block.rows]) for other in self.others)]
+        if not block.is_compiled:
+            return xs, self.preparation, self.options
+        preparation = self.preparation
         if preparation.is_id is not None:
             preparation = preparation._replace(is_id=block.cut(preparation.is_id))
-        return [x, *map(block.cut, others)], preparation, self._as_tensors
+        return xs, preparation, self._as_tensors
 
     @cached_property
     def _as_tensors(self) -> DivergenceOptions:

@@ -30,10 +30,9 @@ QWEN = 151_936  # the vocabulary of Qwen, which is a multiple of 128 and of no l
 CAPABILITY = 90
 
 
-def head(width: int = VOCABULARY, entropy: bool = True, **deferred: Any) -> None:
-    hidden, weight = layer(torch.bfloat16, HIDDEN, rows=ROWS, vocabulary=width)
-    logits = losses.deferred_logits(hidden, weight, **deferred)
-    backward(hidden, *_scores(logits, entropy))
+def head(entropy: bool = True) -> None:
+    hidden, weight = layer(torch.bfloat16, HIDDEN, rows=ROWS, vocabulary=VOCABULARY)
+    backward(hidden, *_scores(losses.deferred_logits(hidden, weight), entropy))
 
 
 def materialized(dtype: torch.dtype, mask: bool = False) -> None:

@@ -27,7 +27,7 @@ from megatron_rl_patches.common.devices import on_device
 from megatron_rl_patches.losses.deferred.products import add_product
 from megatron_rl_patches.losses.objectives.divergences import DIVERGENCES
 from tests.lab.rehearsal.recorder import Recorder, recording
-from tests.references.heads import BASE, DEFERRED, KEPT, Setup, share_of_logits
+from tests.references.heads import ALL_KEPT, BASE, DEFERRED, Setup, share_of_logits
 
 SETUPS = (
     Setup(8192, 4096, 151936, torch.bfloat16),
@@ -36,13 +36,14 @@ SETUPS = (
 )
 
 ROWS, HIDDEN, VOCABULARY = 1024, 512, 32768
+FOURTH = ROWS * VOCABULARY // 4
 GPU = torch.device("cuda")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Case = Callable[[torch.dtype], Any]
 
 
-def keeping(share: float, hidden: Tensor, weight: Tensor) -> Tensor:
-    return losses.deferred_logits(hidden, weight, keep_bytes=share_of_logits(len(hidden), weight, share))
+def keeping_all(hidden: Tensor, weight: Tensor) -> Tensor:
+    return losses.deferred_logits(hidden, weight, keep_bytes=share_of_logits(len(hidden), weight, 1.0))
 
 
 PLAIN_OPERATORS = f"{DEFERRED}, plain operators"
@@ -51,7 +52,7 @@ HEADS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = {
     BASE: (lambda hidden, weight: (hidden @ weight.T).float(), {"inplace_backward": True}),
     DEFERRED: (losses.deferred_logits, {}),
     PLAIN_OPERATORS: (losses.deferred_logits, {"fused": False}),
-    **{name: (partial(keeping, share), {}) for name, share in KEPT.items()},
+    ALL_KEPT: (keeping_all, {}),
 }
 
 
@@ -183,9 +184,9 @@ def log_probs(
     assert (weight.grad is not None and weight.grad.dtype == dtype) == trains
 
 
-def kept_automatically(dtype: torch.dtype) -> None:
-    for _ in range(2):  # tiles are kept after the first backward
-        log_probs(dtype, deferred={"keep_bytes": "auto"})
+def kept(dtype: torch.dtype, keep_bytes: Any, backwards: int = 1) -> None:
+    for _ in range(backwards):
+        log_probs(dtype, deferred={"keep_bytes": keep_bytes, "tile_bytes": FOURTH * dtype.itemsize})
 
 
 @torch.no_grad()
@@ -298,8 +299,9 @@ LOSSES: dict[str, tuple[Case, int | None]] = {
     "deferred": (partial(log_probs, deferred={}), 3),
     "deferred, some rows": (partial(log_probs, deferred={}, some_rows=True), 3),
     "deferred, small tiles": (partial(log_probs, deferred={"tile_bytes": 1 << 23}), None),
-    "deferred, tiles kept": (partial(log_probs, deferred={"keep_bytes": 1 << 30}), 3),
-    "deferred, tiles kept automatically": (kept_automatically, 3 + 3),
+    "deferred, tiles kept": (partial(kept, keep_bytes=1 << 30), 4 * 3),
+    # They are kept after the first backward.
+    "deferred, tiles kept automatically": (partial(kept, keep_bytes="auto", backwards=2), 4 * 4 - 1 + 4 * 3),
     "deferred, frozen": (partial(log_probs, deferred={}, trains=False), 2),
     "deferred, frozen, no entropy": (partial(log_probs, deferred={}, trains=False, entropy=False), 2),
     "deferred, scoring": (scoring, 1),

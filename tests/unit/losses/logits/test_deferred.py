@@ -35,6 +35,7 @@ from megatron_rl_patches.losses.deferred import logits as deferred
 from megatron_rl_patches.losses.deferred import options as tile_options
 from megatron_rl_patches.losses.deferred import products, tensor
 from megatron_rl_patches.losses.deferred.options import TileOptions
+from megatron_rl_patches.losses.deferred.tiles import OutputLayerRows
 from megatron_rl_patches.losses.logits.arguments import VocabParallelOptions
 from megatron_rl_patches.losses.logits.rows import rows_of
 from tests.references.dense import IGNORE
@@ -283,28 +284,34 @@ def _at_ids(logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("loss", "trained", "keep_bytes", "products"),
+    ("loss", "trained", "products"),
     [
         # One in forward, whose only tile waits for backward, and two for the gradients.
-        (_log_probs, NAMES, 0, 3),
-        (_log_probs, NAMES, "auto", 3),
-        (_log_probs, NAMES, 1 << 30, 3),
-        (_log_probs, ("hidden",), 0, 2),
-        (_log_probs, ("weight", "bias"), 0, 2),
-        (_log_probs, (), 0, 1),
-        (_at_ids, ("hidden",), 1 << 30, 2),  # whose backward reads the tiles
+        (_log_probs, NAMES, 3),
+        (_log_probs, ("hidden",), 2),
+        (_log_probs, ("weight", "bias"), 2),
+        (_log_probs, (), 1),
+        (_at_ids, ("hidden",), 2),  # whose backward reads the tile
     ],
 )
-def test_matrix_products(
-    loss: Callable[[Tensor], Tensor], trained: Sequence[str], keep_bytes: Any, products: int
-) -> None:
+def test_matrix_products(loss: Callable[[Tensor], Tensor], trained: Sequence[str], products: int) -> None:
     tensors = inputs(torch.float32, trained)
     for _ in range(2):
         with Sizes() as sizes:
-            value = loss(logits_of(tensors, keep_bytes=keep_bytes).view(T, V)).sum()
+            value = loss(logits_of(tensors).view(T, V)).sum()
             if trained:
                 value.backward()
         assert sizes.products == products
+
+
+@pytest.mark.parametrize("width", [131_072, 151_936, 248_320])
+def test_tiles_have_all_rows_where_these_fit(width: int) -> None:
+    """A tile has a multiple of 256 columns, and still all rows, not nearly all."""
+    rows = OutputLayerRows(*torch.empty(2, 1, 1), None, slice(0, 1), TileOptions())
+    rows.width = width
+    for rows.n in range(64, 16385, 64):
+        most_rows, columns = rows.shape_of_tiles(width, 1)
+        assert most_rows == rows.n and (columns % 256 == 0 or columns == width)
 
 
 @pytest.mark.parametrize("keep_bytes", [0, "auto", 4 * 4 * 1024])  # "auto" keeps nothing on a CPU
