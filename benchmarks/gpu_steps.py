@@ -145,9 +145,8 @@ def card(save: Save) -> None:
                 if cost := result.cost(case, name):
                     rate = 2 * logits.numel() * hidden_size / cost.milliseconds / 1e9
                     result.figures[f"{case}, {name}"] = f"{rate:.0f} TFLOP/s"
-            save(result)
             result.figures[f"clocks, {case}"] = clocks()
-    save(result)
+            save(result)
 
 
 def tests(save: Save) -> None:
@@ -216,9 +215,8 @@ def head(save: Save) -> None:
             result.compare(case, {PRODUCTS: products, **compared}, 0.1 if DRY else 5.0, PRODUCTS)
             if mode in (ALL_ROWS, HALF, ENTROPY):
                 _claim_head(result, HEAD, mode)
-            save(result)
             result.figures[f"clocks, {mode}"] = clocks()
-    save(result)
+            save(result)
 
 
 @contextmanager

@@ -109,12 +109,14 @@ def _check_what_is_left(ddp: Sequence[Any]) -> None:
     assert scoring.state_of(ddp) == before
     assert all(get_attr_wrapped_model(chunk, "decoder").input_tensor is None for chunk in ddp)
     assert all(group.is_last_microbatch for chunk in ddp for group in chunk.bucket_groups)
-    for kind in [] if scores is None else [scores.log_probs, scores.entropy]:
-        assert all(x.dtype == torch.float32 and not (x.requires_grad or x.is_inference()) for x in kind)
+    if scores is not None:
+        found = [*scores.log_probs, *scores.entropy]
+        assert all(x.dtype == torch.float32 and not (x.requires_grad or x.is_inference()) for x in found)
         # One block of memory per microbatch, which holds nothing else.
-        blocks = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kind}
-        assert len(blocks) == len(microbatches()) and sum(blocks.values()) == sum(x.nbytes for x in kind)
-        del kind
+        blocks = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}
+        assert len(blocks) == len(microbatches())
+        assert sum(blocks.values()) == sum(x.nbytes for x in found)
+        del found
     del scores
     assert reachable_bytes() == bytes_before
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ...common.agreement import raise_on_all
 from ...common.chunks import SYNC_FUNCTIONS, distinct_configs, modules_with_modes, unwrap
-from ...common.devices import copied_to
+from ...common.devices import copied_together
 from ...common.ranks import is_rank_0
 from ...common.scopes import replaced
 from ...errors import InvalidInputError
@@ -132,11 +132,12 @@ def _run(plan: Plan, score: Score) -> tuple[list[Any], str | None]:
             return output, None
         scores: list[tuple[torch.Tensor, ...]] = []
         try:
-            for part in _scored(output, batch, chunk, score, plan.options.vocab_size):
-                responses = torch.cat(batch.layout.gather_responses(part, plan.context_parallel.group))
-                # One copy for all samples: each block of pinned memory may make the GPU wait.
-                copied = copied_to(responses, plan.options.output_device, non_blocking=True)
-                scores.append(torch.split(copied, list(batch.layout.response_lengths)))
+            parts = _scored(output, batch, chunk, score, plan.options.vocab_size)
+            group, lengths = plan.context_parallel.group, list(batch.layout.response_lengths)
+            responses = [torch.cat(batch.layout.gather_responses(part, group)) for part in parts]
+            # One copy for all: each block of pinned memory may make the GPU wait.
+            copies = copied_together(responses, plan.options.output_device)
+            scores.extend(torch.split(copy, lengths) for copy in copies)
         except InvalidInputError as error:  # the other stages wait for this one until the schedule ends
             problems.append(str(error))
         # Return a dummy: the schedule would keep the logits while the next microbatch runs.

@@ -66,11 +66,11 @@ class OutputLayerRows(LogitSource):
         return self._tiles(self.selected_hidden(), grid)
 
     def _tiles(self, hidden_nh: Tensor, grid: Grid | None, is_backward: bool = False) -> Iterator[Tile]:
-        row_ranges, column_ranges = grid or grid_of([self], self.width)
+        row_ranges, column_ranges, share = grid or grid_of([self], self.width)
         buffer_size = row_ranges[0].stop * column_ranges[0].stop
-        if grid is None and self.device.type == "cuda":  # one size whatever the rows, see _tile_bytes
-            size = min(self._tile_bytes() // self.logit_dtype.itemsize, self.n * self.width)
-            buffer_size = max(buffer_size, size)
+        if self.device.type == "cuda":  # one size whatever the rows, see _tile_bytes
+            size = self._tile_bytes() // share // self.logit_dtype.itemsize
+            buffer_size = max(buffer_size, min(size, self.n * self.width))
         # Backward can begin with forward's last tile if tiles have all rows, since any order will do then.
         # Sources that are compared go through their tiles together, from the first to the last.
         begins_with_last = grid is None and len(row_ranges) == 1

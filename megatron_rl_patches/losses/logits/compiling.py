@@ -131,7 +131,8 @@ def _call_compiled(function: Callable[..., Any], is_elementwise: bool, *args: An
         # stretch is a whole row, of any width.
         if logits.shape[1] > 1 or not is_elementwise:
             torch._dynamo.mark_static(logits, 2)
-    with config.patch(dict.fromkeys(names, _VARIANTS)):
+    # Constants of a module become part of the code. Otherwise each call would make tensors of them.
+    with config.patch({**dict.fromkeys(names, _VARIANTS), "specialize_float": True}):
         return _compiled(function, is_elementwise)(*args)
 
 

@@ -35,9 +35,15 @@ from .overwriting import StorageClaim, check_not_overwritten, claim_storage, mar
 from .slices import RowIndex, Rows, Runs
 
 Inputs = tuple[Tensor | None, ...]
-#: Rows and columns of tiles: consecutive ranges of the ``n`` rows, and of the columns.
-Grid = tuple[list[slice], list[slice]]
 S = TypeVar("S", bound="LogitSource")
+
+
+class Grid(NamedTuple):
+    """How logits are cut into tiles."""
+
+    rows: list[slice]  # consecutive ranges of the n rows
+    columns: list[slice]
+    share: int  # so many sources have tiles at a time, in the memory of one tile
 
 
 class Tile(NamedTuple):
@@ -187,7 +193,7 @@ class SelectedRows(LogitSource):
             yield Tile(self.detached(), slice(0, self.n), slice(0, self.width))
             return
         logits = self.logits.detach()
-        for columns, rows in product(grid[1], grid[0]):
+        for columns, rows in product(grid.columns, grid.rows):
             part = SelectedRows(logits[:, columns], self._place(rows), self.options, self.num_logits)
             yield Tile(part, rows, columns)
 
@@ -280,7 +286,8 @@ def grid_of(sources: Sequence[LogitSource], width: int) -> Grid:
     cut = [source for source in sources if source.computes_tiles]
     shapes = [source.shape_of_tiles(width, len(sources)) for source in cut or sources]
     rows, columns = (min(sizes) for sizes in zip(*shapes, strict=True))
-    return ranges(0, sources[0].n, rows) or [slice(0, 0)], ranges(0, width, columns)
+    row_ranges = ranges(0, sources[0].n, rows) or [slice(0, 0)]
+    return Grid(row_ranges, ranges(0, width, columns), len(sources))
 
 
 def ranges(start: int, stop: int, step: int) -> list[slice]:

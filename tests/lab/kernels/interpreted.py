@@ -1,8 +1,10 @@
 """What the compiler's Triton kernels compute, in triton's interpreter on a CPU.
 
-``python -m tests.lab.kernels.interpreted`` runs the code that the compiler generates for a GPU on tensors in
-host memory, compares the results with float64, counts how often each logit is loaded, and prints the largest
-relative errors as JSON. ``TRITON_INTERPRET`` is set before triton is imported, since triton reads it then.
+``python -m tests.lab.kernels.interpreted CASE`` reads from standard input the sources that
+:mod:`.machine_code` printed for a case. It computes a loss and its gradient on few rows in host memory, with
+these in place of compiled functions. Each of them must load each logit once, and its results are compared
+with those of the function in float64. The largest error of each is printed as JSON. ``TRITON_INTERPRET`` is
+set before triton is imported, since triton reads it then.
 """
 
 from __future__ import annotations
@@ -10,10 +12,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,21 +30,19 @@ import torch
 import triton
 from torch import Tensor
 from torch._inductor.runtime import triton_helpers
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 from triton.runtime import interpreter
 
-from megatron_rl_patches.losses.logits import compiling, softmax
+from megatron_rl_patches import losses
+from megatron_rl_patches.losses.logits import blocks, compiling
+from megatron_rl_patches.losses.logits.softmax import block_gradient, block_statistics
 from tests.lab.kernels.machine_code import load
 from tests.lab.kernels.pretended_gpu import pretended_gpu
-from tests.lab.kernels.sources import CAPABILITY, generate
+from tests.lab.kernels.sources import CAPABILITY, Source, tensors_of
 
-ROWS, WIDTH = 5, 1024
-TEMPERATURE = 0.8
+ROWS, STRETCHES = 5, 3
 #: Standard deviations of logits. Beyond these, errors grow with the distance from a row's largest logit.
 SPREADS = (2.0, 10.0)
-#: The code of each function, by the types of what it gets.
-_codes: dict[tuple[Any, ...], str] = {}
 
 
 class _Libdevice:
@@ -53,6 +54,15 @@ class _Libdevice:
             return triton.language.core.tensor(interpreter.TensorHandle(data, x.handle.dtype), x.type)
 
         return apply
+
+
+def _max(x: Any, dimension: int) -> Any:
+    """Return the maximum as ``triton_helpers.max2`` does, with NaN, which takes the interpreter a minute."""
+    data = x.handle.data.max(dimension)
+    handle = interpreter.TensorHandle(data, x.handle.dtype)
+    return triton.language.core.tensor(
+        handle, triton.language.core.block_type(x.type.scalar, list(data.shape))
+    )
 
 
 @contextmanager
@@ -79,10 +89,12 @@ class _Kernel:
             self._kernel = load(name, source, folder, CAPABILITY)
 
     def run(self, *args: Any, stream: object = None) -> None:
-        blocks = self._kernel.configs[0].kwargs
+        blocks = dict(self._kernel.configs[0].kwargs)
         names = [name for name in self._kernel.triton_meta["signature"] if name not in blocks]
         sizes = dict(zip(names, args, strict=True))
         grid = [triton.cdiv(sizes.get(f"{d}numel", 1), blocks.get(f"{d.upper()}BLOCK", 1)) for d in "xy"]
+        if "R0_BLOCK" in blocks:  # the interpreter takes long for masked elements, too
+            blocks["R0_BLOCK"] = min(blocks["R0_BLOCK"], triton.next_power_of_2(sizes["r0_numel"]))
         self._kernel.fn[(*grid, 1)](*args, **blocks)
 
 
@@ -93,7 +105,11 @@ def run(code: str, inputs: Sequence[Any]) -> Any:
         made = torch.empty_strided(size, stride, dtype=dtype)
         return made.fill_(float("nan")) if dtype.is_floating_point else made
 
-    with tempfile.TemporaryDirectory() as folder, patch.object(triton_helpers, "libdevice", _Libdevice()):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.object(triton_helpers, "libdevice", _Libdevice()),
+        patch.object(triton_helpers, "max2", _max),
+    ):
         replaced = SimpleNamespace(
             triton=lambda name, source, device_str: _Kernel(name, source, Path(folder)),
             wait=lambda scope: None,
@@ -118,101 +134,148 @@ def run(code: str, inputs: Sequence[Any]) -> Any:
             return scope["call"](list(inputs))
 
 
-def code_of(function: Callable[..., Any], is_elementwise: bool, *args: Any) -> str:
-    """Return what the compiler generates for a GPU and these arguments, whose logits are the first one."""
-    key = function, str(tree_map(lambda x: x.dtype if isinstance(x, Tensor) else x, args))
-    if key in _codes:
-        return _codes[key]
-    memo: dict[int, Tensor] = {}  # a tensor that comes twice is one tensor
-
-    def fake(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return memo.setdefault(id(x), torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda"))
-
-    with pretended_gpu(CAPABILITY), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        compiled = partial(compiling._call_compiled, function, is_elementwise)
-        _codes[key] = generate(compiled, *tree_map(fake, args))
-    return _codes[key]
+def logits_of(args: Sequence[Any]) -> list[Tensor]:
+    return args[0] if isinstance(args[0], list) else [args[0]]
 
 
-def inputs_of(function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return what the compiled code takes for these arguments, in its order."""
-    taken: list[Any] = []
+def in_float64(args: Sequence[Any]) -> Any:
+    """Return copies of arguments; a tensor that comes twice is one tensor."""
+    memo: dict[int, Tensor] = {}
 
-    def backend(graph: Any, examples: object) -> Callable[..., Any]:
-        def call(*inputs: Any) -> Any:
-            taken.extend(inputs)
-            return graph.forward(*[x.clone() if isinstance(x, Tensor) else x for x in inputs])
+    def convert(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.is_floating_point():
+            return memo.setdefault(id(x), x.double().clone())
+        return torch.float64 if x is torch.float32 else x
+
+    return tree_map(convert, args)
+
+
+def interpreting(sources: dict[str, Source], errors: dict[str, float]) -> Callable[..., Any]:
+    """Return what runs in place of compiled functions, and notes the largest error of each."""
+
+    def compiled(function: Callable[..., Any], is_elementwise: bool) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            exact_args = in_float64(args)
+            exact = function(*exact_args)
+            (code, places), tensors = sources[function.__name__], tensors_of(args)
+            inputs = [tensors[i].shape[d[0]] if d else tensors[i] for i, *d in places]
+            with ExitStack() as stack:
+                loads = [stack.enter_context(counted_loads(x)) for x in logits_of(args)]
+                found = run(code, inputs)
+            check_loads(loads, args, is_elementwise)
+            found = None if exact is None else tree_unflatten(found, tree_structure(exact))
+            if is_elementwise:  # it has overwritten an argument
+                place = 1 if function is block_gradient else -1
+                error = error_of_gradient(args[place], exact_args[place])
+            else:
+                smallest = 1e-300 if function is block_statistics else 1.0
+                of_values = partial(error_of_values, smallest=smallest)
+                error = max(map(of_values, tree_leaves(found), tree_leaves(exact)))
+            errors[function.__name__] = max(error, errors.get(function.__name__, 0.0))
+            return found
 
         return call
 
-    torch._dynamo.reset()
-    torch._dynamo.mark_static(args[0], 2)
-    with torch.no_grad():
-        torch.compile(function, dynamic=True, fullgraph=True, backend=backend)(*args)
-    return taken
+    return compiled
 
 
-def logits_of(dtype: torch.dtype, spread: float) -> Tensor:
-    """Return rows in stretches: one with -inf, one of -inf alone, one with NaN."""
-    x = (spread * torch.randn(ROWS, 4, WIDTH // 4)).to(dtype)
-    x[1, 2, 3] = x[2] = float("-inf")
-    x[3, 0, 7] = float("nan")
-    return x
+def check_loads(loads: Sequence[Any], args: Sequence[Any], is_elementwise: bool) -> None:
+    """Each logit is loaded once. Statistics load the stretch of a row's largest logit once more."""
+    more = sum(int((counts - 1).sum()) for counts in loads)
+    is_statistics = not is_elementwise and len(loads) == 1
+    passes = len(args[1]) if is_statistics else 0
+    rows, _, columns = logits_of(args)[0].shape
+    assert min(counts.min() for counts in loads) == 1 and more == passes * rows * columns, loads
 
 
-def error_of_statistics(dtype: torch.dtype, spread: float, entropy: bool) -> float:
-    x, temperature, passes = logits_of(dtype, spread), torch.tensor(TEMPERATURE), [(None, entropy)]
-    function = softmax.block_statistics
-    code = code_of(function, False, x, passes, temperature)
-    with counted_loads(x) as loads:
-        statistics = run(code, inputs_of(function, x, passes, temperature))
-    # The stretch of the largest logit is read once more.
-    assert loads.min() == 1 and loads.max() == 2 and (loads == 2).sum() == ROWS * WIDTH // 4, loads
-    worst = 0.0
-    (expected,) = function(x.double(), passes, temperature.double())
-    for value, exact in zip(statistics, expected, strict=True):
-        assert torch.equal(value.isnan(), exact.isnan()), (value, exact)
-        assert torch.equal(value.isinf(), exact.isinf()), (value, exact)
-        is_finite = exact.isfinite()
-        errors = (value[is_finite] - exact[is_finite]).abs() / exact[is_finite].abs().clamp(min=1e-300)
-        worst = max(worst, errors.max().item())
-    return worst
+def error_of_values(found: Tensor, exact: Tensor, smallest: float) -> float:
+    """Return the largest error relative to values, or to ``smallest``; what is not finite must be equal."""
+    assert torch.equal(found.isnan(), exact.isnan()), (found, exact)
+    assert torch.equal(found.isinf(), exact.isinf()), (found, exact)
+    is_finite = exact.isfinite()
+    errors = (found.double() - exact)[is_finite].abs() / exact[is_finite].abs().clamp(min=smallest)
+    return errors.max().item()
 
 
-def error_of_gradient(dtype: torch.dtype, spread: float, entropy: bool) -> float:
-    """Return the largest error, in units of the largest entry of a row; the gradient replaces the logits."""
-    x = logits_of(dtype, spread)
-    has_grad = torch.tensor([True, True, True, False, True])[:, None, None]
-    reference = softmax.finite(x.float().nan_to_num(0.0, neginf=-torch.inf).amax((1, 2), keepdim=True))
-    a, b = torch.randn(ROWS, 1, 1), torch.randn(ROWS, 1, 1) if entropy else None
-    scale, function = torch.tensor(TEMPERATURE), softmax.block_gradient
-
-    def arguments(x: Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
-        of_rows = tuple(None if value is None else value.to(dtype) for value in (reference, a, b))
-        return x, x, of_rows, softmax.NO_SOFTMAX, None, has_grad, scale.to(dtype), None
-
-    exact = x.double()
-    function(*arguments(exact, torch.float64))
-    args = arguments(x, torch.float32)
-    code, inputs = code_of(function, True, *args), inputs_of(function, *args)
-    with counted_loads(x) as loads:
-        run(code, inputs)
-    assert loads.min() == loads.max() == 1, loads
-    assert x[3].eq(0).all() and exact[3].eq(0).all()
+def error_of_gradient(found: Tensor, exact: Tensor) -> float:
+    """Return the largest error in units of the largest entry of its row."""
+    assert torch.equal(found.isnan(), exact.isnan()), (found, exact)
+    found, exact = found.double().nan_to_num(), exact.nan_to_num()
     largest = exact.abs().amax((1, 2), keepdim=True).clamp(min=1e-300)
-    return ((x.double() - exact).abs() / largest).max().item()
+    return ((found - exact).abs() / largest).max().item()
+
+
+# --- cases of :mod:`.sources`, on few rows
+
+
+def logits(dtype: torch.dtype, width: int, spread: float) -> Tensor:
+    """Return rows of which one has -inf, one -inf alone, and one NaN."""
+    x = (spread * torch.randn(ROWS, width)).to(dtype)
+    x[1, width // 2] = x[2] = float("-inf")
+    x[3, 7] = float("nan")
+    return x.requires_grad_()
+
+
+def backward(*values: Tensor) -> None:
+    weights = torch.randn(len(values), ROWS)
+    weights[:, 3] = 0.0  # of the row with NaN, whose gradient is zero then
+    (torch.stack(values) * weights).sum().backward()
+
+
+def log_probs(
+    spread: float,
+    dtype: torch.dtype,
+    stretch: int,
+    *,
+    entropy: bool = True,
+    inplace: bool = False,
+    mask: bool = False,
+) -> None:
+    x = logits(dtype, stretch * STRETCHES, spread) * 1
+    options: dict[str, Any] = {"temperature": 0.8, "inplace_backward": inplace}
+    if mask:
+        options["keep_mask"] = torch.rand(x.shape) < 0.5
+    function = losses.vocab_parallel_log_probs_and_entropy if entropy else losses.vocab_parallel_log_probs
+    values = function(x, torch.arange(ROWS), **options)
+    backward(*(values if isinstance(values, tuple) else (values,)))
+
+
+def divergence(spread: float, name: Any) -> None:
+    student = logits(torch.bfloat16, 1024 * STRETCHES, spread)
+    teacher = student.detach() + torch.randn(student.shape).to(torch.bfloat16)
+    options: dict[str, Any] = {"divergence": name, "inplace_backward": True}
+    backward(losses.full_vocabulary_divergence(student * 1, teacher, **options))
+
+
+CASES: dict[str, Callable[[float], None]] = {
+    "head": partial(log_probs, dtype=torch.bfloat16, stretch=1024, inplace=True),
+    "head, log-probs": partial(log_probs, dtype=torch.bfloat16, stretch=1024, inplace=True, entropy=False),
+    "materialized, float32": partial(log_probs, dtype=torch.float32, stretch=128),
+    "materialized, float32, keep-mask": partial(log_probs, dtype=torch.float32, stretch=128, mask=True),
+    **{name: partial(divergence, name=name) for name in ("reverse_kl", "forward_kl", "jensen_shannon")},
+}
+
+
+def _raise(block: object, error: Exception) -> None:
+    raise error
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    torch._inductor.config.force_disable_caches = True
-    torch._inductor.config.compile_threads = 1
     torch.manual_seed(0)
-    errors: dict[str, dict[str, float]] = {}
-    for kind, error in {"statistics": error_of_statistics, "gradient": error_of_gradient}.items():
-        for dtype in (torch.float32, torch.bfloat16):
-            of_all = [error(dtype, spread, entropy) for entropy in (True, False) for spread in SPREADS]
-            errors.setdefault(kind, {})[str(dtype).removeprefix("torch.")] = max(of_all)
+    sources, errors = json.load(sys.stdin), dict[str, float]()
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (compiling, "WORTHWHILE_ELEMENTS", 0),
+            (compiling, "_has_compiler", lambda device: True),
+            (compiling, "_compiled", interpreting(sources, errors)),
+            (compiling.BlockFunction, "_give_up", _raise),
+            # As on a GPU:
+            (blocks, "best_stretch", lambda device: 1024),
+            (blocks, "_as_one_stretch", blocks.stretches),
+        ):
+            stack.enter_context(patch.object(owner, name, value))
+        for spread in SPREADS:
+            CASES[sys.argv[1]](spread)
+    assert errors.keys() == sources.keys()
     print(json.dumps(errors))

@@ -2,8 +2,8 @@
 
 ``python -m tests.lab.kernels.machine_code CASE`` compiles the kernels that read logits in a case of
 :mod:`.sources`, and prints as JSON their configurations up to the first one that is fast enough, or with
-``--all`` all of them, and the digests of the case's kernels. It runs in a process that has the libraries of
-:mod:`tests.lab.rehearsal.stand_ins`.
+``--all`` all of them, the digests of the case's kernels, and the source of each function. It runs in a
+process that has the libraries of :mod:`tests.lab.rehearsal.stand_ins`.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ _INSTRUCTION = re.compile(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A
 _USE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 STATISTICS, GRADIENT = "block_statistics", "block_gradient"
+WRITES_LOGITS = {GRADIENT, "_block_derivative"}
 #: The most instructions for each logit, or for each pair of logits, by case and function.
 MOST = {
     "head": {STATISTICS: 22, GRADIENT: 26},
     "head, log-probs": {STATISTICS: 22, GRADIENT: 26},
     # Its vocabulary is divided into stretches of 128 columns.
-    "materialized, float32": {STATISTICS: 30, GRADIENT: 26},
-    "materialized, float32, keep-mask": {STATISTICS: 40, GRADIENT: 40},  # two softmaxes
-    "reverse_kl": {"_conditional_parts": 100, "_block_derivative": 35},
-    "forward_kl": {"_conditional_parts": 100, "_block_derivative": 120},
-    "jensen_shannon": {"_normalizers": 22, "_sums": 220, "_block_derivative": 120},
+    "materialized, float32": {STATISTICS: 26, GRADIENT: 26},
+    "materialized, float32, keep-mask": {STATISTICS: 29, GRADIENT: 35},  # two softmaxes
+    "reverse_kl": {"_conditional_parts": 95, "_block_derivative": 35},
+    "forward_kl": {"_conditional_parts": 95, "_block_derivative": 105},
+    "jensen_shannon": {"_normalizers": 22, "_sums": 215, "_block_derivative": 120},
 }
 
 
@@ -63,8 +64,8 @@ class Kernel:
         registers: of a thread.
         spilled: bytes of a thread that are not in registers.
         per_element: instructions for each element that the kernel goes over.
-        widest_load: in bytes, from the memory of the GPU.
-        widest_store: the same to it.
+        wide_loads: bytes of each element that are loaded 16 at a time.
+        widest_store: in bytes, to the memory of the GPU.
         has_loop: it goes over a row in several steps, and may read it more than once.
     """
 
@@ -75,18 +76,17 @@ class Kernel:
     registers: int
     spilled: int
     per_element: float
-    widest_load: int
+    wide_loads: float
     widest_store: int
     has_loop: bool
 
     def is_fast(self) -> bool:
-        writes_logits = self.function in (GRADIENT, "_block_derivative")
         has_one_step = not self.has_loop or "R0_BLOCK 1024" in self.configuration
         return (
             self.spilled == 0
             and self.per_element <= MOST[self.case][self.function]
-            and self.widest_load == 16
-            and (self.widest_store == 16 or not writes_logits)
+            and self.wide_loads >= bytes_of_logits(self.case, self.function)
+            and (self.widest_store == 16 or self.function not in WRITES_LOGITS)
             and has_one_step
         )
 
@@ -123,7 +123,10 @@ def load(name: str, source: str, folder: Path, capability: int) -> Any:
 
 
 def compiled(code: str, case: str, function: str, capability: int, folder: Path) -> Iterator[Kernel]:
-    """Compile every configuration of the kernel that reads logits. It is the first; others merge results."""
+    """Compile every configuration of the first kernel, which reads all logits of one side or of both.
+
+    Later ones read those of the other side, or the stretch with a row's largest logit, or merge results.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -161,16 +164,25 @@ def compiled(code: str, case: str, function: str, capability: int, folder: Path)
             registers,
             stack + local,
             round(count / max(elements / threads, 1), 1),
-            _widest(instructions, "LDG"),
-            _widest(instructions, "STG"),
+            16 * threads / elements * sum(n for name, n in instructions.items() if _width(name, "LDG") == 16),
+            max(_width(name, "STG") for name in instructions),
             "for r0_offset" in source,
         )
 
 
-def _widest(instructions: Counter[str], kind: str) -> int:
-    """Return how many bytes the widest of these instructions moves for each thread."""
-    widths = [re.search(r"\.U?(8|16|64|128)\b", name) for name in instructions if name.startswith(kind)]
-    return max((int(width[1]) // 8 if width else 4 for width in widths), default=0)
+def _width(instruction: str, kind: str) -> int:
+    """Return how many bytes an instruction moves for each thread, and 0 for one of another kind."""
+    if not instruction.startswith(kind):
+        return 0
+    width = re.search(r"\.U?(8|16|64|128)\b", instruction)
+    return int(width[1]) // 8 if width else 4
+
+
+def bytes_of_logits(case: str, function: str) -> int:
+    """Return how many bytes of logits and their mask a kernel has to load for each element."""
+    if function == "_normalizers" or case.startswith("head"):
+        return 2  # bfloat16; _normalizers have a kernel for each side
+    return 5 if "keep-mask" in case else 4  # float32, or bfloat16 of two sides
 
 
 def _until_fast(kernels: Iterable[Kernel]) -> Iterator[Kernel]:
@@ -184,14 +196,15 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch._inductor.config.force_disable_caches = True
     case, takes = sys.argv[1], list if "--all" in sys.argv else _until_fast
-    codes = sources.sources_of(sources.CASES[case])
+    of_functions = sources.sources_of(sources.CASES[case])
     rows: list[Kernel] = []
     with tempfile.TemporaryDirectory() as temporary:
         os.environ["TRITON_CACHE_DIR"] = temporary
         for capability in MULTIPROCESSORS:
             with pretended_gpu(capability):
-                for function, code in codes.items():
-                    rows += takes(compiled(code, case, function, capability, Path(temporary)))
-    of_all = sorted({digest for code in codes.values() for digest in digests(code)})
-    print(json.dumps({"kernels": [asdict(row) for row in rows], "digests": of_all}), flush=True)
+                for function, source in of_functions.items():
+                    rows += takes(compiled(source.code, case, function, capability, Path(temporary)))
+    of_all = sorted({digest for source in of_functions.values() for digest in digests(source.code)})
+    found = {"kernels": [asdict(row) for row in rows], "digests": of_all, "sources": of_functions}
+    print(json.dumps(found), flush=True)
     os._exit(0)  # an orderly end would release streams that are not there

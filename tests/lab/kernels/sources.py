@@ -6,9 +6,9 @@ Cases of the rehearsal run at real sizes, on fake CUDA tensors, in a process tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -16,9 +16,11 @@ import torch._inductor.config as inductor
 from torch import Tensor
 from torch._inductor.graph import GraphLowering
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from megatron_rl_patches import losses
 from megatron_rl_patches.losses.logits import compiling
+from megatron_rl_patches.losses.objectives.divergences import Divergence
 from tests.lab.kernels.pretended_gpu import pretended_gpu
 from tests.lab.rehearsal.cases import backward, ids, layer
 from tests.lab.rehearsal.recorder import recording
@@ -87,24 +89,65 @@ def generate(compiled: Callable[..., Any], *args: Any) -> str:
     return codes[-1]
 
 
-def sources_of(case: Callable[[], None]) -> dict[str, str]:
-    """Run a case, and return the code of each function that it compiles, by its name."""
-    codes: dict[str, str] = {}
+class Source(NamedTuple):
+    """What the compiler makes of a function.
+
+    Attributes:
+        inputs: of the code, in its order: numbers of the arguments' tensors, or of a tensor and a dimension
+            whose size it is.
+    """
+
+    code: str
+    inputs: list[list[int]]
+
+
+def inputs_of(function: Callable[..., Any], args: Sequence[Any]) -> list[list[int]]:
+    """Return what the compiler takes for these arguments, see :class:`Source`."""
+    tensors, inputs = tensors_of(args), list[list[int]]()
+
+    def place(x: Any) -> list[int]:
+        if isinstance(x, Tensor):
+            return [next(number for number, tensor in enumerate(tensors) if tensor is x)]
+        return next([i, d] for i, tensor in enumerate(tensors) for d, n in enumerate(tensor.shape) if n == x)
+
+    def backend(graph: Any, examples: object) -> Callable[..., Any]:
+        def call(*values: Any) -> Any:
+            inputs.extend([place(value) for value in values])
+            return graph.forward(*values)
+
+        return call
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(specialize_float=True):
+        torch.compile(function, dynamic=True, fullgraph=True, backend=backend)(*args)
+    return inputs
+
+
+def tensors_of(args: Any) -> list[Tensor]:
+    leaves = tree_leaves(args)
+    weights = [x.beta for x in leaves if isinstance(x, Divergence)]
+    return [x for x in (*leaves, *weights) if isinstance(x, Tensor)]
+
+
+def sources_of(case: Callable[[], None]) -> dict[str, Source]:
+    """Run a case, and return what the compiler makes of each function, by its name."""
+    sources: dict[str, Source] = {}
     compiled = compiling._compiled
 
     def generating(function: Callable[..., Any], is_elementwise: bool) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            if function.__name__ not in codes:
+            if function.__name__ not in sources:
                 logits = args[0][0] if isinstance(args[0], list) else args[0]
                 with _disable_current_modes(), logits.fake_mode:
-                    codes[function.__name__] = generate(compiled(function, is_elementwise), *args)
+                    code = generate(compiled(function, is_elementwise), *args)
+                    sources[function.__name__] = Source(code, inputs_of(function, args))
             return function(*args)
 
         return call
 
     with recording(), pretended_gpu(CAPABILITY), patch.object(compiling, "_compiled", generating):
         case()
-    return codes
+    return sources
 
 
 def generated_codes(case: Callable[[], None]) -> list[str]:

@@ -50,10 +50,11 @@ static void *next_handle(void) { return &handles[used++ % 65536]; }
 """
 
 
-def run(module: str, *arguments: str, **variables: str) -> str:
+def run(module: str, *arguments: str, stdin: str | None = None, **variables: str) -> str:
     """Run a module in a fresh process with environment variables, and return what it prints."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
+        input=stdin,
         env={**os.environ, **variables},
         cwd=PAGE.parents[2],
         capture_output=True,

@@ -84,3 +84,10 @@ def test_memory_is_given_back_after_the_last_copy(gpu: Gpu) -> None:
     for buffer in gpu.accesses.values():
         [(stream, number, _)] = buffer[-1:]
         assert number <= gpu.current.seen[stream]
+
+
+def test_tensors_of_all_kinds_are_copied_together() -> None:
+    tensors = [torch.rand(3), torch.arange(4).view(2, 2), torch.ones(5, 1).bool(), torch.empty(0, 7).double()]
+    copies = devices.copied_together(tensors, "cpu")
+    assert all(copy.dtype == x.dtype and copy.equal(x) for copy, x in zip(copies, tensors, strict=True))
+    assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 1
