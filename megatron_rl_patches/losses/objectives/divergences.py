@@ -28,10 +28,10 @@ much the rounding has added to the divergence; see :meth:`Divergence.without_rou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,9 +57,40 @@ _SMALL_GAP = 0.25
 _MINUS_INF = float("-inf")
 
 
+class Normalizer(NamedTuple):
+    """The normalizer of ``x``, which is that of ``x / scale`` times the scale, in the dtype of ``x``.
+
+    Attributes:
+        rounded: ``[..., 1]``.
+        remainder: what is lost by rounding. Subtracting one after the other leaves an error relative to the
+            result, which may be small.
+        least: the least ``x`` that is not ruled out.
+    """
+
+    rounded: Tensor
+    remainder: Tensor
+    least: Tensor
+
+    @classmethod
+    def of(cls, exact: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Normalizer:
+        """Take the normalizer of ``x / scale``, ``[...]`` in float64."""
+        exact = exact.where(exact != _MINUS_INF, 0.0)[..., None]
+        exact, least = (exact, RULED_OUT) if scale is None else (exact * scale, RULED_OUT * scale)
+        rounded = exact.to(dtype)
+        return cls(rounded, (exact - rounded).to(dtype), (exact + least).to(dtype))
+
+    def part(self, rows: slice, cut: Callable[[Tensor], Tensor]) -> Normalizer:
+        """Return those of some rows, cut as logits are, from those of several distributions ``[m, n, 1]``."""
+        return Normalizer(*(cut(values[:, rows]) for values in self))
+
+    def of_each(self) -> list[Normalizer]:
+        """Return the normalizer of each distribution from those of all, ``[m, ..., 1]``."""
+        return [Normalizer(*values) for values in zip(*self, strict=True)]
+
+
 @dataclass(eq=False)
 class LogProbs:
-    """``log p = (x - normalizer) / scale`` of ``x`` ``[..., w]`` and a float64 normalizer ``[...]``.
+    """``log p = (x - normalizer) / scale`` of ``x`` ``[..., w]``.
 
     Attributes:
         scale: a tensor without dimensions, or ``None`` for 1. To divide ``x`` itself would add a rounding
@@ -67,22 +98,18 @@ class LogProbs:
     """
 
     x: Tensor
-    normalizer: Tensor
+    normalizer: Normalizer
     scale: Tensor | None = None
 
     @classmethod
-    def bounded(cls, x: Tensor, normalizer: Tensor, scale: Tensor | None = None) -> LogProbs:
-        """Return log-probabilities of at least :data:`RULED_OUT`; the normalizer is that of ``x / scale``."""
-        normalizer = normalizer.where(normalizer != _MINUS_INF, 0.0)
-        normalizer = normalizer if scale is None else normalizer * scale
-        log_probs = cls(x, normalizer, scale)
-        log_probs.x = torch.maximum(x, log_probs._floor())
-        return log_probs
+    def bounded(cls, x: Tensor, normalizer: Normalizer, scale: Tensor | None = None) -> LogProbs:
+        """Return log-probabilities of at least :data:`RULED_OUT`."""
+        return cls(torch.maximum(x, normalizer.least), normalizer, scale)
 
     @property
     def are_ruled_out(self) -> Tensor:
         """Whether a log-probability is a constant, :data:`RULED_OUT`."""
-        return self.x == self._floor()
+        return self.x == self.normalizer.least
 
     @property
     def values(self) -> Tensor:
@@ -96,30 +123,17 @@ class LogProbs:
         """Return ``log p - log q``, exactly zero where both have the same bits."""
         if (self.scale is None) != (other.scale is None):
             return self.values.sub_(other.values)
-        difference = LogProbs(self.x - other.x, self.normalizer - other.normalizer)
-        rounded, remainder = difference._rounded_normalizer()
-        return self._scaled_(difference.x.sub_(rounded).sub_(remainder))
+        # Rounding the difference of the normalizers moves all columns of a row alike, as said above.
+        rounded = self.normalizer.rounded - other.normalizer.rounded
+        remainder = self.normalizer.remainder - other.normalizer.remainder
+        return self._scaled_((self.x - other.x).sub_(rounded).sub_(remainder))
 
     def _of_x(self) -> Tensor:
         """Return ``x - normalizer``."""
-        rounded, remainder = self._rounded_normalizer()
-        return (self.x - rounded).sub_(remainder)
+        return (self.x - self.normalizer.rounded).sub_(self.normalizer.remainder)
 
     def _scaled_(self, difference: Tensor) -> Tensor:
         return difference if self.scale is None else difference.div_(self.scale)
-
-    def _floor(self) -> Tensor:
-        """Return the least ``x`` that is not ruled out, ``[..., 1]``."""
-        least = RULED_OUT if self.scale is None else RULED_OUT * self.scale
-        return (self.normalizer + least).to(self.x.dtype)[..., None]
-
-    def _rounded_normalizer(self) -> tuple[Tensor, Tensor]:
-        """Return the normalizer in the dtype of ``x``, and what is lost by that, ``[..., 1]`` each.
-
-        Subtracting one after the other leaves an error relative to the result, which may be small.
-        """
-        rounded = self.normalizer.to(self.x.dtype)
-        return rounded[..., None], (self.normalizer - rounded).to(self.x.dtype)[..., None]
 
 
 @dataclass(eq=False)
@@ -142,7 +156,7 @@ class Compared:
     def between(
         cls,
         xs: Sequence[Tensor],
-        normalizers: Iterable[Tensor],
+        normalizers: Iterable[Normalizer],
         log_weights: Sequence[Tensor | float] = (0.0,),
         scale: Tensor | None = None,
     ) -> Compared:
@@ -152,7 +166,8 @@ class Compared:
         teacher = teachers[0]
         if len(teachers) > 1:
             weighted = [one.values + weight for one, weight in zip(teachers, log_weights, strict=True)]
-            teacher = LogProbs(reduce(torch.logaddexp, weighted), torch.zeros_like(student.normalizer))
+            zero = torch.zeros_like(student.normalizer.rounded)
+            teacher = LogProbs(reduce(torch.logaddexp, weighted), Normalizer(zero, zero, zero))
         return cls(student, teacher, student.minus(teacher), old[0].minus(teacher) if old else None)
 
     # The compiler does not know functools.cached_property, which has a lock.

@@ -33,7 +33,7 @@ from ..logits.blocks import Block, each_block
 from ..logits.overwriting import StorageClaim
 from ..logits.rows import Grid, Inputs, LogitSource, Tile, grid_of
 from ..logits.softmax import log_sum_exp, sum_of_rows
-from .divergences import Compared, Divergence
+from .divergences import Compared, Divergence, Normalizer
 
 _MINUS_INF, _INF = float("-inf"), float("inf")
 # Where log-probabilities of a column, or of a block of columns, differ by more nats, one distribution gives
@@ -131,17 +131,18 @@ class _FullDivergence(LogitFunction):
     ) -> Inputs:
         (gradient,) = gradients
         assert gradient is not None
-        normalizers, expected = saved.pop("normalizers"), saved.pop("expected")
+        normalizers, expected = saved.pop("normalizers"), saved.pop("expected").to(source.dtype)
         comparison = self._comparison(source, saved)
         weights = (gradient / source.options.scale)[:, None]
         of_others = comparison.tiles_of_others()
 
         def of_tile(tile: Tile, out: Tensor) -> None:
             sides = comparison.sides_of(tile, next(of_others))
+            of_all = sides.normalizer(normalizers)
 
             def of_block(block: Block) -> None:
                 rows = slice(tile.rows.start + block.rows.start, tile.rows.start + block.rows.stop)
-                of_rows = normalizers[:, rows], expected[rows, None], weights[rows]
+                of_rows = of_all.part(rows, block.cut), *map(block.cut, (expected[rows, None], weights[rows]))
                 block.function(*sides.arguments(block), of_rows, self.masks_ruled_out, block.out)
 
             each_block(tile.logits, _block_derivative, of_block, gradient=out, **_BLOCKS)
@@ -196,16 +197,17 @@ class _Comparison(NamedTuple):
 
         def of_tile(tile: Tile) -> Tensor:
             sides, values = self.sides_of(tile, next(of_others)), []
+            of_all = None if normalizers is None else sides.normalizer(normalizers)
 
             def of_block(block: Block) -> None:
                 rows = slice(tile.rows.start + block.rows.start, tile.rows.start + block.rows.stop)
-                of_rows = None if normalizers is None else normalizers[:, rows]
+                of_rows = None if of_all is None else of_all.part(rows, block.cut)
                 values.append(block.function(*sides.arguments(block), of_rows))
 
             each_block(tile.logits, function, of_block, **_BLOCKS)
             if not values:  # no rows
                 xs = [tile.logits.read_all(), *sides.others]
-                values.append(function(xs, sides.preparation, sides.options, normalizers))
+                values.append(function(xs, sides.preparation, sides.options, of_all))
             return torch.cat(values, 1)
 
         local = self.student.reduce(of_tile, merge, self.grid)
@@ -245,6 +247,10 @@ class _Sides:
             preparation = preparation._replace(is_id=block.cut(preparation.is_id))
         return xs, preparation, self._as_tensors
 
+    def normalizer(self, exact: Tensor) -> Normalizer:
+        """Return what functions subtract from the logits of all, from normalizers ``[m, n]``."""
+        return Normalizer.of(exact, self.preparation.dtype, _common(self.preparation.scales))
+
     @cached_property
     def _as_tensors(self) -> DivergenceOptions:
         return self.options.as_tensors(self.others[0].new_empty(0, dtype=self.preparation.dtype))
@@ -278,7 +284,8 @@ def _conditional_parts(
     divergence = options.divergence
     xs, scale = _prepared(xs, preparation)
     masses = [log_sum_exp(x, scale) for x in xs]
-    compared = Compared.between(xs, masses, scale=scale)
+    of_each = [Normalizer.of(mass, xs[0].dtype, scale) for mass in masses]
+    compared = Compared.between(xs, of_each, scale=scale)
     value, expected = map(sum_of_rows, divergence.terms(compared))
     value = divergence.without_rounding(value, expected)
     parts = [*masses, value.masked_fill(_differ(compared), _INF), expected]
@@ -295,7 +302,7 @@ def _whole(divergence: Divergence, parts: Sequence[Tensor]) -> list[Tensor]:
     *masses, values, expected = parts
     differ = values == _INF
     totals = [mass.logsumexp(1) for mass in masses]
-    compared = Compared.between(masses, totals)
+    compared = Compared.between(masses, [Normalizer.of(total, total.dtype) for total in totals])
     weights, (of_value, of_expected) = divergence.weights(compared), divergence.terms(compared)
     value = (weights * values.masked_fill(differ, 0.0) + of_value).sum(1)
     value = value.masked_fill(differ.any(1) | _differ(compared), _INF)
@@ -311,16 +318,15 @@ def _differ(compared: Compared) -> Tensor:
 
 
 def _sums(
-    xs: list[Tensor], preparation: _Preparation, options: DivergenceOptions, normalizers: Tensor
+    xs: list[Tensor], preparation: _Preparation, options: DivergenceOptions, normalizer: Normalizer
 ) -> Tensor:
-    """Return the sums of :meth:`.Divergence.terms` over a block's columns; normalizers ``[m, b]`` are known.
+    """Return the sums of :meth:`.Divergence.terms` over a block's columns; its normalizer is known.
 
     For a divergence that covers mass, the teacher's probability of what the student rules out is the third
     sum. These columns are constant, so the second sum is without them.
     """
-    normalizers = normalizers if xs[0].dim() == 2 else normalizers[..., None]
     divergence, (xs, scale) = options.divergence, _prepared(xs, preparation)
-    compared = Compared.between(xs, normalizers, options.log_weights, scale)
+    compared = Compared.between(xs, normalizer.of_each(), options.log_weights, scale)
     terms = list(divergence.terms(compared))
     if divergence.covers_mass:
         are_constant = compared.student.are_ruled_out
@@ -336,20 +342,19 @@ def _block_derivative(
     xs: list[Tensor],
     preparation: _Preparation,
     options: DivergenceOptions,
-    of_rows: tuple[Tensor, Tensor, Tensor],
+    of_rows: tuple[Normalizer, Tensor, Tensor],
     masks_ruled_out: bool,
     out: Tensor,
 ) -> None:
     """Write the gradient of the student's logits into ``out``.
 
     Args:
-        of_rows: normalizers ``[m, b]``, the sums that derivatives subtract ``[b, 1]``, and the gradients of
+        of_rows: the normalizer, the sums that derivatives subtract ``[b, 1]``, and the gradients of
             the divergences over the student's temperature ``[b, 1]``.
     """
-    normalizers, expected, weight = of_rows if out.dim() == 2 else (x[..., None] for x in of_rows)
+    normalizer, expected, weight = of_rows
     xs, scale = _prepared(xs, preparation)
-    compared = Compared.between(xs, normalizers, options.log_weights, scale)
-    expected = expected.to(preparation.dtype)
+    compared = Compared.between(xs, normalizer.of_each(), options.log_weights, scale)
     derivative = options.divergence.derivative(compared, expected)
     if masks_ruled_out:
         is_constant = compared.student.are_ruled_out & ~expected.isnan()
@@ -365,7 +370,11 @@ def _prepared(xs: list[Tensor], preparation: _Preparation) -> tuple[list[Tensor]
     if len(scales) > 1:
         xs = [x if scale is None else x / scale for x, scale in zip(xs, scales, strict=True)]
     xs = xs if is_id is None else [torch.where(is_id, x, _MINUS_INF) for x in xs]
-    return xs, scales[0] if len(scales) == 1 else None
+    return xs, _common(scales)
+
+
+def _common(scales: Sequence[Tensor | None]) -> Tensor | None:
+    return scales[0] if len(scales) == 1 else None
 
 
 # --- merging blocks, tiles and ranks

@@ -28,7 +28,7 @@ from torch import Tensor
 from ...errors import InvalidInputError
 from ..logits.arguments import check_floats, check_instance, check_one_device
 from ..logits.distributions import TopKDistribution, one_temperature
-from .divergences import RULED_OUT, Compared, Divergence, divergence_named
+from .divergences import RULED_OUT, Compared, Divergence, Normalizer, divergence_named
 
 
 def reverse_kl(log_probs: Tensor, tail_log_prob: Tensor, teacher: TopKDistribution) -> Tensor:
@@ -151,7 +151,8 @@ class _OfBuckets(torch.autograd.Function):
 
 def _compared(*log_probs: Tensor) -> Compared:
     of_buckets = [one.double() for one in log_probs]
-    return Compared.between(of_buckets, of_buckets[0].new_zeros(len(of_buckets), len(of_buckets[0])))
+    zeros = of_buckets[0].new_zeros(len(of_buckets), len(of_buckets[0]))
+    return Compared.between(of_buckets, Normalizer.of(zeros, zeros.dtype).of_each())
 
 
 def opd_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
