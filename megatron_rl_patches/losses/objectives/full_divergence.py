@@ -249,7 +249,7 @@ class _Sides:
 
     def normalizer(self, exact: Tensor) -> Normalizer:
         """Return what functions subtract from the logits of all, from normalizers ``[m, n]``."""
-        return Normalizer.of(exact, self.preparation.dtype, _common(self.preparation.scales))
+        return Normalizer.of(exact, self.preparation.dtype, _common_scale(self.preparation.scales))
 
     @cached_property
     def _as_tensors(self) -> DivergenceOptions:
@@ -370,10 +370,11 @@ def _prepared(xs: list[Tensor], preparation: _Preparation) -> tuple[list[Tensor]
     if len(scales) > 1:
         xs = [x if scale is None else x / scale for x, scale in zip(xs, scales, strict=True)]
     xs = xs if is_id is None else [torch.where(is_id, x, _MINUS_INF) for x in xs]
-    return xs, _common(scales)
+    return xs, _common_scale(scales)
 
 
-def _common(scales: Sequence[Tensor | None]) -> Tensor | None:
+def _common_scale(scales: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the scale of all logits, or ``None`` where each side was divided by its own."""
     return scales[0] if len(scales) == 1 else None
 
 

@@ -162,18 +162,20 @@ def interpreting(sources: dict[str, Source], errors: dict[str, float]) -> Callab
             inputs = [tensors[i].shape[d[0]] if d else tensors[i] for i, *d in places]
             with ExitStack() as stack:
                 loads = [stack.enter_context(counted_loads(x)) for x in logits_of(args)]
-                found = run(code, inputs)
+                outputs = run(code, inputs)
             check_loads(loads, args, is_elementwise)
-            found = None if exact is None else tree_unflatten(found, tree_structure(exact))
+            result = None if exact is None else tree_unflatten(outputs, tree_structure(exact))
             if is_elementwise:  # it has overwritten an argument
                 place = 1 if function is block_gradient else -1
                 error = error_of_gradient(args[place], exact_args[place])
             else:
-                smallest = 1e-300 if function is block_statistics else 1.0
-                of_values = partial(error_of_values, smallest=smallest)
-                error = max(map(of_values, tree_leaves(found), tree_leaves(exact)))
+                # Divergences may be next to zero; their errors are compared with 1 then.
+                least = 1e-300 if function is block_statistics else 1.0
+                error = max(
+                    map(partial(error_of_values, least=least), tree_leaves(result), tree_leaves(exact))
+                )
             errors[function.__name__] = max(error, errors.get(function.__name__, 0.0))
-            return found
+            return result
 
         return call
 
@@ -189,21 +191,21 @@ def check_loads(loads: Sequence[Any], args: Sequence[Any], is_elementwise: bool)
     assert min(counts.min() for counts in loads) == 1 and more == passes * rows * columns, loads
 
 
-def error_of_values(found: Tensor, exact: Tensor, smallest: float) -> float:
-    """Return the largest error relative to values, or to ``smallest``; what is not finite must be equal."""
-    assert torch.equal(found.isnan(), exact.isnan()), (found, exact)
-    assert torch.equal(found.isinf(), exact.isinf()), (found, exact)
+def error_of_values(computed: Tensor, exact: Tensor, least: float) -> float:
+    """Return the largest error relative to values, or to ``least``; what is not finite must be equal."""
+    assert torch.equal(computed.isnan(), exact.isnan()), (computed, exact)
+    assert torch.equal(computed.isinf(), exact.isinf()), (computed, exact)
     is_finite = exact.isfinite()
-    errors = (found.double() - exact)[is_finite].abs() / exact[is_finite].abs().clamp(min=smallest)
+    errors = (computed.double() - exact)[is_finite].abs() / exact[is_finite].abs().clamp(min=least)
     return errors.max().item()
 
 
-def error_of_gradient(found: Tensor, exact: Tensor) -> float:
+def error_of_gradient(computed: Tensor, exact: Tensor) -> float:
     """Return the largest error in units of the largest entry of its row."""
-    assert torch.equal(found.isnan(), exact.isnan()), (found, exact)
-    found, exact = found.double().nan_to_num(), exact.nan_to_num()
+    assert torch.equal(computed.isnan(), exact.isnan()), (computed, exact)
+    computed, exact = computed.double().nan_to_num(), exact.nan_to_num()
     largest = exact.abs().amax((1, 2), keepdim=True).clamp(min=1e-300)
-    return ((found - exact).abs() / largest).max().item()
+    return ((computed - exact).abs() / largest).max().item()
 
 
 # --- cases of :mod:`.sources`, on few rows

@@ -195,7 +195,7 @@ def _until_fast(kernels: Iterable[Kernel]) -> Iterator[Kernel]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch._inductor.config.force_disable_caches = True
-    case, takes = sys.argv[1], list if "--all" in sys.argv else _until_fast
+    case, select = sys.argv[1], list if "--all" in sys.argv else _until_fast
     of_functions = sources.sources_of(sources.CASES[case])
     rows: list[Kernel] = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -203,8 +203,8 @@ if __name__ == "__main__":
         for capability in MULTIPROCESSORS:
             with pretended_gpu(capability):
                 for function, source in of_functions.items():
-                    rows += takes(compiled(source.code, case, function, capability, Path(temporary)))
+                    rows += select(compiled(source.code, case, function, capability, Path(temporary)))
     of_all = sorted({digest for source in of_functions.values() for digest in digests(source.code)})
-    found = {"kernels": [asdict(row) for row in rows], "digests": of_all, "sources": of_functions}
-    print(json.dumps(found), flush=True)
+    result = {"kernels": [asdict(row) for row in rows], "digests": of_all, "sources": of_functions}
+    print(json.dumps(result), flush=True)
     os._exit(0)  # an orderly end would release streams that are not there

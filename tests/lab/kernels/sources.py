@@ -118,8 +118,7 @@ def inputs_of(function: Callable[..., Any], args: Sequence[Any]) -> list[list[in
         return call
 
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(specialize_float=True):
-        torch.compile(function, dynamic=True, fullgraph=True, backend=backend)(*args)
+    torch.compile(function, dynamic=True, fullgraph=True, backend=backend)(*args)
     return inputs
 
 

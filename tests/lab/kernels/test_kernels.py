@@ -45,7 +45,7 @@ def compile_case(case: str, *options: str) -> dict[str, Any]:
 def test_kernels(case: str) -> None:
     """A configuration is fast enough, and the interpreter computes what float64 does.
 
-    Of all configurations the compiler measures, on a GPU, which is the fastest.
+    On a GPU, the compiler measures all configurations and takes the fastest one.
     """
     compiled = compile_case(case)
     kernels = compiled["kernels"]

@@ -36,7 +36,7 @@ SETUPS = (
 )
 
 ROWS, HIDDEN, VOCABULARY = 1024, 512, 32768
-FOURTH = ROWS * VOCABULARY // 4
+LOGITS_OF_TILE = ROWS * VOCABULARY // 4
 GPU = torch.device("cuda")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Case = Callable[[torch.dtype], Any]
@@ -184,9 +184,9 @@ def log_probs(
     assert (weight.grad is not None and weight.grad.dtype == dtype) == trains
 
 
-def kept(dtype: torch.dtype, keep_bytes: Any, backwards: int = 1) -> None:
+def log_probs_of_kept_tiles(dtype: torch.dtype, keep_bytes: Any, backwards: int = 1) -> None:
     for _ in range(backwards):
-        log_probs(dtype, deferred={"keep_bytes": keep_bytes, "tile_bytes": FOURTH * dtype.itemsize})
+        log_probs(dtype, deferred={"keep_bytes": keep_bytes, "tile_bytes": LOGITS_OF_TILE * dtype.itemsize})
 
 
 @torch.no_grad()
@@ -299,9 +299,12 @@ LOSSES: dict[str, tuple[Case, int | None]] = {
     "deferred": (partial(log_probs, deferred={}), 3),
     "deferred, some rows": (partial(log_probs, deferred={}, some_rows=True), 3),
     "deferred, small tiles": (partial(log_probs, deferred={"tile_bytes": 1 << 23}), None),
-    "deferred, tiles kept": (partial(kept, keep_bytes=1 << 30), 4 * 3),
+    "deferred, tiles kept": (partial(log_probs_of_kept_tiles, keep_bytes=1 << 30), 4 * 3),
     # They are kept after the first backward.
-    "deferred, tiles kept automatically": (partial(kept, keep_bytes="auto", backwards=2), 4 * 4 - 1 + 4 * 3),
+    "deferred, tiles kept automatically": (
+        partial(log_probs_of_kept_tiles, keep_bytes="auto", backwards=2),
+        4 * 4 - 1 + 4 * 3,
+    ),
     "deferred, frozen": (partial(log_probs, deferred={}, trains=False), 2),
     "deferred, frozen, no entropy": (partial(log_probs, deferred={}, trains=False, entropy=False), 2),
     "deferred, scoring": (scoring, 1),
