@@ -68,8 +68,10 @@ def test_the_student_approaches_its_teachers(
             with scorer.enter(TeacherScorer(actor)):
                 job.train()
             actor.weights_backuper.backup("actor")
-    states = {name.rpartition(".")[2]: state for name, state in states_of(framework, patch=NAME).items()}
-    assert states["train"] == states["get_batch"] == "applied"
+    states = states_of(framework, patch=NAME)
+    # miles has moved `get_batch`, and the patch has a site for either module.
+    applied = [target.rpartition(".")[2] for target, state in states.items() if state == "applied"]
+    assert sorted(applied) == ["get_batch", "train"]
     assert "missing" not in states.values()
     losses = [float(metrics["loss"]) for _, metrics in results]
     assert all(loss >= 0 for loss in losses)
