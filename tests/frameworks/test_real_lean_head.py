@@ -49,6 +49,9 @@ def test_training_never_makes_the_logits(framework: str, layers: str, ranks: int
         with applied("reentrant-train", *patches), mock.patch.object(log, "warning") as warning:
             job = job_type(layers=layers, vocab_size=VOCABULARY, seq_length=length, config=one)
             job.use_policy_loss()
+            if layers != LOCAL:
+                # In bfloat16, rounding decides whether a token on the edge of the range is clipped and gets no update.
+                vars(job.args).update(eps_clip=10, eps_clip_high=10)
             parameters = sum(p.numel() * p.element_size() for p in job.model[0].parameters())
             built = reachable_bytes() - before - parameters
             with results_of(job.module, "train_one_step") as steps:  # losses, gradient norm, and more
@@ -65,12 +68,6 @@ def test_training_never_makes_the_logits(framework: str, layers: str, ranks: int
         # Unpatched, gradients may be rounded to bfloat16: see test_real_lean_loss.py. The parameters of the
         # frameworks' own models are, and have copies in float32.
         tolerance = 4e-3 if name == "unpatched" or layers != LOCAL else 1e-4
-        if name == "unpatched" and layers != LOCAL:
-            # On one of two ranks of miles, one token of 1594 differs by 1.7%.
-            *others, log_probs = values
-            far = (log_probs - reference[2]).abs() > tolerance * (1 + reference[2].abs())
-            assert far.sum() <= 1
-            values = [*others, log_probs.where(~far, reference[2])]
         torch.testing.assert_close(values, reference, rtol=tolerance, atol=tolerance)
     peaks = {name: round(peak, 2) for name, (peak, _) in runs.items()}
     print(f"{framework}, peak beyond the parameters, in float32 logits: {peaks}")
