@@ -20,7 +20,7 @@ import torch
 
 from tests.lab.kernels.machine_code import DIGESTS, MOST, TORCH, Kernel
 from tests.lab.kernels.pretended_gpu import MULTIPROCESSORS
-from tests.lab.kernels.test_kernels import compile_case
+from tests.lab.kernels.test_kernels import compile_case, errors
 from tests.lab.rehearsal.stand_ins import COUNTED, PAGE
 from tests.references.heads import DEFERRED
 from tests.references.pages import fill, join, table
@@ -41,7 +41,8 @@ def fastest(kernels: Iterable[Kernel]) -> Kernel:
 def measured() -> dict[str, Any]:
     rows = []
     for case, functions in MOST.items():
-        kernels = compile_case(case, "--all")["kernels"]
+        compiled = compile_case(case, "--all")
+        kernels, error = compiled["kernels"], errors(case, compiled["sources"])
         for function in functions:
             best = {number: fastest(kernels[function, number]) for number in MULTIPROCESSORS}
             rows.append(
@@ -49,7 +50,7 @@ def measured() -> dict[str, Any]:
                 | {f"sm_{number}": f"{kernel.per_element}" for number, kernel in best.items()}
                 | {"registers": " / ".join(str(kernel.registers) for kernel in best.values())}
                 | {"loads of 16 bytes": f"{best[90].wide_loads:.0f} bytes"}
-                | {"widest store": f"{best[90].widest_store} bytes"}
+                | {"widest store": f"{best[90].widest_store} bytes", "error": f"{error[function]:.0e}"}
             )
     return {"torch": torch.__version__, "kernels": rows}
 

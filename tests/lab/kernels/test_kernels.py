@@ -54,9 +54,15 @@ def test_kernels(case: str) -> None:
         assert any(kernel.is_fast() for kernel in configurations), configurations
     if case == "head" and (recorded := recorded_digests()):  # not of a torch that is newer than the record
         assert set(compiled["digests"]) == recorded, "run: python -m tests.lab.kernels.page --digests"
-    output = stand_ins.run("tests.lab.kernels.interpreted", case, stdin=json.dumps(compiled["sources"]))
-    for function, error in json.loads(output.splitlines()[-1]).items():
+    for function, error in errors(case, compiled["sources"]).items():
         assert error < most_error(case, function), function
+
+
+def errors(case: str, sources: dict[str, Any]) -> dict[str, float]:
+    """Return the largest error of each function in triton's interpreter."""
+    output = stand_ins.run("tests.lab.kernels.interpreted", case, stdin=json.dumps(sources))
+    values: dict[str, float] = json.loads(output.splitlines()[-1])
+    return values
 
 
 def most_error(case: str, function: str) -> float:
