@@ -28,13 +28,14 @@ def each_on_device(tensors: Sequence[Tensor], device: torch.device | str) -> lis
 def each_prefetched(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
     """Yield tensors ``[any, h]`` on the device, each until the next one is asked for.
 
-    A GPU copies the next one from host memory while it computes with this one. There are two buffers.
+    A GPU copies the next one from pinned host memory while it computes with this one. So two of them are on
+    the device at a time. The CPU waits for copies from other host memory.
     """
     if tensors[0].device.type != "cpu" or device.type != "cuda":
         yield from (tensor.to(device) for tensor in tensors)
         return
     current, side = torch.cuda.current_stream(device), _copying_stream(device)
-    buffers = [torch.empty_like(max(tensors, key=len), device=device) for _ in range(2)]
+    buffers = [torch.empty_like(max(tensors, key=len), device=device) for _ in tensors[:2]]
 
     def fetch(number: int) -> Tensor:
         side.wait_stream(current)  # which has computed with what is in this buffer
@@ -79,6 +80,8 @@ def copied_together(tensors: Sequence[Tensor], device: torch.device | str) -> li
     """
     aligned = sorted(tensors, key=Tensor.element_size, reverse=True)
     whole = torch.cat([tensor.detach().flatten().view(torch.uint8) for tensor in aligned])
-    parts = torch.split(copied_to(whole, device, non_blocking=True), [tensor.nbytes for tensor in aligned])
+    if whole.device != torch.device(device):
+        whole = copied_to(whole, device, non_blocking=True)
+    parts = torch.split(whole, [tensor.nbytes for tensor in aligned])
     copies = {id(x): part.view(x.dtype).view(x.shape) for x, part in zip(aligned, parts, strict=True)}
     return [copies[id(tensor)] for tensor in tensors]

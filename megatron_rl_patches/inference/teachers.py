@@ -159,7 +159,7 @@ class TeacherPool:
         Args:
             name: the teacher.
             device: where it is kept from the first call on; by default that of the model. From ``"cpu"`` a
-                loss brings one tile's part after the other to the device, where there are two at a time.
+                loss copies the part of one tile after the other to the device, where there are at most two.
 
         Returns:
             This rank's part, ``V / tp * h`` numbers; ``None`` on pipeline stages other than the last.

@@ -74,9 +74,7 @@ def forward_log_probs(
         temperature: logits are divided by it.
         vocab_size: ids from this number on are padding of the vocabulary and get probability zero. Default:
             all ids of the model count, as they do in training with Megatron's losses.
-        output_device: where the results go. Those of a microbatch are views of one tensor, which is in pinned
-            memory if it was copied from a GPU. A view keeps the memory of its whole microbatch, and takes it
-            along when it is pickled: clone a view that you keep or send without the others.
+        output_device: where the results go.
         progress: show a progress bar on global rank 0.
 
     Returns:

@@ -40,14 +40,16 @@ def deferred_logits(
             the first dimension.
         weight: ``[V / tp, h]``, in the dtype of ``hidden``: this rank's rows of the output layer. It may be
             frozen, and it may be that of the embedding. Where nothing has a gradient it may stay in host
-            memory, from where the losses bring one tile's part at a time to the device of ``hidden``.
+            memory, best pinned: the losses copy it to the device of ``hidden`` in parts, one for each tile.
+            At most two of them are there at a time.
         bias: ``[V / tp]``, where the weight is.
         tp_group: ranks that hold the other rows of the weight. The gradient of ``hidden`` is summed over
             them; the losses need the group as well.
         sequence_parallel: ``hidden`` is split over ``tp_group``: it is gathered here, and its gradient is
             reduce-scattered.
         tile_bytes: how much memory the logits of one tile take. Default: 64 MiB on a CPU; 512 MiB on a GPU,
-            and 1 GiB where all logits take 2 GiB or more. One tile waits for the backward of each device.
+            and 1 GiB where all logits take 2 GiB or more. On each device, the last tile of the latest forward
+            stays in memory until its backward, or until other logits are read.
         keep_bytes: how much more memory forward may fill with logits, which backward then need not compute
             again: with all of them it multiplies three times instead of four. ``"auto"`` takes half of what
             is free on a GPU at the first backward of the process, and never more later; before that, and on

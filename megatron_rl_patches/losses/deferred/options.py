@@ -67,17 +67,19 @@ class TileOptions:
 class StoredTiles(dict[tuple[int, int], Tensor]):
     """Tiles that wait for a backward, by their first row and column; each in memory that may be larger.
 
-    The last tile of a forward stays until its backward, or until another forward leaves its own.
+    The last tile of a forward stays until its backward, or until other logits need memory for a tile.
     """
 
     _latest: ClassVar[dict[torch.device, tuple[weakref.ref[StoredTiles], tuple[int, int]]]] = {}
 
     def store_last(self, place: tuple[int, int], memory: Tensor) -> None:
-        before, of_before = self._latest.get(memory.device, (lambda: None, place))
-        if (earlier := before()) is not None:
-            earlier.pop(of_before, None)
         self[place] = memory
         self._latest[memory.device] = weakref.ref(self), place
+
+    def free_last_of_others(self, device: torch.device) -> None:
+        reference, place = self._latest.get(device, (lambda: None, (0, 0)))
+        if (others := reference()) is not None and others is not self:
+            others.pop(place, None)
 
 
 def _half_of_free_memory(device: torch.device) -> int:

@@ -200,6 +200,7 @@ class _TileMemory:
         self._buffer: Tensor | None = None
         keeps = may_keep and layer.keeps_tiles and layer.tiling.keep_bytes != 0
         self._left = layer.tiling.bytes_to_keep(layer.device) if keeps else -1
+        self._stored.free_last_of_others(layer.device)
 
     def of_tile(self, place: tuple[int, int], rows: int, columns: int) -> tuple[Tensor, bool]:
         """Return a tile ``[rows, columns]``, and whether its logits are there already."""

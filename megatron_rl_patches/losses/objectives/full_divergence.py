@@ -46,7 +46,7 @@ _FAR = 1e3
 _LARGE = 16.0
 # The functions of a divergence have eight tensors of a block's size at once. A block is as large as if they
 # had two: measured, smaller blocks cost more in calls than a larger cache saves. Blocks of compiled functions
-# are four times as large on a CPU, and as large as those of other functions on a GPU.
+# are four times as large on a CPU, and as large as those of other compiled functions on a GPU.
 _BLOCKS: dict[str, Any] = {"buffers": 2, "scale": 2, "has_work": False}
 
 #: Restores the rows of a teacher or of the old policy from so many saved tensors.

@@ -39,6 +39,7 @@ from megatron_rl_patches.losses.deferred.tiles import OutputLayerRows
 from megatron_rl_patches.losses.logits.arguments import VocabParallelOptions
 from megatron_rl_patches.losses.logits.rows import rows_of
 from tests.references.dense import IGNORE
+from tests.references.live_bytes import live_bytes
 
 from .pairwise import pairwise
 from .sizes import Sizes
@@ -332,12 +333,33 @@ def test_backward_begins_with_the_tile_that_forward_ended_with(keep_bytes: Any) 
         gradients = torch.autograd.grad(loss(deferred()), inputs)
     assert sizes.products == 4 + (4 - 1 - stored_tiles) + 2 * 4
     torch.testing.assert_close(gradients, expected)
-    # One such tile waits at a time, whatever the order of forwards and backwards is.
+    # The tile of the latest forward waits, for autograd begins with its backward.
     with Sizes() as sizes:
         losses = [loss(deferred()) for _ in range(2)]
-        for value in losses:
+        for value in reversed(losses):
             torch.testing.assert_close(torch.autograd.grad(value, inputs), expected)
     assert sizes.products == 2 * (4 + (4 - stored_tiles) + 2 * 4) - 1
+
+
+def test_one_tile_is_in_memory_whatever_the_order_of_losses_is() -> None:
+    hidden, weight = torch.randn(64, H, requires_grad=True), torch.randn(4096, H, requires_grad=True)
+    tile_bytes = 64 * 1024 * 4
+
+    def loss() -> Tensor:
+        logits = deferred_logits(hidden, weight, tile_bytes=tile_bytes)
+        return vocab_parallel_log_probs(logits, torch.arange(64)).sum()
+
+    def several() -> None:
+        first, second = loss(), loss()
+        with torch.no_grad():
+            loss()
+        first.backward()
+        third = loss()
+        second.backward()
+        third.backward()
+
+    others = live_bytes(lambda: loss().backward()).peak - tile_bytes  # the gradients and numbers of each row
+    assert 0 < live_bytes(several).peak - others < 1.2 * tile_bytes
 
 
 def test_a_tile_without_rows_is_not_kept_for_other_rows() -> None:
