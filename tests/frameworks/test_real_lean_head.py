@@ -50,7 +50,7 @@ def test_training_never_makes_the_logits(framework: str, layers: str, ranks: int
             job = job_type(layers=layers, vocab_size=VOCABULARY, seq_length=length, config=one)
             job.use_policy_loss()
             if layers != LOCAL:
-                # In bfloat16, rounding decides whether a token on the edge of the range is clipped and gets no update.
+                # In bfloat16, rounding decides whether a token on the edge of the range is clipped.
                 vars(job.args).update(eps_clip=10, eps_clip_high=10)
             parameters = sum(p.numel() * p.element_size() for p in job.model[0].parameters())
             built = reachable_bytes() - before - parameters

@@ -233,6 +233,10 @@ def test_bfloat16() -> None:
     assert {call.kwargs.get("fp32_output") for call in watched.mock_calls} == {False if allowed else None}
     assert all(map(torch.equal, scores.log_probs + scores.entropy, of_ddp.log_probs + of_ddp.entropy))
     assert_close(scores.log_probs, expected, rtol=1e-5, atol=1e-6, check_dtype=False)
+    # A value that is sent elsewhere takes no other sample along.
+    assert all(
+        value.untyped_storage().nbytes() == value.nbytes for value in scores.log_probs + scores.entropy
+    )
 
 
 def _positions(tokens_bs: torch.Tensor) -> torch.Tensor:

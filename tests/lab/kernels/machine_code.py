@@ -43,6 +43,7 @@ WRITES_LOGITS = {GRADIENT, "_block_derivative"}
 MOST = {
     "head": {STATISTICS: 22, GRADIENT: 26},
     "head, log-probs": {STATISTICS: 22, GRADIENT: 26},
+    "ids": {STATISTICS: 17, GRADIENT: 18},  # with a mask of a row's ids
     # Its vocabulary is divided into stretches of 128 columns.
     "materialized, float32": {STATISTICS: 26, GRADIENT: 26},
     "materialized, float32, keep-mask": {STATISTICS: 29, GRADIENT: 35},  # two softmaxes
@@ -182,6 +183,8 @@ def bytes_of_logits(case: str, function: str) -> int:
     """Return how many bytes of logits and their mask a kernel has to load for each element."""
     if function == "_normalizers" or case.startswith("head"):
         return 2  # bfloat16; _normalizers have a kernel for each side
+    if case == "ids":
+        return 3 if function == STATISTICS else 2
     return 5 if "keep-mask" in case else 4  # float32, or bfloat16 of two sides
 
 

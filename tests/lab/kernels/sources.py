@@ -27,6 +27,7 @@ from tests.lab.rehearsal.recorder import recording
 
 #: Others have published numbers for this output layer: [rows, hidden size] and the vocabulary.
 ROWS, HIDDEN, VOCABULARY = 8192, 4096, 131_072
+GEMMA = 262_144
 QWEN = 151_936  # the vocabulary of Qwen, which is a multiple of 128 and of no larger power of two
 #: H100. The sources for other GPUs differ in their number of multiprocessors alone.
 CAPABILITY = 90
@@ -49,6 +50,12 @@ def _scores(logits: Tensor, entropy: bool = True, **options: Any) -> tuple[Tenso
     return values if isinstance(values, tuple) else (values,)
 
 
+def at_ids() -> None:
+    # The code would rely on it if a block had as many rows as a stretch has columns.
+    logits = torch.empty(ROWS, GEMMA, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    backward(logits, *losses.vocab_parallel_log_probs_at(logits, ids(ROWS, 64), with_tail=True))
+
+
 def divergence(name: Any) -> None:
     hidden, weight = layer(torch.bfloat16, HIDDEN, rows=ROWS // 2, vocabulary=VOCABULARY)
     teacher = losses.deferred_logits(hidden.detach(), weight.detach())
@@ -59,6 +66,7 @@ def divergence(name: Any) -> None:
 CASES: dict[str, Callable[[], None]] = {
     "head": head,
     "head, log-probs": partial(head, entropy=False),
+    "ids": at_ids,
     "materialized, float32": partial(materialized, torch.float32),
     "materialized, float32, keep-mask": partial(materialized, torch.float32, mask=True),
     "reverse_kl": partial(divergence, "reverse_kl"),

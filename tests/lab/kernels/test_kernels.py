@@ -55,7 +55,7 @@ def test_kernels(case: str) -> None:
     if case == "head" and (recorded := recorded_digests()):  # not of a torch that is newer than the record
         assert set(compiled["digests"]) == recorded, "run: python -m tests.lab.kernels.page --digests"
     for function, error in errors(case, compiled["sources"]).items():
-        assert error < most_error(case, function), function
+        assert error < (1e-6 if function in WRITES_LOGITS else 5e-7), function
 
 
 def errors(case: str, sources: dict[str, Any]) -> dict[str, float]:
@@ -63,10 +63,3 @@ def errors(case: str, sources: dict[str, Any]) -> dict[str, float]:
     output = stand_ins.run("tests.lab.kernels.interpreted", case, stdin=json.dumps(sources))
     values: dict[str, float] = json.loads(output.splitlines()[-1])
     return values
-
-
-def most_error(case: str, function: str) -> float:
-    if function not in WRITES_LOGITS:
-        return 5e-7
-    # The interpreter cuts numbers off to bfloat16, which a GPU rounds.
-    return 1e-6 if "float32" in case else 2**-7
