@@ -28,8 +28,8 @@ def each_on_device(tensors: Sequence[Tensor], device: torch.device | str) -> lis
 def each_prefetched(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
     """Yield tensors ``[any, h]`` on the device, each until the next one is asked for.
 
-    A GPU copies the next one from pinned host memory while it computes with this one. So two of them are on
-    the device at a time. The CPU waits for copies from other host memory.
+    A GPU copies the next one from pinned host memory while it computes with this one. At most two of
+    them are on the device at a time. The CPU waits for copies from other host memory.
     """
     if tensors[0].device.type != "cpu" or device.type != "cuda":
         yield from (tensor.to(device) for tensor in tensors)

@@ -97,7 +97,8 @@ def forward_log_probs(
     scores = forward_only(model, microbatches, score, options)
     if scores is None:
         return None
-    log_probs, *entropies = map(list, zip(*scores, strict=True))
+    # As a view, a value would take those of its microbatch along wherever it is sent.
+    log_probs, *entropies = (list(map(torch.clone, values)) for values in zip(*scores, strict=True))
     return Scores(log_probs, entropies[0] if with_entropy else None)
 
 
@@ -160,7 +161,9 @@ def forward_topk(
 
     options = ScoreOptions(forward, output_device, progress, vocab_size, temperature)
     samples = forward_only(model, microbatches, score, options, problem)
-    return None if samples is None else [TopKDistribution(*one, temperature=temperature) for one in samples]
+    if samples is None:
+        return None
+    return [TopKDistribution(*map(torch.clone, one), temperature=temperature) for one in samples]
 
 
 def forward_hidden_states(
@@ -186,8 +189,9 @@ def forward_hidden_states(
     Returns:
         Per sample ``[response_length, h]`` in the model's dtype, in the order of the microbatches, on the
         last pipeline stage: the same on all its tensor-parallel and context-parallel ranks. In host memory
-        they are pinned if the model is on a GPU. A sample is a view, see ``output_device`` of
-        :func:`forward_log_probs`. ``None`` on the other stages.
+        they are pinned if the model is on a GPU. Those of a microbatch are views of one tensor: each keeps
+        the memory of all, and takes all along when it is pickled, so clone what you send. ``None`` on the
+        other stages.
 
     Raises:
         InvalidInputError: as :func:`forward_log_probs`; or, after the last microbatch and on all stages, the

@@ -63,9 +63,8 @@ def forward_only(
         raise_on_all(problem, [parallel_state.get_pipeline_model_parallel_group()])
     if not is_last_stage():
         return None
-    own = (scores.pop(0) for _ in plan.batches)
-    # Each value gets memory of its own: a view would take that of its microbatch along wherever it is sent.
-    return [tuple(map(torch.clone, of_sample)) for kinds in own for of_sample in zip(*kinds, strict=True)]
+    own = scores[: len(plan.batches)]
+    return [of_sample for kinds in own for of_sample in zip(*kinds, strict=True)]
 
 
 @contextmanager

@@ -73,6 +73,7 @@ class StoredTiles(dict[tuple[int, int], Tensor]):
     _latest: ClassVar[dict[torch.device, tuple[weakref.ref[StoredTiles], tuple[int, int]]]] = {}
 
     def store_last(self, place: tuple[int, int], memory: Tensor) -> None:
+        self.free_last_of_others(memory.device)
         self[place] = memory
         self._latest[memory.device] = weakref.ref(self), place
 

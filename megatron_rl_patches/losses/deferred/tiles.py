@@ -4,7 +4,7 @@ A tile of logits is one matrix product of the selected hidden states with some r
 reads it and forgets it; backward multiplies again, turns the tile into its gradient in place, and multiplies
 that once for the hidden states and once for the weight. So memory is one tile, whatever the vocabulary is.
 Where tiles have all rows, and no other source is read together with this one, forward's last tile stays in
-memory until backward, which begins with it and need not compute it again.
+memory until other logits are read, or until backward, which begins with it and need not compute it again.
 
 Tiles have all selected rows and few columns where they can: the weight's gradient of a tile is then complete,
 and the sum over tiles, which the gradient of the hidden states is, has few terms.
@@ -199,8 +199,8 @@ class _TileMemory:
         self._layer, self._buffer_size, self._stored = layer, buffer_size, layer.stored_tiles
         self._buffer: Tensor | None = None
         keeps = may_keep and layer.keeps_tiles and layer.tiling.keep_bytes != 0
-        self._left = layer.tiling.bytes_to_keep(layer.device) if keeps else -1
         self._stored.free_last_of_others(layer.device)
+        self._left = layer.tiling.bytes_to_keep(layer.device) if keeps else -1
 
     def of_tile(self, place: tuple[int, int], rows: int, columns: int) -> tuple[Tensor, bool]:
         """Return a tile ``[rows, columns]``, and whether its logits are there already."""

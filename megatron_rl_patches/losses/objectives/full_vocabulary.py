@@ -157,7 +157,8 @@ class FullDistribution(Distribution):
     def with_tensors(self, tensors: Sequence[Tensor]) -> FullDistribution:
         """Return distributions of the same teachers; the output layers stay where they are.
 
-        A loss brings one tile's part of an output layer at a time to the device of the hidden states.
+        A loss copies the part of one tile after the other of an output layer to the device of the hidden
+        states, where there are at most two.
         """
         return FullDistribution(tuple(tensors), self.heads, self.weights)
 

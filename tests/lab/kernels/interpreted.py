@@ -240,7 +240,9 @@ def log_probs(stretch: int, *, entropy: bool = True, inplace: bool = False, mask
 
 def at_ids() -> None:
     x = logits(1024 * STRETCHES)
-    values = losses.vocab_parallel_log_probs_at(x * 1, torch.arange(5 * ROWS).view(ROWS, 5), with_tail=True)
+    ids = torch.randint(x.shape[1], (ROWS, 5))
+    ids[0, 1], ids[1, 0] = ids[0, 0], x.shape[1] // 2  # one twice, and one whose logit is -inf
+    values = losses.vocab_parallel_log_probs_at(x * 1, ids, with_tail=True)
     backward(*(value.view(ROWS, -1).sum(1) for value in values))
 
 

@@ -27,7 +27,7 @@ from tests.lab.rehearsal.recorder import recording
 
 #: Others have published numbers for this output layer: [rows, hidden size] and the vocabulary.
 ROWS, HIDDEN, VOCABULARY = 8192, 4096, 131_072
-GEMMA = 262_144
+GEMMA = 262_144  # the vocabulary of Gemma
 QWEN = 151_936  # the vocabulary of Qwen, which is a multiple of 128 and of no larger power of two
 #: H100. The sources for other GPUs differ in their number of multiprocessors alone.
 CAPABILITY = 90
@@ -51,7 +51,7 @@ def _scores(logits: Tensor, entropy: bool = True, **options: Any) -> tuple[Tenso
 
 
 def at_ids() -> None:
-    # The code would rely on it if a block had as many rows as a stretch has columns.
+    # With 131,072 ids, a block has as many rows as a stretch has columns, and the compiler takes both for one.
     logits = torch.empty(ROWS, GEMMA, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     backward(logits, *losses.vocab_parallel_log_probs_at(logits, ids(ROWS, 64), with_tail=True))
 
