@@ -110,11 +110,14 @@ def _check_what_is_left(ddp: Sequence[Any]) -> None:
     assert all(get_attr_wrapped_model(chunk, "decoder").input_tensor is None for chunk in ddp)
     assert all(group.is_last_microbatch for chunk in ddp for group in chunk.bucket_groups)
     if scores is not None:
-        found = [*scores.log_probs, *scores.entropy]
-        assert all(x.dtype == torch.float32 and not (x.requires_grad or x.is_inference()) for x in found)
+        values = [*scores.log_probs, *scores.entropy]
+        assert all(
+            value.dtype == torch.float32 and not (value.requires_grad or value.is_inference())
+            for value in values
+        )
         # A value that is sent elsewhere takes no other one along.
-        assert all(x.untyped_storage().nbytes() == x.nbytes for x in found)
-        del found
+        assert all(value.untyped_storage().nbytes() == value.nbytes for value in values)
+        del values
     del scores
     assert reachable_bytes() == bytes_before
 

@@ -78,9 +78,11 @@ class StoredTiles(dict[tuple[int, int], Tensor]):
         self._latest[memory.device] = weakref.ref(self), place
 
     def free_last_of_others(self, device: torch.device) -> None:
-        reference, place = self._latest.get(device, (lambda: None, (0, 0)))
-        if (others := reference()) is not None and others is not self:
-            others.pop(place, None)
+        """Free the tile that another forward has left on the device."""
+        if device in self._latest:
+            reference, place = self._latest[device]
+            if (latest := reference()) is not None and latest is not self:
+                latest.pop(place, None)
 
 
 def _half_of_free_memory(device: torch.device) -> int:

@@ -51,7 +51,8 @@ def _scores(logits: Tensor, entropy: bool = True, **options: Any) -> tuple[Tenso
 
 
 def at_ids() -> None:
-    # With 131,072 ids, a block has as many rows as a stretch has columns. The code would depend on that.
+    # With 131,072 ids, a block would have as many rows as a stretch has columns, and the compiled code would
+    # work for no other number of rows.
     logits = torch.empty(ROWS, GEMMA, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     backward(logits, *losses.vocab_parallel_log_probs_at(logits, ids(ROWS, 64), with_tail=True))
 

@@ -102,13 +102,9 @@ def test_ids_are_few_operations() -> None:
     at_ids, selection = counts["log_probs_at"], counts["selection"]
     page = stand_ins.PAGE.with_name("topk.md").read_text("utf-8").replace("\n", " ")
     for counted in (at_ids, selection):
-        operations, calls = (
-            counted["small operations"],
-            sum(n for name, n in counted.items() if "block_" in name),
-        )
-        shown = (
-            f"{operations} operations and {calls} compiled calls, which move {counted['bytes'] / 1e9:.1f} GB"
-        )
+        calls = sum(number for function, number in counted.items() if function.startswith("block_"))
+        moved = f"which move {counted['bytes'] / 1e9:.1f} GB"
+        shown = f"{counted['small operations']} operations and {calls} compiled calls, {moved}"
         assert shown in page or products._TORCH < (2, 10), shown
     assert at_ids.pop("bytes") <= 25e9 and selection.pop("bytes") <= 10e9
     assert at_ids.pop("small operations") <= 440  # and a compiled call is four kernels at most
