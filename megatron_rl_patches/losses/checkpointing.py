@@ -95,7 +95,11 @@ def _bound(
 
     Keyword arguments are bound, since ``checkpoint()`` takes some of these names for its own options. So are
     deferred logits: hooks of saved tensors, such as ``save_on_cpu``, would give back others, without a graph.
+    Deferred logits that other code reads or overwrites become ordinary ones, whose loss saves other tensors.
+    A clone stays deferred, so the loss is computed again as it was.
     """
+    args = tuple(map(_snapshot, args))
+    kwargs = {name: _snapshot(x) for name, x in kwargs.items()}
     deferred = {place: x for place, x in enumerate(args) if hasattr(x, "loss_source")}
     versions = [_version(logits) for logits in deferred.values()]
 
@@ -110,6 +114,10 @@ def _bound(
         return loss_fn(*arguments, **kwargs)
 
     return function, [x for place, x in enumerate(args) if place not in deferred]
+
+
+def _snapshot(x: Any) -> Any:
+    return x.clone() if getattr(x, "is_deferred", False) else x
 
 
 def _version(logits: torch.Tensor) -> int:
