@@ -175,10 +175,10 @@ def _deferred_output(
 
     dtype = logit_dtype_of(layer, weight)
 
-    def own_product() -> Tensor:
+    def own_product(hidden: Tensor) -> Tensor:
         if dtype is not None:  # Megatron's own needs TransformerEngine
-            return product(whole, weight, bias, dtype)
-        logits = torch.matmul(whole, weight.t())
+            return product(hidden, weight, bias, dtype)
+        logits = torch.matmul(hidden, weight.t())
         return logits if bias is None else logits + bias
 
     main = _MainGradient(weight) if getattr(layer, "gradient_accumulation_fusion", False) else None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...errors import InvalidInputError
 from ..logits.slices import as_one_slice
+from .options import StoredTiles
 from .tiles import OutputLayerRows
 
 
@@ -23,7 +24,7 @@ class OutputLayer:
     Attributes:
         rows: reads all of them in tiles.
         shape: their shape without the last dimension.
-        product: computes them, by the output layer's own code.
+        product: computes ``[..., V / tp]`` of hidden states ``[..., h]``, by the output layer's own code.
         has_hooks: whether a hook waits for their gradient.
         has_losses: whether a loss has been computed whose gradient does not pass through them.
         numbers: the number of each row, int64 ``[T]``.
@@ -31,7 +32,7 @@ class OutputLayer:
 
     rows: OutputLayerRows
     shape: torch.Size
-    product: Callable[[], Tensor]
+    product: Callable[[Tensor], Tensor]
     has_hooks: bool = False
     has_losses: bool = False
     lock: Any = field(default_factory=threading.RLock)
@@ -75,8 +76,10 @@ class OutputLayer:
                 "the logits were used: compute what needs the logits first, for instance before the "
                 "optimizer's step"
             )
+        hidden = self.rows.hidden
+        StoredTiles.free_last(hidden.device)
         with self.without_modes():
-            logits = self.product().detach()
+            logits = self.product(hidden.view(*self.shape, hidden.shape[1])).detach()
         return logits.reshape(-1, logits.shape[-1])
 
     @contextmanager
@@ -108,23 +111,21 @@ class Division(NamedTuple):
 class Contents:
     """What deferred logits are; all views of them share it.
 
-    They are rows of an output layer's logits, converted and divided, until code writes to them. From then on
-    they are what their memory holds. Copies are contents of their own, which no write to these can change.
+    They are rows of an output layer's logits, converted and divided, until code writes to them or gets an
+    ordinary tensor in their memory, since nothing counts what is written there. From then on they are what
+    their memory holds. Copies are contents of their own, which no write to these can change.
 
     Attributes:
         layer: what they are rows of.
         rows: which rows, int64 ``[n]``.
         divisions: how they have been divided.
         memory: ``[n, V / tp]``, once other code has a tensor in it, or has written to it.
-        version: how many writes autograd had counted when the memory was filled. It is ``None`` once code has
-            written to the memory, or can write there without being counted.
     """
 
     layer: OutputLayer
     rows: Tensor
     divisions: tuple[Division, ...] = ()
     memory: Tensor | None = None
-    version: int | None = 0
 
     def values(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows ``[...]`` of the layer's logits as the contents have them, ``[..., V / tp]``.

@@ -94,25 +94,31 @@ def deferred_logits(
         raise InvalidInputError("logit_dtype is torch.float32, and hidden is torch.float64: leave it out")
     whole = gather_sequence(hidden, tp_group) if sequence_parallel else sum_gradient(hidden, tp_group)
 
-    def materialized() -> Tensor:
-        own_bias = None if bias is None else bias.to(whole.device)
-        if logit_dtype not in (None, whole.dtype):
-            return product(whole, weight.to(whole.device), own_bias, logit_dtype)
-        return torch.nn.functional.linear(whole, weight.to(whole.device), own_bias)
+    def materialized(hidden: Tensor) -> Tensor:
+        own_bias = None if bias is None else bias.to(hidden.device)
+        if logit_dtype not in (None, hidden.dtype):
+            return product(hidden, weight.to(hidden.device), own_bias, logit_dtype)
+        return torch.nn.functional.linear(hidden, weight.to(hidden.device), own_bias)
 
     return defer(whole, weight, bias, tiling, materialized)
 
 
 def defer(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, tiling: TileOptions, product: Callable[[], Tensor]
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tiling: TileOptions,
+    product: Callable[[Tensor], Tensor],
 ) -> DeferredLogits:
     """Return :class:`DeferredLogits` of whole sequences.
 
     Args:
         hidden: ``[..., h]``, whose gradient needs no further reduction.
-        product: computes the logits ``[..., V / tp]`` for code that reads them.
+        product: computes logits ``[..., V / tp]`` of hidden states ``[..., h]`` for code that reads them.
     """
     hidden_th = hidden.flatten(0, -2)
+    if hidden_th.is_inference():  # torch counts no writes to it
+        hidden_th = hidden_th.clone()
     rows = OutputLayerRows(hidden_th, weight, bias, slice(0, len(hidden_th)), tiling)
     layer = OutputLayer(rows, hidden.shape[:-1], product)
     logits: DeferredLogits = Defer.apply(layer, *rows.inputs)  # type: ignore[no-untyped-call]
@@ -125,8 +131,7 @@ def dense(logits: Tensor) -> Tensor:
     """Return deferred logits as an ordinary tensor in their memory, without a warning; others as they are."""
     if not isinstance(logits, DeferredLogits):
         return logits
-    logits._contents.version = None  # what is written to the tensor is not counted
-    values: Tensor = ToDense.apply(logits, True)  # type: ignore[no-untyped-call]
+    values: Tensor = ToDense.apply(logits, "", False)  # type: ignore[no-untyped-call]
     return values
 
 
@@ -143,7 +148,7 @@ def hide_columns(logits: Tensor, start: int) -> Tensor:
     bias = rows.weight.new_zeros(rows.width) if rows.bias is None else rows.bias.detach().clone()
     bias[start:] = float("-inf")
 
-    def with_hidden_columns() -> Tensor:
+    def with_hidden_columns(_: Tensor) -> Tensor:
         logits = old.layer.own_logits()
         logits[..., start:] = float("-inf")
         return logits

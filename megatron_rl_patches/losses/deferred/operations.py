@@ -76,8 +76,6 @@ def _view(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     def view(rows: Tensor) -> DeferredLogits:
         return type(logits)(logits._contents, rows, logits.dtype, has_gradient)
 
-    if torch.is_inference_mode_enabled() or func is aten._unsafe_view.default:
-        logits._contents.version = None  # the writes to the view are not counted with those to the logits
     # A view is an inference tensor if what it is a view of is one, whatever the mode.
     with torch.inference_mode(logits.is_inference()):
         return list(map(view, rows)) if isinstance(rows, list) else view(rows)
@@ -154,9 +152,10 @@ def _division(divisor: Any, logits: DeferredLogits) -> Division | None:
     if isinstance(divisor, Tensor):
         per_row = divisor.dim() == 0 or (divisor.shape[-1] == 1 and divisor.dtype == logits.dtype)
         per_row = per_row and torch.broadcast_shapes(divisor.shape, logits.shape) == logits.shape  # type: ignore[no-untyped-call]
-        if not per_row or divisor.requires_grad or isinstance(divisor, type(logits)) or not divisor.numel():
+        per_row = per_row and not divisor.is_complex() and divisor.numel() > 0
+        if not per_row or divisor.requires_grad or isinstance(divisor, type(logits)):
             return None
-        lowest, highest = torch.stack(torch.aminmax(divisor)).tolist()
+        lowest, highest = torch.stack(torch.aminmax(divisor.double())).tolist()
         number = lowest if lowest == highest else None
         operand = divisor.detach().flatten()[0].clone()  # its owner may overwrite the tensor
     if not isinstance(number, (int, float)) or not in_float32(number):

@@ -73,15 +73,17 @@ class StoredTiles(dict[tuple[int, int], Tensor]):
     _latest: ClassVar[dict[torch.device, tuple[weakref.ref[StoredTiles], tuple[int, int]]]] = {}
 
     def store_last(self, place: tuple[int, int], memory: Tensor) -> None:
-        self.free_last_of_others(memory.device)
+        assert place not in self, "the last tile has memory of its own, so the buffer has another one"
+        self.free_last(memory.device, unless_of=self)
         self[place] = memory
         self._latest[memory.device] = weakref.ref(self), place
 
-    def free_last_of_others(self, device: torch.device) -> None:
-        """Free the tile that another forward has left on the device."""
-        if device in self._latest:
-            reference, place = self._latest[device]
-            if (latest := reference()) is not None and latest is not self:
+    @classmethod
+    def free_last(cls, device: torch.device, unless_of: StoredTiles | None = None) -> None:
+        """Free the tile that the latest forward has left on the device."""
+        if device in cls._latest:
+            reference, place = cls._latest[device]
+            if (latest := reference()) is not None and latest is not unless_of:
                 latest.pop(place, None)
 
 

@@ -40,8 +40,9 @@ class DeferredLogits(Tensor):
     float32, and where they are divided by a number. Functions of :mod:`megatron_rl_patches.losses` compute
     what they need from hidden states and weight; so do the sum of all and the largest of each row. Any other
     operation that reads values materializes the logits, by the output layer's own code, with a warning that
-    names the operation and the line that called it. Once code writes to them, they are ordinary logits,
-    which is what losses read then. A division materializes 16-bit logits, too: its quotient is rounded.
+    names the operation and the line that called it. Once code writes to them, or gets an ordinary tensor in
+    their memory, such as one of some columns or an array, they are ordinary logits, which is what losses read
+    then. A division materializes 16-bit logits, too: its quotient is rounded.
 
     Attributes:
         followed: for operations whose result is deferred, functions that compute it, or return ``None``.
@@ -69,6 +70,7 @@ class DeferredLogits(Tensor):
             dtype=dtype,
             device=contents.layer.rows.device,
         )
+        torch._C._set_throw_on_mutable_data_ptr(self)  # C++ code would read the null pointer of its storage
         self._contents, self._rows, self._has_gradient = contents, rows, has_gradient
         return self
 
@@ -81,7 +83,7 @@ class DeferredLogits(Tensor):
     def is_deferred(self) -> bool:
         """Whether a loss may compute values and gradients in tiles, without these logits and their graph.
 
-        This is so as long as no code has written to the values, or can write there without being counted, no
+        This is so as long as no code has written to the values, or has an ordinary tensor in their memory, no
         hook waits for the gradient of the logits, and only operations whose gradient this class knows lie
         between the output layer and these logits. Ranks that differ in this run the same collectives.
         """
@@ -96,11 +98,8 @@ class DeferredLogits(Tensor):
 
     @property
     def are_rows(self) -> bool:
-        """Whether the values are rows of the layer's logits, divided: until code writes to them."""
-        if self._contents.memory is None:
-            return True
-        # Autograd counts every write as a version, also one by way of a view.
-        return not self.is_inference() and self._version == self._contents.version
+        """Whether the values are rows of the layer's logits, divided: until other code has their memory."""
+        return self._contents.memory is None
 
     @property
     def has_gradient_of_rows(self) -> bool:
@@ -125,7 +124,7 @@ class DeferredLogits(Tensor):
         """
         if not self.is_deferred:
             # Other code may write to the values before backward reads them, so these are a copy.
-            values: Tensor = ToDense.apply(self, False)  # type: ignore[no-untyped-call]
+            values: Tensor = ToDense.apply(self, "", True)  # type: ignore[no-untyped-call]
             return SelectedRows(values, index, options)
         return self.rows_in_tiles(index, options)
 
@@ -168,10 +167,10 @@ class DeferredLogits(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        of_arguments = _aliased(func, args, kwargs)
+        aliased = _aliased(func, args, kwargs)
         if follow := cls.followed.get(func):
             operands = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-            is_view = id(args[0]) in of_arguments and not func._schema.is_mutable  # it shares the contents
+            is_view = id(args[0]) in aliased and not func._schema.is_mutable  # it shares the contents
             if all(isinstance(x, DeferredLogits) and (is_view or x.are_rows) for x in operands):
                 result = follow(func, *args, **kwargs)
                 if result is not None:
@@ -189,9 +188,7 @@ class DeferredLogits(Tensor):
         materialized: dict[int, DeferredLogits] = {}
 
         def materialize(logits: DeferredLogits) -> Tensor:
-            is_written = of_arguments.get(id(logits))
-            logits._note_reader(str(func), is_written is not None, counts=not is_written)
-            values = logits._plain_values(is_written is not None)
+            values = logits._plain_values(str(func), id(logits) in aliased)
             materialized[id(values)] = logits
             return values
 
@@ -200,24 +197,19 @@ class DeferredLogits(Tensor):
         own = materialized if func._schema.is_mutable else {}  # in place, it returns what it was given
         return tree_map_only(Tensor, lambda t: own.get(id(t), t), result)
 
-    def _note_reader(self, operation: str, aliases: bool, counts: bool) -> None:
-        """Warn if an operation is the first to read the values, and note whether they stay rows.
+    def _plain_values(self, operation: str, aliases: bool) -> Tensor:
+        """Return the values as an ordinary tensor without a graph, and warn if nobody has read them before.
 
         Args:
-            aliases: other code gets a tensor in their memory, or writes there.
-            counts: autograd counts the writes of that code as later ones.
+            operation: what reads them, for the warning; empty: do not warn.
+            aliases: the tensor is in their memory, since other code gets it or writes to it.
         """
-        contents = self._contents
-        if aliases and (not counts or torch.is_inference_mode_enabled()):
-            contents.version = None
-        if contents.memory is None and not contents.layer.is_materialized:
+        contents, layer = self._contents, self._contents.layer
+        if operation and contents.memory is None and not layer.is_materialized:
             _warn(operation, self)
-
-    def _plain_values(self, aliases: bool) -> Tensor:
-        """Return the values as an ordinary tensor without a graph; in their memory, if it aliases that."""
-        contents = self._contents
-        if aliases:
-            self._fill_memory()
+        with layer.lock:
+            if aliases and contents.memory is None:
+                contents.memory = contents.own_values(self.dtype)
         if (memory := contents.memory) is not None:
             offset = memory.storage_offset() + self.storage_offset()
             return memory.as_strided(self.shape, self.stride(), offset)
@@ -226,14 +218,6 @@ class DeferredLogits(Tensor):
         order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
         values = contents.values(self._rows.permute(order), self.dtype)
         return values.permute(*(order.index(dim) for dim in range(len(order))), len(order))
-
-    def _fill_memory(self) -> None:
-        contents, layer = self._contents, self._contents.layer
-        with layer.lock:
-            if contents.memory is None:
-                contents.memory = contents.own_values(self.dtype)
-                if contents.version is not None:
-                    contents.version = None if self.is_inference() else self._version
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         is_materialized = self._contents.memory is not None or self._contents.layer.is_materialized
@@ -244,19 +228,22 @@ class DeferredLogits(Tensor):
     # of saved tensors call them where __torch_function__ is switched off.
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain("pickling", aliases=False).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self._plain("pickling", copies=True).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __copy__(self) -> Tensor:
+        return copy.copy(self._plain("copy.copy"))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self._plain("copy.deepcopy", aliases=False).__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        return self._plain("copy.deepcopy", copies=True).__deepcopy__(memo)  # type: ignore[no-untyped-call]
 
     def data_ptr(self) -> int:
-        return self._plain("data_ptr").data_ptr()
+        return self._plain_values("data_ptr", aliases=True).data_ptr()
 
     def untyped_storage(self) -> Any:
-        return self._plain("untyped_storage").untyped_storage()
+        return self._plain_values("untyped_storage", aliases=True).untyped_storage()
 
     def tolist(self) -> Any:
-        return self._plain("tolist", aliases=False).tolist()
+        return self._plain_values("tolist", aliases=False).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         return self._plain("numpy").numpy(force=force)
@@ -264,9 +251,8 @@ class DeferredLogits(Tensor):
     def __dlpack__(self, **options: Any) -> Any:
         return self._plain("__dlpack__").__dlpack__(**options)
 
-    def _plain(self, operation: str, aliases: bool = True) -> Tensor:
-        self._note_reader(operation, aliases, counts=False)
-        plain: Tensor = ToDense.apply(self, aliases)  # type: ignore[no-untyped-call]
+    def _plain(self, operation: str, copies: bool = False) -> Tensor:
+        plain: Tensor = ToDense.apply(self, operation, copies)  # type: ignore[no-untyped-call]
         return plain
 
     def _wait_for_gradient(self, name: str) -> None:
@@ -305,33 +291,30 @@ class ToDense(torch.autograd.Function):
     """Returns the values as an ordinary tensor, or a copy of them; its gradient is that of the logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: DeferredLogits, aliases: bool) -> Tensor:
-        values, contents = logits._plain_values(aliases), logits._contents
-        if aliases:
+    def forward(ctx: Any, logits: DeferredLogits, operation: str, copies: bool) -> Tensor:
+        values, contents = logits._plain_values(operation, aliases=not copies), logits._contents
+        if not copies:
             return values
         return contents.layer.own(values) if contents.memory is None else values.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient, None, None
 
 
 #: Operations that return tensors in the memory of an argument, which their schema does not say.
 _ALIASING = (aten._unsafe_view, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.lift)
 
 
-def _aliased(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, bool]:
-    """Return the arguments, by id, that the operation returns tensors in the memory of, or writes to.
-
-    The value is true where it writes, or where autograd would not count a write by way of its result.
-    """
-    if func.namespace == "c10d":  # collectives, whose schemas do not say what they write to
-        return {id(x): True for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-    aliased = {id(args[0]): True} if func.overloadpacket in _ALIASING else {}
+def _aliased(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """Return the ids of arguments that the operation returns tensors in the memory of, or may write to."""
+    if func.namespace != "aten":  # schemas of collectives and of other code may not say what they write to
+        return {id(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+    aliased = {id(args[0])} if func.overloadpacket in _ALIASING else set()
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
-            aliased |= {id(x): argument.alias_info.is_write for x in tree_leaves(value)}
+            aliased |= {id(x) for x in tree_leaves(value)}
     return aliased
 
 

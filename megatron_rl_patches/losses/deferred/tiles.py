@@ -199,7 +199,7 @@ class _TileMemory:
         self._layer, self._buffer_size, self._stored = layer, buffer_size, layer.stored_tiles
         self._buffer: Tensor | None = None
         keeps = may_keep and layer.keeps_tiles and layer.tiling.keep_bytes != 0
-        self._stored.free_last_of_others(layer.device)  # before it is asked how much memory is free
+        StoredTiles.free_last(layer.device, unless_of=self._stored)  # before it is asked how much is free
         self._left = layer.tiling.bytes_to_keep(layer.device) if keeps else -1
 
     def of_tile(self, place: tuple[int, int], rows: int, columns: int) -> tuple[Tensor, bool]:

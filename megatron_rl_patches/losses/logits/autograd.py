@@ -149,8 +149,8 @@ class _DifferentiableOnce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise InvalidInputError(
-            "the gradient of a vocabulary-parallel loss cannot be differentiated twice: second "
-            "derivatives need torch.log_softmax"
+            "a gradient that deferred logits or a vocabulary-parallel loss have computed cannot be "
+            "differentiated twice: second derivatives need ordinary logits and torch.log_softmax"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import gc
 import io
@@ -224,7 +225,7 @@ def test_an_accumulated_gradient_goes_into_its_buffer() -> None:
             return torch.zeros_like(tensors["weight"])
 
     options = TileOptions(tile_bytes=4096, main_gradient=Buffer())
-    logits = deferred.defer(*tensors.values(), options, lambda: dense_of(tensors))
+    logits = deferred.defer(*tensors.values(), options, lambda _: dense_of(tensors))
     vocab_parallel_log_probs(logits.view(T, V), TOKENS).sum().backward()
     exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
     x = dense_of(tensors).detach().double() + (dense_of(exact) - dense_of(exact).detach())
@@ -303,6 +304,14 @@ def test_matrix_products(loss: Callable[[Tensor], Tensor], trained: Sequence[str
             if trained:
                 value.backward()
         assert sizes.products == products
+
+
+def test_a_tile_that_waits_is_freed_when_other_logits_are_materialized() -> None:
+    loss = _log_probs(logits_of(inputs()).view(T, V)).sum()
+    (logits_of(inputs()) + 0).sum()
+    with Sizes() as sizes:
+        loss.backward()
+    assert sizes.products == 3  # the tile again, and two for the gradients
 
 
 @pytest.mark.parametrize("width", [131_072, 151_936, 248_320])
@@ -555,7 +564,7 @@ def test_other_operations_see_ordinary_logits(name: str, caplog: pytest.LogCaptu
     tensors, layers = inputs(), []
     expected = run(OTHERS[name], dense_of(tensors), tensors)
 
-    def layer() -> Tensor:
+    def layer(_: Tensor) -> Tensor:
         layers.append(1)
         return dense_of(tensors)
 
@@ -812,7 +821,7 @@ def test_hidden_columns() -> None:
 def test_threads_that_look_at_the_same_time_see_the_same_values() -> None:
     tensors, barrier, layers = inputs(), threading.Barrier(4), []
 
-    def layer() -> Tensor:
+    def layer(_: Tensor) -> Tensor:
         layers.append(1)
         time.sleep(0.05)  # the other threads arrive meanwhile
         return dense_of(tensors)
@@ -827,6 +836,117 @@ def test_threads_that_look_at_the_same_time_see_the_same_values() -> None:
         seen = list(pool.map(look, range(4)))
     assert len(layers) == 1
     assert all(torch.equal(values, dense_of(tensors)) for values in seen)
+
+
+def _at_address(x: Tensor) -> Tensor:
+    array = (ctypes.c_float * x.numel()).from_address(x.data_ptr())
+    return torch.frombuffer(array, dtype=torch.float32).view(x.shape)
+
+
+@torch.library.custom_op("megatron_rl_patches_tests::scale", mutates_args=())
+def _scale(x: Tensor) -> Tensor:
+    x.detach().numpy()[:, 3:5] *= 2  # which its schema does not say
+    return x.new_zeros(3)
+
+
+def _reshaped(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return x.detach().reshape(-1)
+
+
+#: Ways to an ordinary tensor in the memory of logits [T, V], to which nobody counts the writes.
+HANDED_OUT: dict[str, Callable[[Tensor], Any]] = {
+    "columns": lambda x: x[:, 3:5].data,
+    "one dimension": lambda x: x.view(-1).data,
+    "a column": lambda x: x.select(1, 7).data,
+    "strides": lambda x: x.as_strided((T, 2), (V, 1)).data,
+    "numpy": lambda x: torch.from_numpy(x.detach().numpy()),
+    "numpy, forced": lambda x: torch.from_numpy(x.numpy(force=True)),
+    "dlpack": lambda x: torch.from_dlpack(x.detach()),
+    "address": lambda x: _at_address(x),
+    "storage": lambda x: torch.empty(0).set_(x.untyped_storage(), 0, (T, V), (V, 1)),
+    "shallow copy": lambda x: copy.copy(x.detach()),
+    "shared memory": lambda x: torch.from_numpy(x.detach().share_memory_().numpy()),
+    "reshape under inference mode": lambda x: torch.from_numpy(_reshaped(x).numpy()),
+    "unsafe split": lambda x: x.unsafe_split(1, 1)[0].data,
+}
+#: Reads of values that share no memory.
+STORED: dict[str, Callable[[Tensor], Any]] = {
+    "tolist": lambda x: x.tolist(),
+    "argmax": lambda x: x.detach().argmax(-1),
+    "product": lambda x: x @ torch.ones(V, 2),
+    "pickle": lambda x: pickle.dumps(x.detach()),
+    "deepcopy": lambda x: copy.deepcopy(x.detach()),
+}
+
+
+@pytest.mark.parametrize("name", HANDED_OUT)
+def test_memory_that_is_handed_out_makes_ordinary_logits(name: str) -> None:
+    """Losses of them and of their views read what other code writes there."""
+    tensors, results = inputs(), []
+    for make in (logits_of, dense_of):
+        logits = make(tensors).view(T, V)
+        rows = logits[2:]
+        ordinary = HANDED_OUT[name](logits)
+        assert type(ordinary) is Tensor
+        ordinary.mul_(1.7)
+        values = [vocab_parallel_log_probs(x, TOKENS[: len(x)]) for x in (logits, rows)]
+        total = torch.cat(values)
+        results.append([total.detach(), *torch.autograd.grad(total.sum(), list(tensors.values()))])
+        assert not getattr(logits, "is_deferred", False) and not getattr(rows, "is_deferred", False)
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_read_that_shares_no_memory_leaves_logits_deferred(name: str) -> None:
+    logits = logits_of(inputs()).view(T, V)
+    STORED[name](logits)
+    assert isinstance(logits, DeferredLogits) and logits.is_deferred
+
+
+def test_an_operation_of_other_code_may_write() -> None:
+    tensors = inputs(trained=())
+    logits, expected = logits_of(tensors).view(T, V), dense_of(tensors).view(T, V)
+    for x in (logits, expected):
+        _scale(x)
+    values, expected_values = (vocab_parallel_log_probs(x, TOKENS) for x in (logits, expected))
+    torch.testing.assert_close(values, expected_values)
+
+
+@pytest.mark.parametrize("export", [torch.utils.dlpack.to_dlpack, Tensor.data_ptr, lambda x: x.apply_(abs)])
+def test_code_past_the_class_gets_an_error_not_a_null_pointer(export: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        export(logits_of(inputs(trained=())))
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_hidden_states_whose_writes_do_not_count_are_copied(mode: Callable[[], Any]) -> None:
+    """A part of a sequence is flattened to a copy, and under inference mode tensors have no versions."""
+    with mode():
+        hidden, weight = torch.randn(2, 5, H), torch.randn(V, H)
+        states = hidden if mode is torch.inference_mode else hidden[:, :-1]
+        expected, logits = linear(states, weight), deferred_logits(states, weight)
+        hidden.zero_()
+        rows, expected = logits.flatten(0, 1), expected.flatten(0, 1)
+        values, expected_values = (vocab_parallel_log_probs(x, TOKENS[: len(x)]) for x in (rows, expected))
+        torch.testing.assert_close(values, expected_values)
+        torch.testing.assert_close(rows + 0, expected, rtol=0, atol=0)
+
+
+def test_a_view_whose_base_was_written_past_the_graph_can_be_stored() -> None:
+    logits, expected = logits_of(inputs())[0], dense_of(inputs())[0]
+    parts, expected_parts = logits.chunk(2), expected.chunk(2)
+    with torch.no_grad():
+        logits.mul_(2.0)
+        expected.mul_(2.0)
+    assert parts[0].tolist() == expected_parts[0].tolist()
+
+
+@pytest.mark.parametrize("divisor", [torch.tensor(2 + 0j), torch.tensor(2, dtype=torch.uint16)])
+def test_divisors_of_other_dtypes(divisor: Tensor) -> None:
+    tensors = inputs(trained=())
+    assert torch.equal(logits_of(tensors) / divisor + 0, dense_of(tensors) / divisor)
 
 
 @pytest.mark.parametrize(
