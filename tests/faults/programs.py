@@ -1,12 +1,13 @@
 """Random programs on logits as data: drawn from a seed, printed as Python, shortened by hand.
 
 A program makes logits ``[B, S, V]`` on tensor-parallel ranks, takes them apart and puts them together again,
-writes to them, reads them, and computes losses of what results. It is printed as a call that makes it again:
-drop steps from it until what fails is short.
+writes to them, also where nothing counts it, reads them, and computes losses of what results. It is printed
+as a call that makes it again: drop steps from it until what fails is short.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,15 +15,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 B, S, H = 2, 8, 4
 
 _KEEPS_VALUES = ("slice", "index", "rows", "cat", "reshape", "transpose", "split", "detach", "clone", "look")
 _OFTEN = (*_KEEPS_VALUES[:-1], "divide", "divide", "convert", "columns", "columns")
-_RARELY = ("write", "write alias", "divide in place", "look", "hook", "function", "no_grad", "inference")
+_WRITES = ("write", "write alias", "write memory", "write memory", "divide in place")
+_RARELY = (*_WRITES, "look", "hook", "function", "no_grad", "inference")
 #: What one tensor-parallel rank may do alone: no rank waits for the others, or for their gradients.
-_ALONE = ("columns", "divide", "clone", "write", "write alias", "divide in place", "look", "hook", "function")
+_ALONE = ("columns", "divide", "clone", *_WRITES, "look", "hook", "function")
 _MASKS = (-torch.inf, -1e5, torch.finfo(torch.float32).min)
 DIVERGENCES = (
     *("reverse_kl", "forward_kl", "forward_kl", "jensen_shannon"),
@@ -53,6 +56,38 @@ def _overwritten(take: Callable[[Tensor, Tensor], Tensor], *other: float) -> Cal
         return result
 
     return operation
+
+
+#: Ways to an ordinary tensor in the memory of logits, to which no version counter counts the writes.
+MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
+    "data of columns": lambda x: x[..., 1:4].data,
+    "data of a column": lambda x: x.select(-1, 1).data,
+    "data of one dimension": lambda x: x.data.view(-1) if x.is_contiguous() else x[..., 2:].data,
+    "numpy": lambda x: torch.from_numpy(x.detach().numpy()),
+    "numpy of columns": lambda x: torch.from_numpy(x.detach()[..., 1:].numpy()),
+    "dlpack": lambda x: torch.from_dlpack(x.detach()),
+    "storage": lambda x: x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride()),
+    "shallow copy": lambda x: copy.copy(x.detach()),
+}
+_alone: dict[int, Any] = {}
+
+
+def _halve_by_a_collective(x: Tensor) -> None:
+    """Let a collective of this rank alone write to logits."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rank = dist.get_rank()
+    if rank not in _alone:
+        _alone[rank] = dist.new_group([rank], use_local_synchronization=True)
+    if x.is_contiguous():
+        _alone[rank].allgather([[x.detach()]], [x.detach() / 2]).wait()
+        _alone[rank].allgather([[x.detach().view(-1)]], [x.detach().view(-1) / 2]).wait()
+
+
+WRITTEN = {
+    **{f"written by {way}": _changed(lambda x, way=way: MEMORY[way](x).mul_(0.5)) for way in MEMORY},
+    "written by a collective": _changed(_halve_by_a_collective),
+}
 
 
 def _past_the_graph(x: Tensor) -> Tensor:
@@ -105,6 +140,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "stored": _changed(lambda x: x.detach().tolist()),
     "no operation": lambda x: x,
     **OVERWRITTEN,
+    **WRITTEN,
 }
 #: These have another number of rows, which no rank may have alone.
 RESHAPING = ("function of some rows", "numbers", "mask")
@@ -157,6 +193,8 @@ class Program:
         masked: what the bias of the second half of the vocabulary is, if not zero.
         close: logits around 15 in float32 without a rounding, and teachers next to the student.
         single: float32, whose roundings count.
+        fewest_columns: how many columns a tile has before it has fewer rows; few in a vocabulary of ten.
+        handed_out: other code gets the memory of all tensors between forward and backward, on one rank only.
         sequence_parallel: each tensor-parallel rank has a part of the hidden states.
         gradients: whether hidden states, weight and bias require one.
     """
@@ -170,6 +208,8 @@ class Program:
     single: bool = False
     sequence_parallel: bool = False
     tile_bytes: int = 128
+    fewest_columns: int = 1024
+    handed_out: bool = False
     gradients: tuple[bool, bool, bool] = (True, True, True)
     steps: tuple[Step, ...] = ()
     losses: tuple[Loss, ...] = ()
@@ -213,6 +253,8 @@ def drawn(seed: int, tp: int = 1) -> Program:
         masked=draw.choice(_MASKS) if not close and draw.random() < 0.3 else 0.0,
         close=close,
         tile_bytes=draw.choice([1 << 14, 1 << 20] if close else [128, 128, 512, 1 << 20]),
+        fewest_columns=draw.choice([1024, 2]),
+        handed_out=draw.random() < 0.3,
         gradients=gradients,
         steps=tuple(step() for _ in range(draw.randrange(0, 8))),
         losses=tuple(loss() for _ in range(number)),
@@ -287,6 +329,8 @@ def _result(kind: str, x: Tensor, tensors: list[Tensor], draw: random.Random, ra
         x[draw.randrange(size)] = draw.random()
     elif kind == "write alias" and x.numel():
         x[..., width // 4 : width // 2].mul_(1.5)
+    elif kind == "write memory" and x.numel():
+        draw.choice(list(WRITTEN.values()))(x)
     elif kind == "look":
         draw.choice([lambda: x.detach().abs().max(), lambda: x.detach().sum(), lambda: x.exp().sum()])()
     elif kind == "hook" and x.grad_fn is not None:

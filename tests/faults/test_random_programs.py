@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import cycle, product
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -22,11 +23,13 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl_patches.losses import deferred_logits
+from megatron_rl_patches.losses.deferred import tiles
 from megatron_rl_patches.losses.logits.autograd import sum_gradient
 from megatron_rl_patches.losses.objectives.divergences import DIVERGENCES
 from tests.device_thread import device_thread
 from tests.faults.program_losses import Data, dense, ours
 from tests.faults.programs import (
+    MEMORY,
     OPERATIONS,
     OVERWRITTEN,
     RESHAPING,
@@ -64,7 +67,10 @@ FAILED_BEFORE = (
     ),
 )
 #: Operations of :data:`OPERATIONS` that the default suite has on one of two ranks.
-QUICK = ("masked_fill", "divided twice", "written", "written, then divided", "hooked", "function of its own")
+QUICK = (
+    *("masked_fill", "divided twice", "written", "written, then divided", "hooked", "function of its own"),
+    *("written by data of columns", "written by numpy", "written by a collective"),
+)
 Leaves = tuple[Tensor, Tensor, Tensor | None]
 
 
@@ -183,6 +189,9 @@ def outcome(program: Program, reference: Reference, rank: int, group: dist.Proce
         run_step(step, tensors, rank)
     pairs = zip(program.losses, reference.data, strict=True)
     values = [ours(loss, data, chosen_of(loss, tensors), columns, group) for loss, data in pairs]
+    if program.handed_out and rank == program.seed % program.tp:
+        for x, way in zip(tensors, cycle(MEMORY.values()), strict=False):
+            way(x)
     backward(values)
     return Outcome([x.detach() for x in values], gradients_of(leaves))
 
@@ -194,7 +203,9 @@ def check(program: Program, group: dist.ProcessGroup | None, may_be_refused: boo
         return
     try:
         # Half of the programs have their backward in a thread of autograd, as on CUDA.
-        with sent_bytes() as sent, device_thread() if program.seed % 2 else nullcontext():
+        in_thread = device_thread() if program.seed % 2 else nullcontext()
+        few_columns = mock.patch.object(tiles, "_FEWEST_COLUMNS", program.fewest_columns)
+        with sent_bytes() as sent, in_thread, few_columns:
             measured = outcome(program, reference, rank, group)
         if group is not None:
             bits = [value.numpy().tobytes() for value in measured.values]
