@@ -153,8 +153,6 @@ class DeferredLogits(Tensor):
                 return result
         if func in (Tensor.register_hook, Tensor.retain_grad):
             args[0]._wait_for_gradient(func.__name__)
-        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
-            return args[0].detach()  # a write to which counts, as one to data does not
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             raise InvalidInputError(
                 "the data of deferred logits was set: write to the logits, logits[:] = data"
