@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...common.devices import on_device
 from ..logits.arguments import in_float32
-from ..logits.autograd import LogitFunction, Tensors, without_autocast
+from ..logits.autograd import LogitFunction, Tensors
 from ..logits.rows import Inputs, Tile
 from .contents import Contents, Division
 from .tensor import DeferredLogits
@@ -239,43 +239,12 @@ class _SumOfLogits(LogitFunction):
         return layer.gradients(of_tile, needed)
 
 
-@without_autocast
-def _largest_of_rows(layer: OutputLayerRows) -> tuple[Tensor, Tensor]:
-    """Return the largest logit of each selected row and its column, of equal ones the first; no gradient."""
-    largest = layer.hidden.new_full((layer.n,), float("-inf"), dtype=layer.logit_dtype)
-    columns = torch.zeros(layer.n, dtype=torch.int64, device=layer.device)
-    for tile in layer.detached().tiles():
-        values, indices = tile.logits.logits.max(1)
-        # Tiles come in the order of their columns. NaN counts as larger than any number.
-        is_larger = (values > largest[tile.rows]) | (values.isnan() & ~largest[tile.rows].isnan())
-        largest[tile.rows] = values.where(is_larger, largest[tile.rows])
-        columns[tile.rows] = (indices + tile.columns.start).where(is_larger, columns[tile.rows])
-    return largest, columns
-
-
 def _sum(input: Any, *others: Any, **options: Any) -> Tensor | None:
     """Return the sum of all logits; ``None`` for any other call. Some losses multiply it by zero."""
     if not isinstance(input, DeferredLogits) or others or options or not input.is_deferred:
         return None
     (total,) = _SumOfLogits().apply(input.rows_in_tiles(slice(None)))
     return (total / input.divisor).to(input.dtype)
-
-
-def _largest(input: Any, dim: Any = None, keepdim: bool = False, **others: Any) -> Any:
-    """Return the largest logit of each row without a gradient; ``None`` for any other call."""
-    if not isinstance(input, DeferredLogits) or (input.requires_grad and torch.is_grad_enabled()):
-        return None
-    is_of_rows = type(dim) is int and dim in (-1, input.dim() - 1) and not keepdim and not others
-    if not is_of_rows or not input.is_deferred:
-        return None
-    of_rows = _largest_of_rows(input.rows_in_tiles(slice(None)))
-    values, indices = (largest.view(input.shape[:-1]) for largest in of_rows)
-    return torch.return_types.max((values.to(input.dtype) / input.divisor, indices))
-
-
-def _argmax(*args: Any, **kwargs: Any) -> Tensor | None:
-    largest = _largest(*args, **kwargs)
-    return None if largest is None else largest.indices
 
 
 def _overloads(names: str) -> list[Any]:
@@ -304,10 +273,4 @@ DeferredLogits.followed.update(
         aten.index_select.default: _index_select,
     }
 )
-DeferredLogits.computed_in_tiles.update(
-    {
-        **dict.fromkeys((Tensor.sum, torch.sum), _sum),
-        **dict.fromkeys((Tensor.max, torch.max), _largest),
-        **dict.fromkeys((Tensor.argmax, torch.argmax), _argmax),
-    }
-)
+DeferredLogits.computed_in_tiles.update(dict.fromkeys((Tensor.sum, torch.sum), _sum))

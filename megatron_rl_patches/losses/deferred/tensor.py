@@ -38,11 +38,11 @@ class DeferredLogits(Tensor):
 
     They stay deferred where rows are selected, reordered or concatenated, where they are converted to
     float32, and where they are divided by a number. Functions of :mod:`megatron_rl_patches.losses` compute
-    what they need from hidden states and weight; so do the sum of all and the largest of each row. Any other
-    operation that reads values materializes the logits, by the output layer's own code, with a warning that
-    names the operation and the line that called it. Once code writes to them, or gets an ordinary tensor in
-    their memory, such as one of some columns or an array, they are ordinary logits, which is what losses read
-    then. A division materializes 16-bit logits, too: its quotient is rounded.
+    what they need from hidden states and weight; so does the sum of all. Any other operation that reads
+    values materializes the logits, by the output layer's own code, with a warning that names the operation
+    and the line that called it. Once code writes to them, or gets an ordinary tensor in their memory, such as
+    some columns or an array, they are ordinary logits, which is what losses read then. A division
+    materializes 16-bit logits, too: its quotient is rounded.
 
     Attributes:
         followed: for operations whose result is deferred, functions that compute it, or return ``None``.
