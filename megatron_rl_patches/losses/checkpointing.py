@@ -95,33 +95,19 @@ def _bound(
 
     Keyword arguments are bound, since ``checkpoint()`` takes some of these names for its own options. So are
     deferred logits: hooks of saved tensors, such as ``save_on_cpu``, would give back others, without a graph.
-    Deferred logits that other code reads or overwrites become ordinary ones, whose loss saves other tensors.
-    A clone stays deferred, so the loss is computed again as it was.
+    What is bound are clones: other code may read or overwrite the logits before backward, which makes them
+    ordinary ones, and the loss of these saves other tensors.
     """
-    args = tuple(map(_snapshot, args))
-    kwargs = {name: _snapshot(x) for name, x in kwargs.items()}
+    args = tuple(x.clone() if hasattr(x, "loss_source") else x for x in args)
+    kwargs = {name: x.clone() if hasattr(x, "loss_source") else x for name, x in kwargs.items()}
     deferred = {place: x for place, x in enumerate(args) if hasattr(x, "loss_source")}
-    versions = [_version(logits) for logits in deferred.values()]
 
     def function(*others: Any) -> R:
-        if versions != [_version(logits) for logits in deferred.values()]:
-            raise InvalidInputError(
-                "deferred logits were overwritten after a checkpointed loss had been computed from them, so "
-                "backward cannot compute it again: write to them before, or to a clone"
-            )
         remaining = iter(others)
         arguments = [deferred[place] if place in deferred else next(remaining) for place in range(len(args))]
         return loss_fn(*arguments, **kwargs)
 
     return function, [x for place, x in enumerate(args) if place not in deferred]
-
-
-def _snapshot(x: Any) -> Any:
-    return x.clone() if getattr(x, "is_deferred", False) else x
-
-
-def _version(logits: torch.Tensor) -> int:
-    return 0 if logits.is_inference() else logits._version
 
 
 def _several_ranks() -> bool:

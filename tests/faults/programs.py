@@ -8,6 +8,7 @@ as a call that makes it again: drop steps from it until what fails is short.
 from __future__ import annotations
 
 import copy
+import ctypes
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -68,8 +69,22 @@ MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
     "dlpack": lambda x: torch.from_dlpack(x.detach()),
     "storage": lambda x: x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride()),
     "shallow copy": lambda x: copy.copy(x.detach()),
+    "shared memory": lambda x: torch.from_numpy(x.detach().share_memory_().numpy()),
+    "address": lambda x: _at_address(x) if x.is_contiguous() else x[..., 2:].data,
+    "unsafe split": lambda x: x.unsafe_split(2, -1)[0].data,
 }
 _alone: dict[int, Any] = {}
+
+
+def _at_address(x: Tensor) -> Tensor:
+    array = (ctypes.c_byte * max(x.nbytes, 1)).from_address(x.data_ptr())
+    return torch.frombuffer(array, dtype=x.dtype, count=x.numel()).view(x.shape) if x.numel() else x
+
+
+@torch.library.custom_op("megatron_rl_patches_tests::halve", mutates_args=())
+def _halve(x: Tensor) -> Tensor:
+    x.detach().numpy()[...] *= 0.5  # which its schema does not say
+    return x.new_zeros(0)
 
 
 def _halve_by_a_collective(x: Tensor) -> None:
@@ -87,6 +102,7 @@ def _halve_by_a_collective(x: Tensor) -> None:
 WRITTEN = {
     **{f"written by {way}": _changed(lambda x, way=way: MEMORY[way](x).mul_(0.5)) for way in MEMORY},
     "written by a collective": _changed(_halve_by_a_collective),
+    "written by an operation": _changed(lambda x: _halve(x.detach())),
 }
 
 
@@ -194,7 +210,8 @@ class Program:
         close: logits around 15 in float32 without a rounding, and teachers next to the student.
         single: float32, whose roundings count.
         fewest_columns: how many columns a tile has before it has fewer rows; few in a vocabulary of ten.
-        handed_out: other code gets the memory of all tensors between forward and backward, on one rank only.
+        written_after: one rank writes to the memory of deferred logits between forward and backward, which a
+            loss does not read again.
         sequence_parallel: each tensor-parallel rank has a part of the hidden states.
         gradients: whether hidden states, weight and bias require one.
     """
@@ -209,7 +226,7 @@ class Program:
     sequence_parallel: bool = False
     tile_bytes: int = 128
     fewest_columns: int = 1024
-    handed_out: bool = False
+    written_after: bool = False
     gradients: tuple[bool, bool, bool] = (True, True, True)
     steps: tuple[Step, ...] = ()
     losses: tuple[Loss, ...] = ()
@@ -254,7 +271,7 @@ def drawn(seed: int, tp: int = 1) -> Program:
         close=close,
         tile_bytes=draw.choice([1 << 14, 1 << 20] if close else [128, 128, 512, 1 << 20]),
         fewest_columns=draw.choice([1024, 1024 if close else 2]),
-        handed_out=draw.random() < 0.3,
+        written_after=draw.random() < 0.3,
         gradients=gradients,
         steps=tuple(step() for _ in range(draw.randrange(0, 8))),
         losses=tuple(loss() for _ in range(number)),

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from megatron_rl_patches.losses import deferred_logits
+from megatron_rl_patches.losses import DeferredLogits, deferred_logits
 from megatron_rl_patches.losses.deferred import tiles
 from megatron_rl_patches.losses.logits.autograd import sum_gradient
 from megatron_rl_patches.losses.objectives.divergences import DIVERGENCES
@@ -189,11 +189,19 @@ def outcome(program: Program, reference: Reference, rank: int, group: dist.Proce
         run_step(step, tensors, rank)
     pairs = zip(program.losses, reference.data, strict=True)
     values = [ours(loss, data, chosen_of(loss, tensors), columns, group) for loss, data in pairs]
-    if program.handed_out and rank == program.seed % program.tp:
-        for x, way in zip(tensors, cycle(MEMORY.values()), strict=False):
-            way(x.detach())
+    if program.written_after and rank == program.seed % program.tp:
+        write_after(program, tensors)
     backward(values)
     return Outcome([x.detach() for x in values], gradients_of(leaves))
+
+
+def write_after(program: Program, tensors: list[Tensor]) -> None:
+    # A loss in torch's own reentrant checkpoint reads the logits a second time.
+    may_write = all(loss.within != "reentrant" for loss in program.losses)
+    for x, way in zip(tensors, cycle(MEMORY.values()), strict=False):
+        if isinstance(x, DeferredLogits):
+            memory = way(x.detach())
+            memory.fill_(7.0) if may_write else None
 
 
 def check(program: Program, group: dist.ProcessGroup | None, may_be_refused: bool = True) -> None:
@@ -253,6 +261,7 @@ def check_all(
         single, divisions, made, odd = next(turns)
         steps = [Step("divided twice", -1, 0)] * divisions + [Step(name, -1, 0, alone=odd)]
         of_made = {"made": made, "single": single, "gradients": (name not in OVERWRITTEN,) * 3}
+        of_made["written_after"] = True
         program = Program(odd, tp=ranks, steps=tuple(steps), losses=ALL_LOSSES, **of_made)
         check(program, group, may_be_refused=False)
 
