@@ -16,6 +16,8 @@ from ..logits.slices import as_one_slice
 from .options import StoredTiles
 from .tiles import OutputLayerRows
 
+Product = Callable[[Tensor], Tensor]
+
 
 @dataclass(eq=False)
 class OutputLayer:
@@ -32,7 +34,7 @@ class OutputLayer:
 
     rows: OutputLayerRows
     shape: torch.Size
-    product: Callable[[Tensor], Tensor]
+    product: Product
     has_hooks: bool = False
     has_losses: bool = False
     lock: Any = field(default_factory=threading.RLock)

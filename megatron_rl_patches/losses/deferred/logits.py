@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -12,10 +11,10 @@ from torch import Tensor
 from ...errors import InvalidInputError
 from ..logits.arguments import check_floats, check_group, check_no_transform
 from ..logits.autograd import gather_sequence, sum_gradient
-from .contents import Contents, OutputLayer
+from .contents import Contents, OutputLayer, Product
 from .options import KeepBytes, TileOptions
 from .products import product
-from .tensor import Defer, DeferredLogits, ToDense
+from .tensor import Defer, DeferredLogits
 from .tiles import OutputLayerRows
 
 
@@ -105,11 +104,7 @@ def deferred_logits(
 
 
 def defer(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tiling: TileOptions,
-    product: Callable[[Tensor], Tensor],
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, tiling: TileOptions, product: Product
 ) -> DeferredLogits:
     """Return :class:`DeferredLogits` of whole sequences.
 
@@ -130,10 +125,7 @@ def defer(
 
 def dense(logits: Tensor) -> Tensor:
     """Return deferred logits as an ordinary tensor in their memory, without a warning; others as they are."""
-    if not isinstance(logits, DeferredLogits):
-        return logits
-    values: Tensor = ToDense.apply(logits, "", False)  # type: ignore[no-untyped-call]
-    return values
+    return logits.plain("") if isinstance(logits, DeferredLogits) else logits
 
 
 def hide_columns(logits: Tensor, start: int) -> Tensor:

@@ -124,8 +124,7 @@ class DeferredLogits(Tensor):
         """
         if not self.is_deferred:
             # Other code may write to the values before backward reads them, so these are a copy.
-            values: Tensor = ToDense.apply(self, "", True)  # type: ignore[no-untyped-call]
-            return SelectedRows(values, index, options)
+            return SelectedRows(self.plain("", copies=True), index, options)
         return self.rows_in_tiles(index, options)
 
     def rows_in_tiles(self, index: RowIndex, options: VocabParallelOptions = DEFAULT) -> OutputLayerRows:
@@ -147,10 +146,9 @@ class DeferredLogits(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if compute := cls.computed_in_tiles.get(func):
-            result = compute(*args, **kwargs)
-            if result is not None:
-                return result
+        compute = cls.computed_in_tiles.get(func)
+        if compute and (result := compute(*args, **kwargs)) is not None:
+            return result
         if func in (Tensor.register_hook, Tensor.retain_grad):
             args[0]._wait_for_gradient(func.__name__)
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
@@ -226,13 +224,13 @@ class DeferredLogits(Tensor):
     # of saved tensors call them where __torch_function__ is switched off.
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain("pickling", copies=True).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.plain("pickling", copies=True).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __copy__(self) -> Tensor:
-        return copy.copy(self._plain("copy.copy"))
+        return copy.copy(self.plain("copy.copy"))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self._plain("copy.deepcopy", copies=True).__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        return self.plain("copy.deepcopy", copies=True).__deepcopy__(memo)  # type: ignore[no-untyped-call]
 
     def data_ptr(self) -> int:
         return self._plain_values("data_ptr", aliases=True).data_ptr()
@@ -244,12 +242,13 @@ class DeferredLogits(Tensor):
         return self._plain_values("tolist", aliases=False).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self._plain("numpy").numpy(force=force)
+        return self.plain("numpy").numpy(force=force)
 
     def __dlpack__(self, **options: Any) -> Any:
-        return self._plain("__dlpack__").__dlpack__(**options)
+        return self.plain("__dlpack__").__dlpack__(**options)
 
-    def _plain(self, operation: str, copies: bool = False) -> Tensor:
+    def plain(self, operation: str, copies: bool = False) -> Tensor:
+        """Return an ordinary tensor in the memory of the values, or a copy; a warning names the operation."""
         plain: Tensor = ToDense.apply(self, operation, copies)  # type: ignore[no-untyped-call]
         return plain
 
