@@ -57,6 +57,8 @@ FAILED_BEFORE = (
     # One rank writes out of place to what all have divided.
     Program(0, 2, steps=(Step("divide", 0, 0), Step("columns", -1, 0, alone=1)), losses=(Loss("at", -1, 0),)),
     Program(0, within="reentrant", losses=(Loss("at", 0, 0),)),
+    # One rank writes to logits whose loss backward computes again.
+    Program(1, 2, written_after=True, losses=(Loss("scores", 0, 0, within="checkpointed"),)),
     # A temperature that is no power of two.
     Program(0, close=True, tile_bytes=1 << 20, losses=(Loss("divergence", 0, 0, temperature=0.7),)),
     # A large finite mask over a rank.
