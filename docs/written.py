@@ -27,7 +27,14 @@ from megatron_rl_patches.engine.announce import summary  # noqa: E402
 from megatron_rl_patches.engine.patch import Patch  # noqa: E402
 from megatron_rl_patches.engine.settings import parse_selection  # noqa: E402
 from megatron_rl_patches.engine.statuses import SiteStatus, grouped  # noqa: E402
-from tests.frameworks.page import FRAMEWORKS, NOT_CHECKED, NOT_NEEDED, matrix, runs_on_record  # noqa: E402
+from tests.frameworks.page import (  # noqa: E402
+    FRAMEWORKS,
+    NOT_CHECKED,
+    NOT_NEEDED,
+    WITHOUT_USE,
+    matrix,
+    runs_on_record,
+)
 from tests.frameworks.verdicts import load  # noqa: E402
 from tests.references.pages import fill, places, table  # noqa: E402
 
@@ -46,8 +53,6 @@ SOURCES = {
     "megatron-lm": ("Megatron-LM", "Megatron-LM main"),
     "own-loop": ("", CORE),
 }
-#: Patches whose functions in megatron-core are wrapped under a framework that has no use for them.
-_IDLE = {("verl", "inference-only"), ("NeMo-RL", "lean-head")}
 _QUICKSTARTS = {"vime": "slime", "openclaw-rl": "slime", "miles": "slime"}
 
 
@@ -70,10 +75,10 @@ def _in_framework(framework: str, patch: str) -> str:
     """Return in which releases a patch takes effect: of the framework, or of megatron-core under it."""
     ranges = _ranges()
     own = ranges.get(framework, {}).get(patch, "")
+    if (framework, patch) in WITHOUT_USE:
+        return NOT_NEEDED
     if own in ("", NOT_NEEDED) and patch in ranges["megatron-core"]:
         of_core = ranges["megatron-core"][patch]
-        if (framework, patch) in _IDLE:
-            return "in place, with nothing to do"
         is_everywhere = of_core.startswith("0.14") and of_core.endswith(_newest())
         return "all" if is_everywhere else f"megatron-core {of_core}"
     return own
@@ -133,8 +138,7 @@ def frameworks() -> str:
 def _names(framework: str) -> str:
     releases = {patch: _in_framework(framework, patch) for patch in registry.patches()}
     unchecked = [f"`{patch}`" for patch in releases if releases[patch] == NOT_CHECKED]
-    idle = ("", NOT_NEEDED, NOT_CHECKED, "in place, with nothing to do")
-    named = [patch for patch in releases if releases[patch] not in idle]
+    named = [patch for patch in releases if releases[patch] not in ("", NOT_NEEDED, NOT_CHECKED)]
     others = [f"`{patch}`" for patch in releases if patch not in named and f"`{patch}`" not in unchecked]
     listed = ", ".join(f"`{patch}`" for patch in named)
     text = f"all but {', '.join(others)}" if len(others) <= 3 else listed

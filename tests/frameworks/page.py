@@ -28,6 +28,13 @@ FRAMEWORKS = (
 )
 _LAYERS = {"local": "local", "transformer_engine": "TransformerEngine's"}
 NOT_NEEDED, NOT_CHECKED = "not needed", "not checked"
+#: Patches of megatron-core from which a framework gains nothing, and why.
+WITHOUT_USE = {
+    ("verl", "inference-only"): "it builds references without DDP itself",
+    ("NeMo-RL", "lean-head"): "it takes hidden states from the model, and computes in chunks itself",
+    ("AReaL", "lean-head"): "its own functions read the values of the logits, which are materialized then",
+    ("AReaL", "reentrant-train"): "it sets up the model's functions once, and never switches the hooks off",
+}
 
 _PAGE = """\
 ---
@@ -50,7 +57,7 @@ For your own code, run `megatron-rl-patches check`: it compares the code itself,
 
 - **core**: what the patch changes is in megatron-core, on which the framework runs. Look at the row
   megatron-core.
-- **not needed**: the framework does not have the fault, and the patch leaves it alone.
+- **not needed**: the framework does not have the fault, or gains nothing from the patch.
 - **not checked**: the patch is newer than the record of this commit, which can no longer be fetched.
 - **–**: the patch changes nothing in the framework.
 
@@ -66,7 +73,7 @@ on them, on one and two CPU ranks.
 
 ## Where a patch does nothing
 
-In these releases the code exists, and the patch leaves it alone.
+In these releases the code exists, and the patch leaves it alone, or changes nothing that the framework uses.
 
 {left_alone}
 
@@ -174,7 +181,8 @@ def _matrix_rows(table: Sequence[Known]) -> Iterator[dict[str, str]]:
     }
     for framework, of_patches in matrix(table).items():
         missing = {patch: "core" if patch in of_core else "–" for patch in registry.patches()}
-        yield {"framework": framework, **missing, **of_patches}
+        without_use = {patch: NOT_NEEDED for name, patch in WITHOUT_USE if name == framework}
+        yield {"framework": framework, **missing, **of_patches, **without_use}
 
 
 # --- the tables
@@ -215,6 +223,8 @@ def _left_alone(table: Sequence[Known]) -> Iterator[dict[str, str]]:
             for patch in registry.patches():
                 if _state(one, patch) not in ("", "fits", NOT_CHECKED) and (why := _reason(one, patch)):
                     places.setdefault((patch, why), {}).setdefault(framework, []).append(release)
+    for (framework, patch), why in WITHOUT_USE.items():
+        places[patch, why] = {framework: list(_releases(table, framework))}
     for (patch, why), of_frameworks in sorted(places.items()):
         where = [f"{name} {_range(of, list(_releases(table, name)))}" for name, of in of_frameworks.items()]
         yield {"patch": patch, "in": "; ".join(where), "why": why}
