@@ -29,9 +29,10 @@ from .log_probs import NO_TOKEN, in_vocabulary
 from .microbatch_layout import Groups, groups_of, layout_of
 
 _OTHER_SCORES = Message(
-    "lean-loss leaves {function} alone, since on a small microbatch it computes something else",
+    "lean-loss leaves {function} alone, since on a small microbatch at temperature {temperature:g} it "
+    "computes something else",
     "The framework's own function runs, and no memory is saved.",
-    "If you changed that function, ignore this; if not, report it.",
+    "Set another temperature if it is 0. If you changed that function, ignore this; else report it.",
 )
 _NEEDED = {"logits", "args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy"}
 #: A call that passes anything else runs the framework's own code.
@@ -135,7 +136,8 @@ def _tried(call: Call, groups: Groups) -> _Form | None:
         form = form if all(gathered(form is not None, group)) else None
     if form is None and is_rank_0():
         function = f"{call.function.__module__}.{call.function.__qualname__}"
-        _OTHER_SCORES.log(function=function)
+        temperature = getattr(call["args"], "rollout_temperature", 1.0)
+        _OTHER_SCORES.log(function=function, temperature=temperature)
     return form
 
 

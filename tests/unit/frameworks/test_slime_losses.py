@@ -423,9 +423,16 @@ def test_a_framework_that_changes_logits_gets_what_it_computes(
     framework = Framework(change=change, finish=lambda x: x.float())
     expected, scores = framework.unpatched(leaf * 1), framework.patched(leaf * 1)
     assert framework.passes == 3
-    assert "get_log_probs_and_entropy alone, since on a small microbatch it computes" in caplog.text
+    assert "get_log_probs_and_entropy alone, since on a small microbatch at temperature 0.7 it" in caplog.text
     tolerance = {"rtol": 0.05, "atol": 0.05} if "bfloat16" in change else {"rtol": 1e-5, "atol": 1e-5}
     compare(scores, expected, leaf, **tolerance)
+
+
+def test_a_temperature_of_0_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    framework = Framework()
+    framework.patched(model_logits(1, 31, V), 0.0)
+    assert framework.passes == 2  # also after the small microbatch
+    assert "on a small microbatch at temperature 0 it" in caplog.text and "Set another" in caplog.text
 
 
 @pytest.mark.parametrize("finish", [lambda x: x.clamp(min=-3), lambda x: F.pad(x.float(), (1, 0)).mul_(2)])
