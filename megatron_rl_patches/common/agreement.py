@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -12,6 +12,7 @@ from ..errors import InvalidInputError, MegatronRLPatchesError
 from .text import one_line
 
 T = TypeVar("T")
+Group = dist.ProcessGroup | None
 
 
 def world() -> dist.ProcessGroup | None:
@@ -28,22 +29,37 @@ def gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
     return values
 
 
-def raise_on_all(problem: str | None, groups: Iterable[dist.ProcessGroup | None] | None = None) -> None:
+def raise_on_all(
+    problem: str | None, groups: Iterable[Group] | None = None, data: Any = None, alike: Sequence[Group] = ()
+) -> None:
     """Raise a problem of any rank on all ranks of the groups, with one collective in each group.
 
     Args:
         problem: of this rank, if it has one.
         groups: the ranks that would wait for this one; without them, all ranks of the job.
+        data: by name, what the ranks of the groups ``alike`` must have in common, as far as both have it.
 
     Raises:
-        InvalidInputError: some rank has a problem; one that has none names that rank.
+        InvalidInputError: some rank has a problem, or its data differs; one that has none names that rank.
     """
-    known = problem and f"rank {dist.get_rank() if dist.is_initialized() else 0}: {problem}"
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    known = problem and f"rank {rank}: {problem}"
     for group in [world()] if groups is None else groups:
-        of_group = gathered(known, group)  # also by a rank that knows a problem already
-        known = known or next(filter(None, of_group), None)
+        own = rank, data if group in alike else None
+        problems, ranks = zip(*gathered((known, own), group), strict=True)  # also if a problem is known
+        known = known or next(filter(None, problems), None) or _difference(ranks)
     if known:
         raise InvalidInputError(problem or known)
+
+
+def _difference(ranks: Iterable[tuple[int, Any]]) -> str | None:
+    first: dict[str, tuple[int, Any]] = {}
+    for rank, data in ranks:
+        for name, value in (data or {}).items():
+            other, expected = first.setdefault(name, (rank, value))
+            if value != expected:
+                return f"ranks {other} and {rank} differ in {name}, {expected} and {value}: pass the same"
+    return None
 
 
 def agreed(value: T, problem: str | None, group: dist.ProcessGroup | None) -> list[T]:

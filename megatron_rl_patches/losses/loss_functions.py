@@ -11,6 +11,7 @@ import torch.distributed
 from ..errors import InvalidInputError
 from .checkpointing import checkpointed
 from .logits.arguments import VocabParallelOptions, check_ids, check_instance, check_positive
+from .logits.distributions import in_common
 from .logits.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 from .objectives.distillation import DistillationBatch, DistillationOptions, comparison, summed
 from .objectives.policy import PolicyBatch, PolicyOptions, policy_loss
@@ -41,8 +42,9 @@ def packed_log_probs_and_entropy(
         layout: layout of this microbatch on this CP rank.
         with_entropy: compute entropies too.
         entropy_grad: let the entropies require grad; ``False`` saves time in backward.
-        **options: ``tp_group``, ``temperature``, ``keep_mask`` (for the rows ``layout.response_rows``),
-            ``inplace_backward``, ``block_bytes`` and ``fused`` of :func:`vocab_parallel_log_probs`.
+        **options: ``tp_group``, ``temperature``, ``vocab_size``, ``keep_mask`` (for the rows
+            ``layout.response_rows``), ``inplace_backward``, ``block_bytes`` and ``fused`` of
+            :func:`vocab_parallel_log_probs`.
 
     Returns:
         The log-probs, and the entropies in nats or ``None``: for sample ``i`` a tensor
@@ -57,9 +59,9 @@ def packed_log_probs_and_entropy(
     rows, split = layout.response_slices, layout.split_responses
     if layout.cp_size > 1:
         # A rank that refused its own ids alone would leave the others waiting for its values.
-        of_group = VocabParallelOptions(options.get("tp_group"))
-        vocab_size = logits.shape[-1] * of_group.tp_size
-        check_ids("targets", layout.targets(tokens), vocab_size, of_group.ignore_index, "to ignore a row")
+        of_group = VocabParallelOptions(options.get("tp_group"), vocab_size=options.get("vocab_size"))
+        num_ids = of_group.num_ids(logits.shape[-1])
+        check_ids("targets", layout.targets(tokens), num_ids, of_group.ignore_index, "to ignore a row")
     if not with_entropy:
         return split(vocab_parallel_log_probs(*logits_and_targets, rows=rows, **options)), None
     log_probs, entropies = vocab_parallel_log_probs_and_entropy(
@@ -77,6 +79,7 @@ def make_loss_func(
     tp_group: torch.distributed.ProcessGroup | None = None,
     cp_group: torch.distributed.ProcessGroup | None = None,
     temperature: float = 1.0,
+    vocab_size: int | None = None,
     with_entropy: bool = True,
     keep_mask: torch.Tensor | None = None,
     inplace_backward: bool = False,
@@ -100,6 +103,8 @@ def make_loss_func(
         tp_group: process group over which the vocabulary is split; ``None`` if it is whole.
         cp_group: process group over which the sequences are split; ``None`` if they are whole.
         temperature: temperature of the rollout, by which logits are divided.
+        vocab_size: size of the vocabulary without padding; see :func:`vocab_parallel_log_probs`. Log-probs of
+            the batch that are known to be of another one are refused.
         with_entropy: compute the entropy, which costs one more ``exp`` per logit; ``entropy_coef`` needs it.
         keep_mask: columns that sampling chose from; see :func:`packed_log_probs_and_entropy`.
         inplace_backward: write the gradient into the logits; see :func:`vocab_parallel_log_probs`.
@@ -114,18 +119,21 @@ def make_loss_func(
     check_instance("batch", batch, PolicyBatch)
     check_instance("options", options, PolicyOptions)
     batch.check_for(options)
-    VocabParallelOptions(tp_group, temperature)  # refuses a bad one now
+    vocabulary = VocabParallelOptions(tp_group, temperature, vocab_size=vocab_size)  # refuses bad ones now
     if options.entropy_coef and not with_entropy:
         raise InvalidInputError(f"entropy_coef is {options.entropy_coef}, which needs with_entropy=True")
     divisor = _checked_divisor(batch.response_lengths, layout, cp_group, normalizer)
 
     def loss_func(logits: torch.Tensor) -> LossAndCount:
+        others = [batch.old_log_probs, batch.ref_log_probs, batch.rollout_log_probs]
+        in_common(others, vocab_size=vocabulary.num_ids(layout.rows_of(logits).shape[1]))
         log_probs, entropies = packed_log_probs_and_entropy(
             logits,
             tokens,
             layout,
             tp_group=tp_group,
             temperature=temperature,
+            vocab_size=vocab_size,
             with_entropy=with_entropy,
             entropy_grad=options.entropy_coef != 0,
             keep_mask=keep_mask,
@@ -152,6 +160,7 @@ def make_distillation_loss_func(
     tp_group: torch.distributed.ProcessGroup | None = None,
     cp_group: torch.distributed.ProcessGroup | None = None,
     temperature: float = 1.0,
+    vocab_size: int | None = None,
     inplace_backward: bool = False,
     recompute: bool = False,
     normalizer: float | None = None,
@@ -172,9 +181,10 @@ def make_distillation_loss_func(
     check_instance("batch", batch, DistillationBatch)
     check_instance("options", options, DistillationOptions)
     batch.check_for(options)
-    VocabParallelOptions(tp_group, temperature)
+    VocabParallelOptions(tp_group, temperature, vocab_size=vocab_size)
     divisor = _checked_divisor(batch.response_lengths, layout, cp_group, normalizer)
-    how = {"tp_group": tp_group, "temperature": temperature, "inplace_backward": inplace_backward}
+    how = {"tp_group": tp_group, "temperature": temperature, "vocab_size": vocab_size}
+    how["inplace_backward"] = inplace_backward
     compare = comparison(layout.response_rows, layout.response_index, batch, options, how)
 
     def loss_func(logits: torch.Tensor) -> LossAndCount:

@@ -87,7 +87,7 @@ def check_teachers_that_disagree() -> None:
             sent_bytes() as sent,
             pytest.raises(InvalidInputError, match=rf"teacher 1 is \[{rows}, {vocabulary}\]") as raised,
         ):
-            losses.full_vocabulary_divergence(logits(4, 8), teachers, tp_group=group, num_ids=num_ids)
+            losses.full_vocabulary_divergence(logits(4, 8), teachers, tp_group=group, vocab_size=num_ids)
         assert not sent
         first, second = everywhere(str(raised.value))
         assert first == second

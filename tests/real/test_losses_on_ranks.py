@@ -48,6 +48,10 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.7, "inplace_backward": True},
     {"keep_mask": KEEP, "temperature": 1.3},
+    # Padding may fill a part of a rank's columns, all of them, or those of several ranks.
+    {"vocab_size": 985},
+    {"vocab_size": V // 2, "keep_mask": KEEP, "temperature": 0.7},
+    {"vocab_size": 77, "rows": slice(2, 9), "inplace_backward": True},
     {"rows": slice(2, 9), "entropy_grad": False},
     {"rows": torch.tensor([7, 3, 10, 0]), "keep_mask": KEEP[:4], "inplace_backward": True},
 )
@@ -72,11 +76,11 @@ def mine(group: dist.ProcessGroup, columns: int = V) -> slice:
     return slice(rank * width, (rank + 1) * width)
 
 
-def at_borders(rows: int, group: dist.ProcessGroup, columns: int = V) -> Tensor:
+def at_borders(rows: int, group: dist.ProcessGroup, size: int = V) -> Tensor:
     """First and last column of each rank, then any; and one that is ignored."""
-    starts = torch.arange(0, columns, columns // group.size())
-    borders = torch.cat([starts, starts + columns // group.size() - 1])
-    targets = torch.cat([borders, random_targets(rows, columns)])[:rows]
+    starts = torch.arange(0, V, V // group.size())
+    borders = torch.cat([starts, starts + V // group.size() - 1])
+    targets = torch.cat([borders, random_targets(rows, size)])[:rows].clamp(max=size - 1)
     targets[rows // 2] = IGNORE
     return targets
 
@@ -103,11 +107,12 @@ def check_at(logits: Tensor, indices: Tensor, group: dist.ProcessGroup, **option
 
 def check_dense(group: dist.ProcessGroup) -> None:
     for dtype, options in product(GRADIENT_BOUND, OPTIONS):
-        logits = random_logits(T, V, dtype)
+        logits, size = random_logits(T, V, dtype), options.get("vocab_size", V)
+        logits[:, size:] = math.nan
         n = len(torch.arange(T)[options.get("rows", slice(None))])
-        check(logits, at_borders(n, group), group, **options)
+        check(logits, at_borders(n, group, size), group, **options)
         # Ids on each rank, on its borders, and rows of which a rank has none.
-        indices = random_indices(n, V, K)
+        indices = random_indices(n, size, K)
         indices[-1] = torch.arange(K)
         options = {name: options[name] for name in options if name not in ("keep_mask", "entropy_grad")}
         check_at(logits, indices, group, block_bytes=3000 if "rows" in options else None, **options)
@@ -238,7 +243,8 @@ def check_collectives(group: dist.ProcessGroup) -> None:
         if "keep_mask" in options:
             options["keep_mask"] = options["keep_mask"][:, columns]
         logits = random_logits(T, V)[:, columns].clone().requires_grad_() * 1
-        targets = at_borders(len(torch.arange(T)[options.get("rows", slice(None))]), group)
+        n = len(torch.arange(T)[options.get("rows", slice(None))])
+        targets = at_borders(n, group, options.get("vocab_size", V))
         with sent_bytes() as calls:
             found = losses.vocab_parallel_log_probs_and_entropy(logits, targets, tp_group=group, **options)
             sum(one.sum() for one in found if one.requires_grad).backward()
@@ -263,13 +269,15 @@ def check_selection(group: dist.ProcessGroup) -> None:
             assert k == V or relative_error(found.tail_log_prob, tail, tail.abs()) <= bound
             assert k < V or found.tail_log_prob.isneginf().all()
     generator = torch.Generator().manual_seed(0)
-    for columns in (2, 6, 40):
+    for columns, padding in product((2, 6, 40), (0, 1, 3)):
         logits = torch.randint(3, (20, columns * group.size()), generator=generator).float()
         logits[::4, : columns + 1] = -INF
+        size = max(logits.shape[1] - padding, 1)
+        logits[:, size:] = math.nan
         for k in (1, 3, columns, columns + 1, columns * group.size()):
-            k = min(k, logits.shape[1])
-            found = losses.vocab_parallel_topk(logits[:, mine(group, logits.shape[1])], k, tp_group=group)
-            assert found.indices.equal(largest(logits, k))
+            k, part = min(k, size), logits[:, mine(group, logits.shape[1])]
+            found = losses.vocab_parallel_topk(part, k, tp_group=group, vocab_size=size)
+            assert found.indices.equal(largest(logits[:, :size], k)) and found.vocab_size == size
 
 
 def check_bytes(group: dist.ProcessGroup) -> None:
@@ -301,7 +309,7 @@ def check_padding(group: dist.ProcessGroup) -> None:
         head = losses.OutputHead(weight_of_teacher.chunk(size)[rank], bias.chunk(size)[rank])
         head = head.resharded(16 // size, group)
         (teacher,) = losses.FullDistribution.from_hidden(hidden, head).logits()
-        value = losses.full_vocabulary_divergence(student, teacher, num_ids=num_ids, tp_group=group)
+        value = losses.full_vocabulary_divergence(student, teacher, vocab_size=num_ids, tp_group=group)
         whole = hidden @ weight.T, hidden @ weight_of_teacher.T + bias
         log_p, log_q = (logits[:, :num_ids].log_softmax(1) for logits in whole)
         assert (value - (log_p.exp() * (log_p - log_q)).sum(1)).abs().max() < 1e-12

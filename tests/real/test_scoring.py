@@ -9,6 +9,8 @@ import math
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -31,8 +33,13 @@ from megatron_rl_patches.inference import (
     output_head,
 )
 from megatron_rl_patches.losses import (
+    DistillationBatch,
     FullDistribution,
+    PolicyBatch,
+    SequenceLayout,
     full_vocabulary_divergence,
+    make_distillation_loss_func,
+    make_loss_func,
     vocab_parallel_log_probs_at,
 )
 from megatron_rl_patches.losses.deferred.contents import OutputLayer
@@ -320,6 +327,12 @@ def test_custom_forwards() -> None:
     assert [one.tolist() for one in values(1)] == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]
     with pytest.raises(InvalidInputError, match=r"2 numbers per token\. Expected: one"):
         values(2)
+    with pytest.raises(InvalidInputError, match=r"`forward` returned NoneType\. Expected"):
+        forward_values(model, packed, forward=lambda *_: None, progress=False)
+    critic: dict[str, Any] = {"forward": lambda *_: torch.zeros(1, 11, 1), "progress": False}
+    for score in SCORES[:1] + SCORES[2:]:
+        with pytest.raises(InvalidInputError, match=r"one number per token, .* call forward_values"):
+            score(model, packed, **critic)
 
 
 def _scores_without_padding(tp: int, size: int) -> list[torch.Tensor]:
@@ -335,7 +348,12 @@ def _scores_without_padding(tp: int, size: int) -> list[torch.Tensor]:
     (logits,) = FullDistribution.from_hidden(hidden, output_head(model)).logits()
     turned = logits[torch.arange(len(logits)).flip(0)]
     results = [*scores.log_probs, *scores.entropy]
-    results.append(full_vocabulary_divergence(logits, turned, num_ids=size, tp_group=group))
+    results.append(full_vocabulary_divergence(logits, turned, vocab_size=size, tp_group=group))
+    results += _losses_of(model, tokens, scores.log_probs[:], topk, size)
+    with pytest.raises(InvalidInputError, match=f"differ in vocab_size, 32 and {size}:"):
+        _losses_of(model, tokens, scores.log_probs[:], topk, None)
+    with pytest.raises(InvalidInputError, match=f"differ in vocab_size, {size} and 32:"):
+        _losses_of(model, tokens, forward_log_probs(model, batch, progress=False).log_probs, topk, size)
     for distribution in (*topk, *at):
         results += [distribution.indices, distribution.log_probs, distribution.tail_log_prob]
     if tp == 1:
@@ -346,6 +364,20 @@ def _scores_without_padding(tp: int, size: int) -> list[torch.Tensor]:
         with pytest.raises(InvalidInputError, match=message):
             forward_log_probs(model, batch, vocab_size=wrong)
     return results
+
+
+def _losses_of(model: Any, tokens: Any, old: Any, topk: Any, size: int | None) -> list[torch.Tensor]:
+    """Return the losses of the same weights: all ratios are one, and there is no divergence."""
+    lengths, masks = [8, 5], [torch.ones(8), torch.ones(5)]
+    layout = SequenceLayout.build([9, 6], lengths, qkv_format="bshd", max_seq_lens=[9, 9])
+    logits = model[0](tokens, _positions(tokens), None)
+    how: dict[str, Any] = {"tp_group": parallel_state.get_tensor_model_parallel_group(), "vocab_size": size}
+    policy = PolicyBatch([torch.tensor(1.0)] * 2, masks, old_log_probs=old)
+    loss, _, metrics = make_loss_func([tokens[0], tokens[1, :6]], layout, policy, **how)(logits)
+    assert_close(metrics["ratio"][0], metrics["ratio"][1], rtol=1e-5, atol=0)
+    divergence, *_ = make_distillation_loss_func(layout, DistillationBatch([topk], masks), **how)(logits)
+    assert abs(divergence) < 1e-5
+    return [loss]
 
 
 @on_ranks(2)
@@ -368,14 +400,14 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"lengths": [6, 0]}, r"lengths \[6, 0\] do not fit"),
     ({"lengths": [6]}, r"lengths \[6\] do not fit"),
     ({"response_lengths": [6, 3]}, "sample 0 has 6 tokens and a response of 6"),
-    ({"response_lengths": [1]}, "total_lengths are of 2 samples and response_lengths of 1"),
+    ({"response_lengths": [1]}, "there are 2 samples and 1 response_lengths"),
     ({"tokens": torch.full((2, 8), 32)}, "token ids are 32 to 32. Expected: 0 to 31"),
     ({"tokens": torch.full((2, 8), -100)}, "token ids are -100 to -100"),
-    ({"lengths": [3.9, 4]}, r"lengths are \[3\.9, 4\]\. Expected: a list of integers"),
-    ({"lengths": [math.nan, 4]}, r"lengths are \[nan, 4\]"),
-    ({"lengths": 4}, "lengths are 4"),
-    ({"lengths": torch.tensor([6.0, 4.0])}, "lengths are tensor"),
-    ({"response_lengths": ["1", 1]}, r"response_lengths are \['1', 1\]"),
+    ({"lengths": [3.9, 4]}, "lengths is 3.9, expected integers"),
+    ({"lengths": [math.nan, 4]}, "lengths is nan, expected"),
+    ({"lengths": 4}, "lengths are 4, expected a list of integers"),
+    ({"lengths": torch.tensor([6.0, 4.0])}, "lengths is 6.0, expected integers"),
+    ({"response_lengths": ["1", 1]}, "response_lengths is '1', expected integers"),
     ({"tokens": torch.zeros(2, 20, dtype=torch.int64)}, "tokens are 20 wide. Expected: at most 16"),
 ]
 #: Options, and what the error says.
@@ -398,6 +430,9 @@ TOPK: list[tuple[dict[str, Any], str]] = [
     ({"k": None, "at": 3}, "`at` is a int"),
     ({"k": None}, "pass k or `at`"),
 ]
+
+
+SCORES: list[Any] = [forward_log_probs, forward_values, forward_hidden_states, partial(forward_topk, k=1)]
 
 
 class Unreadable(list[Any]):
@@ -454,6 +489,31 @@ def test_what_one_rank_passes_wrong(layout: str) -> None:
                 refused(message, bad_rank, score, [good()], **usual, **arguments if is_bad else {})
     for arguments, message in TOPK:  # the last stage alone reads them
         refused(message, 1, forward_topk, [good()], **arguments if rank == 1 else {"k": 1})
+    # What ranks that score the same samples pass differently.
+    for message, others, arguments in (
+        (r"tokens of microbatch 0, \[2, \d\] with checksum", [good(tokens=good()["tokens"].flip(0))], {}),
+        (r"tokens of microbatch 0, \[2, \d+\] with", [good(tokens=good()["tokens"].repeat(1, 2))], {}),
+        (r"lengths of microbatch 0, \(6, \d\) and \(6, \d\)", [good(lengths=[6, 3])], {}),
+        ("response_lengths of microbatch 0", [good(response_lengths=[1, 1])], {}),
+        ("the number of microbatches, [12] and [12]", [good()] * 2, {}),
+        ("temperature", [good()], {"temperature": 0.7}),
+        ("vocab_size", [good()], {"vocab_size": 31}),
+    ):
+        scores = SCORES[:1] if arguments or "response" in message else SCORES
+        for bad_rank, score in product((0, 1), scores):
+            own = (others, arguments) if rank == bad_rank else ([good()], {})
+            with pytest.raises(InvalidInputError, match=f"ranks 0 and 1 differ in {message}"):
+                score(model, own[0], progress=False, **own[1])
+    at = [torch.zeros(length, 1, dtype=torch.int64) for length in (5, 3)]
+    for message, mine in {"k": {"k": 1 + rank}, "ids of `at`": {"at": [ids + rank for ids in at]}}.items():
+        if layout != "PP 2":  # both ranks are on the last stage
+            with pytest.raises(InvalidInputError, match=f"ranks 0 and 1 differ in {message}"):
+                forward_topk(model, [good()], progress=False, **mine)
+    # The first stage alone returns nothing, or all do.
+    for forward in (lambda *_: None, lambda *both: _forward(*both) if scoring.is_last_stage() else None):
+        if layout == "PP 2":
+            with pytest.raises(InvalidInputError, match=r"`forward` returned NoneType\. Expected: what the"):
+                forward_log_probs(model, [good()], forward=forward, progress=False)
     # What is no wrong argument is raised as it is where it happened.
     with pytest.raises(OSError if rank else InvalidInputError, match="no such file"):
         forward_log_probs(model, Unreadable([good()]) if rank else [good()], progress=False)

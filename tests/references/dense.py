@@ -21,14 +21,15 @@ def dense_log_probs_and_entropy(
     rows: Tensor | slice | None = None,
     temperature: float = 1.0,
     keep_mask: Tensor | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Differentiable; ``p * log p`` is 0 where ``p`` is."""
-    z = logits.double() if rows is None else logits.double()[rows]
+    """Differentiable; ``p * log p`` is 0 where ``p`` is. The columns from ``vocab_size`` on do not exist."""
+    z = (logits.double() if rows is None else logits.double()[rows])[:, :vocab_size]
     counts, column = targets != IGNORE, targets.clamp(min=0)[:, None]
     z = torch.where(counts[:, None], z / temperature, 0.0)
     kept = z
     if keep_mask is not None:
-        kept = z.masked_fill(~keep_mask.scatter(1, column, True), float("-inf"))
+        kept = z.masked_fill(~keep_mask[:, :vocab_size].scatter(1, column, True), float("-inf"))
     log_prob = torch.log_softmax(kept, 1).gather(1, column).squeeze(1)
     log_p = torch.log_softmax(z, 1)
     log_p = torch.where(log_p < -700, -700.0, log_p)  # not 0 * inf
@@ -84,7 +85,7 @@ def errors(
 
     ``columns`` are those of this rank; a keep-mask is given whole, too.
     """
-    row_options = {name: options[name] for name in ("rows", "temperature") if name in options}
+    row_options = {name: options[name] for name in ("rows", "temperature", "vocab_size") if name in options}
     weights = torch.linspace(-1.0, 2.0, 2 * len(targets), dtype=torch.float64).view(2, -1)
     if not entropy_grad:
         weights[1] = 0.0
@@ -111,7 +112,8 @@ def differences(
 ) -> list[float]:
     """The relative errors of each result, and of the gradient of their weighted sum; -inf counts for none.
 
-    ``found`` gets the columns of this rank, ``expected`` all of them in float64.
+    ``found`` gets the columns of this rank, ``expected`` all of them in float64. Columns of NaN without a
+    gradient are padding.
     """
     leaf, weights = logits.detach().double().requires_grad_(), [w.to(logits.device) for w in weights]
     references = expected(leaf)
@@ -132,6 +134,8 @@ def differences(
         assert (values[~ok] == float("-inf")).all()
     assert mine.grad is not None and leaf.grad is not None
     assert mine.grad.dtype == mine.dtype
+    padding = logits.isnan().all(0) & (leaf.grad == 0).all(0)
+    assert not mine.grad[:, padding[columns]].any()
     triples = zip(results, references, finite, strict=True)
     of_values = [relative_error(x[ok], reference[ok], reference[ok].abs()) for x, reference, ok in triples]
     of_row = leaf.grad.abs().amax(1, keepdim=True)

@@ -22,14 +22,18 @@ def has_no_softmax(logits: Tensor) -> Tensor:
 
 
 def dense_log_probs_at(
-    logits: Tensor, indices: Tensor, rows: Rows = None, temperature: float = 1.0
+    logits: Tensor,
+    indices: Tensor,
+    rows: Rows = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities at ids, -100 for none, and of all others together; in float64, differentiable.
 
     Written so that nothing is lost in logits of 1e30 either: the tail's value is a difference of log-sum-exps
     relative to the row's largest logit, and its gradient one of two softmaxes.
     """
-    z = selected(logits.double(), rows) / temperature
+    z = selected(logits.double(), rows)[:, :vocab_size] / temperature
     without_softmax, none = has_no_softmax(z), indices < 0
     z = z + torch.where(without_softmax, math.nan, 0.0)[:, None]
     log_probs = z.log_softmax(1).gather(1, indices.clamp(min=0)).masked_fill(none, -math.inf)
@@ -80,7 +84,7 @@ def errors(
     **options: Any,
 ) -> Errors:
     """What is made of the whole ``logits``, with a weight of its own for each log-probability and tail."""
-    known = {name: options[name] for name in ("rows", "temperature") if name in options}
+    known = {name: options[name] for name in ("rows", "temperature", "vocab_size") if name in options}
     generator = torch.Generator().manual_seed(5)
     weights = [torch.randn(shape, generator=generator).double() for shape in (indices.shape, len(indices))]
     options["inplace_backward"] = inplace_backward

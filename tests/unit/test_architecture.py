@@ -171,6 +171,7 @@ LONG = {
 # Public functions whose parameters are the options of one dataclass, or of the command line.
 OF_ONE_DATACLASS = {
     *("vocab_parallel_log_probs", "vocab_parallel_log_probs_and_entropy", "forward_topk"),
+    "vocab_parallel_log_probs_at",
     *("full_vocabulary_divergence", "make_loss_func", "make_distillation_loss_func"),
     *("SequenceLayout.build", "estimate"),
     *("DotProductAttention.__init__", "LinearBase.__init__"),  # TransformerEngine's, which Megatron passes

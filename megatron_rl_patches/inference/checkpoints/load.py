@@ -24,7 +24,7 @@ from .location import check_format, iteration_of, locate, reading
 _PADDED = Message(
     "{name} has {stored} rows in the checkpoint and {own} in the model",
     "This is harmless if the vocabulary is the same and only its padding differs.",
-    "Compare the vocabularies, and pass the true vocab_size to forward_log_probs.",
+    "Compare the vocabularies, and pass the true vocab_size to scores and losses.",
 )
 _WITHOUT_MTP = Message(
     "{number} tensors of multi-token prediction ({prefix}*) are not loaded",
@@ -57,7 +57,7 @@ def load_inference_checkpoint(
 
     Weights are written in place: storages, dtypes, ``requires_grad`` and train/eval mode of the model stay.
     Vocabulary padding may differ, by less than 2,048 rows, with a warning: rows beyond those stored become
-    zero, and ``vocab_size`` of :func:`forward_log_probs` leaves them out. ``_extra_state`` entries (scales of
+    zero, and ``vocab_size`` of scores and losses leaves them out. ``_extra_state`` entries (scales of
     Transformer Engine for delayed scaling) are not loaded, with a warning if the model has some.
 
     Args:

@@ -20,6 +20,7 @@ from ...losses import (
     vocab_parallel_topk,
 )
 from ...losses.logits.arguments import is_integer
+from ...losses.logits.distributions import LogProbs
 from ...losses.output_layer import is_column_parallel, logit_dtype_of
 from .microbatches import ScoringBatch, described, range_of_wrong_ids
 from .plan import Forward, Group, ScoreOptions, vocabulary_of
@@ -35,6 +36,11 @@ class Scores(NamedTuple):
     log_probs: list[torch.Tensor]
     #: Per sample ``[response_length]``, float32, in nats: entropy of the distribution that predicts it.
     entropy: list[torch.Tensor] | None
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Of how many token ids they are; also of ``log_probs``, so that losses over others refuse these."""
+        return getattr(self.log_probs, "vocab_size", None)
 
 
 def forward_log_probs(
@@ -73,7 +79,7 @@ def forward_log_probs(
         with_entropy: also return the entropy.
         temperature: logits are divided by it.
         vocab_size: ids from this number on are padding of the vocabulary and get probability zero. Default:
-            all ids of the model count, as they do in training with Megatron's losses.
+            all ids of the model count. Pass the same to the losses: they refuse scores of another vocabulary.
         output_device: where the results go.
         progress: show a progress bar on global rank 0.
 
@@ -88,18 +94,20 @@ def forward_log_probs(
     """
 
     def score(batch: ScoringBatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
-        arguments = _arguments(batch, group, temperature)
+        arguments = _arguments(batch, group, options)
         if with_entropy:
             return vocab_parallel_log_probs_and_entropy(logits_tv, batch.targets_n, **arguments)
         return (vocab_parallel_log_probs(logits_tv, batch.targets_n, **arguments),)
 
-    options = ScoreOptions(forward, output_device, progress, vocab_size, temperature)
+    own = {"with_entropy": bool(with_entropy)}
+    options = ScoreOptions(forward, output_device, progress, vocab_size, temperature, of_last_stage=own)
     scores = forward_only(model, microbatches, score, options)
     if scores is None:
         return None
     # As a view, a value would take those of its microbatch along wherever it is sent.
     log_probs, *entropies = (list(map(torch.clone, values)) for values in zip(*scores, strict=True))
-    return Scores(log_probs, entropies[0] if with_entropy else None)
+    of_vocabulary = LogProbs(log_probs, vocab_size or vocabulary_of(model))
+    return Scores(of_vocabulary, entropies[0] if with_entropy else None)
 
 
 def forward_topk(
@@ -151,7 +159,7 @@ def forward_topk(
         return None
 
     def score(batch: ScoringBatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
-        arguments = _arguments(batch, group, temperature)
+        arguments = _arguments(batch, group, options)
         if k is not None:
             topk = vocab_parallel_topk(logits_tv, k, **arguments)
             return topk.indices, topk.log_probs, topk.tail_log_prob
@@ -159,11 +167,13 @@ def forward_topk(
         ids_nk = torch.cat(batch.layout.local_parts(each_on_device(ids_of_samples, logits_tv.device)))
         return ids_nk, *vocab_parallel_log_probs_at(logits_tv, ids_nk, with_tail=True, **arguments)
 
-    options = ScoreOptions(forward, output_device, progress, vocab_size, temperature)
+    own = {"k": k, "ids of `at`": at_ids}
+    options = ScoreOptions(forward, output_device, progress, vocab_size, temperature, of_last_stage=own)
     samples = forward_only(model, microbatches, score, options, problem)
     if samples is None:
         return None
-    return [TopKDistribution(*map(torch.clone, one), temperature=temperature) for one in samples]
+    how: dict[str, Any] = {"temperature": temperature, "vocab_size": vocab_size or vocabulary_of(model)}
+    return [TopKDistribution(*map(torch.clone, one), **how) for one in samples]
 
 
 def forward_hidden_states(
@@ -300,5 +310,6 @@ def _problem_with_ids(at: Any, vocabulary: int | None, batches: Sequence[Scoring
     return None
 
 
-def _arguments(batch: ScoringBatch, group: Group, temperature: float) -> dict[str, Any]:
-    return {"tp_group": group, "rows": batch.layout.response_slices, "temperature": temperature}
+def _arguments(batch: ScoringBatch, group: Group, options: ScoreOptions) -> dict[str, Any]:
+    how = {"temperature": options.temperature, "vocab_size": options.vocab_size}
+    return {"tp_group": group, "rows": batch.layout.response_slices, **how}

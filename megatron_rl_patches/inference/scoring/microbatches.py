@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from ...common.devices import each_on_device
 from ...common.text import listed
 from ...errors import InvalidInputError
 from ...losses import SequenceLayout
+from ...losses.sequences.lengths import integers
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +58,7 @@ class Limits:
     positions: int | None = None
 
 
+_ODD = 0x1E3779B97F4A7C15  # any large number
 #: What the model gets from this package, unless a `forward` of the caller's runs it.
 _FOR_THE_MODEL = ("position_ids", "attention_mask")
 
@@ -98,13 +99,13 @@ def _microbatch(fields: Mapping[str, Any], first: int, limits: Limits) -> Scorin
     if not isinstance(tokens_bs, torch.Tensor) or tokens_bs.dtype != torch.int64 or tokens_bs.dim() != 2:
         raise InvalidInputError(f"tokens are {described(tokens_bs)}. Expected: an int64 tensor [b, s].")
     size, width = tokens_bs.shape
-    lengths = _integers("lengths", fields["lengths"])
+    lengths = list(integers("lengths", fields["lengths"]))
     samples = _samples(tokens_bs, lengths, limits.packing)
     responses = [length - 1 for length in lengths]
     if limits.every_token:
         responses = lengths
     elif fields.get("response_lengths") is not None:
-        responses = _integers("response_lengths", fields["response_lengths"])
+        responses = list(integers("response_lengths", fields["response_lengths"]))
     padding: dict[str, Any] = {"qkv_format": "bshd", "max_seq_lens": [width] * size}
     if len(lengths) > size:
         padding = {"qkv_format": "thd", "padded_lengths": lengths, "num_rows": width}
@@ -161,14 +162,16 @@ def range_of_wrong_ids(ids: torch.Tensor, vocabulary: int | None) -> str:
     return f"{lowest} to {highest}. Expected: 0 to {'?' if vocabulary is None else vocabulary - 1}"
 
 
+def digests(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Return a text for each tensor of integers that depends on its shape, its values and their places."""
+    places = [torch.arange(tensor.numel(), device=tensor.device) for tensor in tensors]
+    sums = [((t.flatten() + 1) * (p * _ODD | 1)).sum() for t, p in zip(tensors, places, strict=True)]
+    # Together, so that the CPU waits for a GPU once.
+    totals = torch.stack([total.to(sums[0].device) for total in sums]).tolist() if sums else []
+    return [f"{[*x.shape]} with checksum {n % 2**32:x}" for x, n in zip(tensors, totals, strict=True)]
+
+
 def described(value: Any) -> str:
     """Return dtype and shape of a tensor, or the type of anything else."""
     is_tensor = isinstance(value, torch.Tensor)
     return f"{value.dtype} {list(value.shape)}" if is_tensor else type(value).__name__
-
-
-def _integers(name: str, values: Any) -> list[int]:
-    try:
-        return [operator.index(value) for value in getattr(values, "tolist", lambda: values)()]
-    except TypeError:
-        raise InvalidInputError(f"{name} are {values!r}. Expected: a list of integers.") from None

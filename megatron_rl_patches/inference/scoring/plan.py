@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from ...common.devices import on_device
 from ...errors import InvalidInputError
 from ...losses.logits.arguments import VocabParallelOptions, is_integer
 from ...reentry.forward_pre_hooks import why_not_gathered
-from .microbatches import Limits, ScoringBatch, parse_microbatches
+from .microbatches import Limits, ScoringBatch, digests, parse_microbatches
 
 Forward = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]
 #: The tensor-parallel group over which the vocabulary is split, or ``None`` if it is not.
@@ -34,7 +34,7 @@ class ScoreOptions:
     """Options that the functions of scoring share; see :func:`~.forward.forward_log_probs`.
 
     ``temperature`` is only checked here. With ``every_token`` the result has a row for each token of a
-    sample, and not for those of its response alone.
+    sample, and not for those of its response alone. ``of_last_stage`` are arguments that others do not read.
     """
 
     forward: Forward | None = None
@@ -43,6 +43,7 @@ class ScoreOptions:
     vocab_size: int | None = None
     temperature: float = 1.0
     every_token: bool = False
+    of_last_stage: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +63,7 @@ class Plan:
     def device(self) -> torch.device:
         return next(self.chunks[-1].parameters()).device
 
-    def forward(self, chunk: torch.nn.Module, batch: ScoringBatch) -> torch.Tensor:
+    def forward(self, chunk: torch.nn.Module, batch: ScoringBatch) -> Any:
         """Run a chunk on a microbatch."""
         return (self.options.forward or self.context_parallel.forward)(chunk, batch.fields)
 
@@ -82,22 +83,37 @@ def plan_of(
     config: Any = config_of(chunks[0]) if chunks else None
     groups = _groups_that_wait(chunks, config)
     context_parallel = ContextParallel.of_groups() if options.forward is None else ContextParallel()
-    problem = None
+    problem = data = None
     try:  # Nothing may be raised before raise_on_all: ranks that have no problem would wait for this one.
         _check(chunks, config, options)
         batches = parse_microbatches(microbatches, _limits(chunks, config, options, context_parallel))
         if check is not None and is_last_stage():
             problem = check(batches)
+        if problem is None:
+            data = _data_of(batches, options)
     except InvalidInputError as error:
         problem = str(error)  # the error itself would keep this frame, and the model, in a cycle
     except Exception as error:
         with suppress(InvalidInputError):
             raise_on_all(f"{type(error).__name__}: {error}", groups)
         raise
-    raise_on_all(problem, groups)
+    raise_on_all(problem, groups, data, alike=groups[:2])  # model parallel and context parallel
     smallest = min(batches, key=lambda batch: batch.tokens_bs.numel())
     schedule = batches + [smallest] * (_agreed_rounds(batches, chunks, config) - len(batches))
     return Plan(chunks, config, options, batches, schedule, context_parallel)
+
+
+def _data_of(batches: Sequence[ScoringBatch], options: ScoreOptions) -> dict[str, Any]:
+    """Return what ranks that score the same samples must have in common, by name."""
+    data: dict[str, Any] = {"the number of microbatches": len(batches)}
+    for number, tokens in enumerate(digests([batch.tokens_bs for batch in batches])):
+        layout, of_microbatch = batches[number].layout, f"of microbatch {number}"
+        data[f"tokens {of_microbatch}"] = tokens
+        data[f"lengths {of_microbatch}"] = layout.total_lengths
+        data[f"response_lengths {of_microbatch}"] = layout.response_lengths
+    data |= {"temperature": float(options.temperature), "vocab_size": options.vocab_size}
+    own = options.of_last_stage if is_last_stage() else {}
+    return data | {name: digests(x) if isinstance(x, Sequence) else x for name, x in own.items()}
 
 
 def _groups_that_wait(chunks: Sequence[torch.nn.Module], config: Any) -> list[Any]:

@@ -22,11 +22,10 @@ from ...common.devices import copied_together
 from ...common.ranks import is_rank_0
 from ...common.scopes import replaced
 from ...errors import InvalidInputError
-from ...losses.deferred.logits import hide_columns
 from ...losses.output_layer import deferring
 from ...reentry.forward_pre_hooks import gathered_parameters
 from ..models.isolation import rng_tracker_is_seeded, rng_tracker_that_does_not_fork
-from .microbatches import ScoringBatch
+from .microbatches import ScoringBatch, described
 from .plan import Check, Group, Plan, ScoreOptions, attribute_of, is_last_stage, plan_of
 
 #: Computes tensors ``[n, ...]`` for the ``n`` response tokens of a microbatch from that microbatch and its
@@ -128,11 +127,16 @@ def _run(plan: Plan, score: Score) -> tuple[list[Any], str | None]:
             output = plan.forward(chunk, batch)
         if bar is not None and chunk is plan.chunks[-1]:
             bar.update()
+        if not isinstance(output, torch.Tensor):
+            problems.append(f"`forward` returned {described(output)}. Expected: what the chunk returns.")
+            # The next stage waits for an activation [s, b, h].
+            shape = *batch.tokens_bs.T.shape, plan.config.hidden_size
+            output = next(chunk.parameters()).new_zeros(shape)
         if not attribute_of(chunk, "post_process", True):
             return output, None
         scores: list[tuple[torch.Tensor, ...]] = []
         try:
-            parts = _scored(output, batch, chunk, score, plan.options.vocab_size)
+            parts = _scored(output, batch, chunk, score, plan.options.every_token)
             group, lengths = plan.context_parallel.group, list(batch.layout.response_lengths)
             responses = [torch.cat(batch.layout.gather_responses(part, group)) for part in parts]
             # One copy for all: each block of pinned memory may make the GPU wait.
@@ -159,18 +163,20 @@ def _run(plan: Plan, score: Score) -> tuple[list[Any], str | None]:
 
 
 def _scored(
-    logits_bsv: torch.Tensor, batch: ScoringBatch, chunk: Any, score: Score, vocab_size: int | None
+    logits_bsv: torch.Tensor, batch: ScoringBatch, chunk: Any, score: Score, are_values: bool
 ) -> tuple[torch.Tensor, ...]:
-    """Call ``score`` with the logits of the last stage, those of padding ids set to -inf."""
-    if logits_bsv.shape[:2] != batch.layout.logits_shape:
+    """Call ``score`` with the logits, or values, of the last stage."""
+    if logits_bsv.dim() != 3 or logits_bsv.shape[:2] != batch.layout.logits_shape:
         raise InvalidInputError(
             f"`forward` returned {list(logits_bsv.shape)} on the last stage. Expected: logits "
             f"[{', '.join(map(str, batch.layout.logits_shape))}, vocabulary / tp], as the tokens are."
         )
+    if logits_bsv.shape[2] == 1 and not are_values:
+        raise InvalidInputError(
+            "the model returned one number per token, as a critic or a reward model does, and not logits: "
+            "call forward_values."
+        )
     group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1 or not attribute_of(chunk, "parallel_output", True):
         group = None
-    if vocab_size is not None:
-        first_id = logits_bsv.shape[2] * (0 if group is None else group.rank())
-        logits_bsv = hide_columns(logits_bsv, max(0, vocab_size - first_id))
     return score(batch, logits_bsv.flatten(0, 1), group)

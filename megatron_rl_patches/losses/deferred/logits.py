@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -11,7 +10,7 @@ from torch import Tensor
 from ...errors import InvalidInputError
 from ..logits.arguments import check_floats, check_group, check_no_transform
 from ..logits.autograd import gather_sequence, sum_gradient
-from .contents import Contents, OutputLayer, Product
+from .contents import OutputLayer, Product
 from .options import KeepBytes, TileOptions
 from .products import product
 from .tensor import Defer, DeferredLogits
@@ -126,25 +125,3 @@ def defer(
 def dense(logits: Tensor) -> Tensor:
     """Return deferred logits as an ordinary tensor in their memory, without a warning; others as they are."""
     return logits.plain("") if isinstance(logits, DeferredLogits) else logits
-
-
-def hide_columns(logits: Tensor, start: int) -> Tensor:
-    """Set the columns from ``start`` on to -inf, so that their tokens have probability zero; without a graph.
-
-    Ordinary logits are overwritten. Deferred ones stay deferred.
-    """
-    if not isinstance(logits, DeferredLogits) or not logits.is_deferred:
-        logits[..., start:] = float("-inf")
-        return logits
-    old = logits._contents
-    rows = old.layer.rows
-    bias = rows.weight.new_zeros(rows.width) if rows.bias is None else rows.bias.detach().clone()
-    bias[start:] = float("-inf")
-
-    def with_hidden_columns(_: Tensor) -> Tensor:
-        logits = old.layer.own_logits()
-        logits[..., start:] = float("-inf")
-        return logits
-
-    layer = OutputLayer(replace(rows, bias=bias).detached(), old.layer.shape, with_hidden_columns)
-    return DeferredLogits(Contents(layer, old.rows, old.divisions), logits._rows, logits.dtype)

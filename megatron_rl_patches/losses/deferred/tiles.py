@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ...common.devices import each_prefetched, on_device
 from ..logits.arguments import DEFAULT, VocabParallelOptions
-from ..logits.blocks import best_stretch
-from ..logits.rows import Grid, Inputs, LogitSource, SelectedRows, Tile, TileGradient, grid_of
+from ..logits.rows import Grid, Inputs, LogitSource, SelectedRows, Tile, TileGradient, best_stretch, grid_of
 from ..logits.softmax import NO_SOFTMAX, RowGradients, exp_floor, finite, write_gradient
 from .options import StoredTiles, TileOptions
 from .products import add_product, multiply
@@ -66,8 +65,8 @@ class OutputLayerRows(LogitSource):
         return self._tiles(self.selected_hidden(), grid)
 
     def _tiles(self, hidden_nh: Tensor, grid: Grid | None, is_backward: bool = False) -> Iterator[Tile]:
-        row_ranges, column_ranges, share = grid or grid_of([self], self.width)
-        buffer_size = row_ranges[0].stop * column_ranges[0].stop
+        row_ranges, column_ranges, share = grid or grid_of([self])
+        buffer_size = row_ranges[0].stop * max(columns.stop - columns.start for columns in column_ranges)
         if self.device.type == "cuda":  # one size whatever the rows, see _tile_bytes
             size = self._tile_bytes() // share // self.logit_dtype.itemsize
             buffer_size = max(buffer_size, min(size, self.n * self.width))
@@ -84,7 +83,9 @@ class OutputLayerRows(LogitSource):
             for rows in row_ranges:
                 hidden, place = hidden_nh[rows], (rows.start, columns.start)
                 logits, is_computed = memory.of_tile(place, len(hidden), len(part))
-                if not is_computed:
+                if not self.num_columns:
+                    logits.fill_(float("-inf"))
+                elif not is_computed:
                     multiply(hidden, part.T, None if bias is None else bias[columns], logits)
                 selected = SelectedRows(logits, slice(0, len(hidden)), self.options, self.n * self.width)
                 yield Tile(selected, rows, columns)
@@ -97,7 +98,8 @@ class OutputLayerRows(LogitSource):
         # Gradients take the place of the tiles' logits, so none is kept for another backward.
         for tile in self._tiles(hidden_nh, grid, is_backward=True):
             compute(tile, tile.logits.logits)
-            sums.add(tile.rows, tile.columns, tile.logits.logits)
+            if self.num_columns:
+                sums.add(tile.rows, tile.columns, tile.logits.logits)
         if self.tiling.keep_bytes == "auto":
             self.tiling.backward_ran(self.device)
         return sums.totals()
@@ -236,6 +238,8 @@ class _Gradients:
         self._of_hidden = zeros(self._hidden_nh.shape, dtype=dtype) if needs_hidden else None
         self._main = main.buffer() if main is not None and needs_weight else None
         self._of_weight = torch.empty_like(self._weight) if needs_weight and self._main is None else None
+        if self._of_weight is not None:
+            self._of_weight[layer.num_columns :].zero_()
         self._of_columns: Tensor | None = None  # the weight's gradient of columns whose tiles are being added
         self._of_bias = zeros(layer.width, dtype=dtype) if needs_bias else None
 

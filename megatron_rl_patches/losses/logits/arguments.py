@@ -34,6 +34,7 @@ class VocabParallelOptions:
         others_overwrite: other ranks may have ``inplace_backward`` though this one has not.
         divisor: the caller's logits are the stored ones divided by this number, a division that deferred
             logits have not carried out. It may differ between ranks, so they exchange it.
+        vocab_size: see :func:`.vocab_parallel_log_probs`; ``None``: every column has a token id.
         scale: what the logits that are read are divided by, ``temperature * divisor``.
     """
 
@@ -47,6 +48,7 @@ class VocabParallelOptions:
     entropy_grad: bool = False
     others_overwrite: bool = False
     divisor: float = 1.0
+    vocab_size: int | None = None
     scale: float = field(init=False)
     tp_rank: int = field(init=False)
     tp_size: int = field(init=False)
@@ -61,6 +63,8 @@ class VocabParallelOptions:
         if self.fused not in (True, False, "auto"):
             raise InvalidInputError(f'fused is {self.fused!r}, expected True, False or "auto"')
         check_integer("ignore_index", self.ignore_index, -(2**63), "an integer")
+        if self.vocab_size is not None:
+            check_integer("vocab_size", self.vocab_size, 1, "the number of token ids, or None")
         check_group(self.tp_group)
         has_group, temperature = self.tp_group is not None, float(self.temperature)
         for name, value in {
@@ -70,6 +74,14 @@ class VocabParallelOptions:
             "tp_size": dist.get_world_size(self.tp_group) if has_group else 1,
         }.items():
             object.__setattr__(self, name, value)
+
+    def num_ids(self, width: int) -> int:
+        """Return how many token ids there are; refuse more than logits of so many columns per rank have."""
+        most = width * self.tp_size
+        if self.vocab_size is None:
+            return most
+        expected = f"from 1 to {most}, the columns of the logits"
+        return check_integer("vocab_size", self.vocab_size, 1, expected, highest=most)
 
     def divided(self, divisor: float) -> VocabParallelOptions:
         """Return the options for logits that have to be divided by a number, too."""
@@ -242,7 +254,8 @@ def valid_indices(indices: Tensor, source: ReadRows) -> Tensor:
 
 def _valid_ids(name: str, ids: Tensor, source: ReadRows, meaning: str) -> Tensor:
     _check_device(name, ids, source.device)
-    check_ids(name, ids, source.width * source.options.tp_size, source.options.ignore_index, meaning)
+    options = source.options
+    check_ids(name, ids, options.num_ids(source.width), options.ignore_index, meaning)
     return ids.long()
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .arguments import VocabParallelOptions
 from .compiling import BlockFunction
-from .rows import SelectedRows
+from .rows import STRETCH, SelectedRows, best_stretch
 
 _MIB = 1 << 20
-_STRETCH, _SHORTEST_STRETCH = 256, 64  # columns
+_SHORTEST_STRETCH = 64  # columns
 #: Blocks of most compiled functions on a CPU are so many times as large as others.
 COMPILED_BLOCKS = 8
 _BLOCKS_OF_GPU = 16  # times the size of other blocks, so 1 GiB or more, for compiled functions on a GPU
@@ -143,11 +143,6 @@ def rows_of_block(logits: Tensor, options: VocabParallelOptions, row_bytes: int,
     return max(1, size // max(row_bytes, 1))
 
 
-def best_stretch(device: torch.device) -> int:
-    """Return how many columns a stretch has where the number of columns is a multiple of that."""
-    return 1024 if device.type == "cuda" else _STRETCH
-
-
 def stretches(x: Tensor) -> Tensor:
     """Cut the last dimension into stretches of equal width: ``[..., V]`` as ``[..., stretches, columns]``."""
     width = _width_of_stretches(x.shape[-1], best_stretch(x.device))
@@ -168,5 +163,5 @@ def _width_of_stretches(columns: int, best: int) -> int:
     width = math.gcd(columns, best)
     if width >= _SHORTEST_STRETCH:
         return width
-    divisors = (width for width in range(8 * _STRETCH, _SHORTEST_STRETCH, -1) if columns % width == 0)
+    divisors = (width for width in range(8 * STRETCH, _SHORTEST_STRETCH, -1) if columns % width == 0)
     return next(divisors, columns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...common.devices import on_device
 from ...errors import InvalidInputError
-from .arguments import check_positive, check_tensor
+from .arguments import check_integer, check_positive, check_tensor
 
 #: Stands in place of a token id where a row has fewer than k entries.
 NO_ENTRY = -100
@@ -101,12 +101,14 @@ class TopKDistribution(Distribution):
             ids are the whole vocabulary.
         temperature: what the logits were divided by; ``None`` if it is not known. Distributions of different
             temperatures are neither joined, mixed nor compared, and a loss at another one refuses them.
+        vocab_size: of how many token ids the probabilities are; ``None`` if it is not known. The same holds.
     """
 
     indices: Tensor
     log_probs: Tensor
     tail_log_prob: Tensor
     temperature: float | None = field(default=None, kw_only=True)
+    vocab_size: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         indices, log_probs, tail = self.tensors
@@ -114,6 +116,8 @@ class TopKDistribution(Distribution):
             check_tensor(name, tensor)
         if self.temperature is not None:
             object.__setattr__(self, "temperature", check_positive("temperature", self.temperature))
+        if self.vocab_size is not None:
+            check_integer("vocab_size", self.vocab_size, 1, "the number of token ids, or None")
         if indices.dim() != 2 or log_probs.shape != indices.shape or tail.shape != indices.shape[:1]:
             raise InvalidInputError(
                 f"indices are {list(indices.shape)}, log_probs {list(log_probs.shape)} and tail_log_prob "
@@ -140,7 +144,7 @@ class TopKDistribution(Distribution):
         return self.indices, self.log_probs, self.tail_log_prob
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> TopKDistribution:
-        return TopKDistribution(*tensors, temperature=self.temperature)
+        return TopKDistribution(*tensors, temperature=self.temperature, vocab_size=self.vocab_size)
 
     @property
     def source(self) -> tuple[object, ...]:
@@ -153,11 +157,11 @@ class TopKDistribution(Distribution):
 
     @classmethod
     def cat(cls, distributions: Sequence[TopKDistribution]) -> TopKDistribution:
-        return replace(super().cat(distributions), temperature=one_temperature(distributions))
+        return replace(super().cat(distributions), **in_common(distributions))
 
     @classmethod
     def mixture(cls, distributions: Sequence[TopKDistribution], weights: Sequence[float]) -> TopKDistribution:
-        temperature = one_temperature(distributions)
+        shared = in_common(distributions)
         check_same_indices(distributions)
 
         def mix(log_probs: Callable[[TopKDistribution], Tensor]) -> Tensor:
@@ -167,23 +171,39 @@ class TopKDistribution(Distribution):
             return torch.stack(parts).logsumexp(0).to(log_probs(distributions[0]).dtype)
 
         log_probs, tail = mix(lambda one: one.log_probs), mix(lambda one: one.tail_log_prob)
-        return TopKDistribution(distributions[0].indices, log_probs, tail, temperature=temperature)
+        return TopKDistribution(distributions[0].indices, log_probs, tail, **shared)
 
 
-def one_temperature(distributions: Sequence[Any], of_loss: float | None = None) -> float | None:
-    """Return the temperature of distributions, ``None`` if that of one is not known; refuse several.
+class LogProbs(list[Tensor]):
+    """Log-probabilities of responses over a vocabulary of ``vocab_size`` token ids; slices are of it, too."""
+
+    def __init__(self, values: Iterable[Tensor], vocab_size: int | None) -> None:
+        super().__init__(values)
+        self.vocab_size = vocab_size
+
+    def __getitem__(self, index: Any) -> Any:
+        values = super().__getitem__(index)
+        return LogProbs(values, self.vocab_size) if isinstance(index, slice) else values
+
+
+def in_common(scored: Sequence[Any], **of_loss: float) -> dict[str, Any]:
+    """Return temperature and vocab_size of scores, ``None`` if that of one is not known; refuse several.
 
     Args:
-        of_loss: temperature of the loss, from which no known one may differ.
+        of_loss: those of the loss, from which no known one may differ.
     """
-    of_each = [getattr(one, "temperature", None) for one in distributions]
-    known = [float(number) for number in (of_loss, *of_each) if number is not None]
-    if any(not math.isclose(number, known[0], rel_tol=1e-6) for number in known):  # some may be in float32
-        raise InvalidInputError(
-            f"distributions {'' if of_loss is None else 'and loss '}are of the temperatures "
-            f"{list(dict.fromkeys(known))}: score student, teachers and old at that of the rollout"
-        )
-    return None if None in of_each else known[0]
+    shared: dict[str, Any] = {}
+    for name in ("temperature", "vocab_size"):
+        of_each = [getattr(one, name, None) for one in scored]
+        known = [float(number) for number in (of_loss.get(name), *of_each) if number is not None]
+        if any(not math.isclose(number, known[0], rel_tol=1e-7) for number in known):  # some are in float32
+            whose = "scores and loss" if name in of_loss else "scores"
+            numbers = " and ".join(f"{number:.9g}" for number in dict.fromkeys(known))
+            raise InvalidInputError(
+                f"{whose} differ in {name}, {numbers}: pass the same to the loss and to what scores for it"
+            )
+        shared[name] = None if None in of_each else of_each[0]
+    return shared
 
 
 def check_same_indices(distributions: Sequence[Any]) -> None:

@@ -38,6 +38,7 @@ def vocab_parallel_log_probs(
     tp_group: dist.ProcessGroup | None = None,
     rows: Rows = None,
     temperature: float = 1.0,
+    vocab_size: int | None = None,
     keep_mask: Tensor | None = None,
     inplace_backward: bool = False,
     block_bytes: int | None = None,
@@ -56,6 +57,8 @@ def vocab_parallel_log_probs(
             at most once; ``None``: all of them. The others are not read, and their gradient is zero. Slices
             take less time than numbers, but for long runs of numbers on the CPU.
         temperature: logits are divided by it, as they were when the tokens were sampled.
+        vocab_size: number of token ids, where the columns from there on, on any ranks, pad the vocabulary:
+            they have probability zero and a gradient of zero, and are not read. Default: ``V``.
         keep_mask: bool ``[n, V / tp]``, the columns that sampling chose from (top-p, top-k). The others have
             probability zero, except the target, which was sampled. The entropy does not see the mask.
         inplace_backward: write the gradient into the storage of the logits. They must fill that storage: a
@@ -86,7 +89,9 @@ def vocab_parallel_log_probs(
             So do kernels on a GPU where *values* of ``targets`` or ``rows`` do not fit. In backward: the
             logits were overwritten since forward.
     """
-    options = VocabParallelOptions(tp_group, temperature, inplace_backward, block_bytes, fused, ignore_index)
+    options = VocabParallelOptions(
+        tp_group, temperature, inplace_backward, block_bytes, fused, ignore_index, vocab_size=vocab_size
+    )
     return log_probs_and_entropy(logits, targets, rows, keep_mask, options)[0]
 
 
@@ -97,6 +102,7 @@ def vocab_parallel_log_probs_and_entropy(
     tp_group: dist.ProcessGroup | None = None,
     rows: Rows = None,
     temperature: float = 1.0,
+    vocab_size: int | None = None,
     keep_mask: Tensor | None = None,
     inplace_backward: bool = False,
     block_bytes: int | None = None,
@@ -116,9 +122,8 @@ def vocab_parallel_log_probs_and_entropy(
     Returns:
         Log-probabilities ``[n]`` and entropies ``[n]``.
     """
-    options = VocabParallelOptions(
-        tp_group, temperature, inplace_backward, block_bytes, fused, ignore_index, True, entropy_grad
-    )
+    how = tp_group, temperature, inplace_backward, block_bytes, fused, ignore_index, True, entropy_grad
+    options = VocabParallelOptions(*how, vocab_size=vocab_size)
     log_probs, entropies = log_probs_and_entropy(logits, targets, rows, keep_mask, options)
     assert entropies is not None
     return log_probs, entropies

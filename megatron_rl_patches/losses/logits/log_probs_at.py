@@ -49,6 +49,7 @@ def vocab_parallel_log_probs_at(
     tp_group: dist.ProcessGroup | None = None,
     rows: Rows = None,
     temperature: float = 1.0,
+    vocab_size: int | None = None,
     with_tail: Literal[False] = False,
     inplace_backward: bool = False,
     block_bytes: int | None = None,
@@ -63,6 +64,7 @@ def vocab_parallel_log_probs_at(
     tp_group: dist.ProcessGroup | None = None,
     rows: Rows = None,
     temperature: float = 1.0,
+    vocab_size: int | None = None,
     with_tail: Literal[True],
     inplace_backward: bool = False,
     block_bytes: int | None = None,
@@ -76,6 +78,7 @@ def vocab_parallel_log_probs_at(
     tp_group: dist.ProcessGroup | None = None,
     rows: Rows = None,
     temperature: float = 1.0,
+    vocab_size: int | None = None,
     with_tail: bool = False,
     inplace_backward: bool = False,
     block_bytes: int | None = None,
@@ -87,8 +90,8 @@ def vocab_parallel_log_probs_at(
     gradient and a block of rows, or with ``inplace_backward`` the block alone, and one number per id.
 
     Args:
-        logits: ``[T, V / tp]``; ``tp_group``, ``rows``, ``temperature``, ``inplace_backward`` and
-            ``block_bytes`` too are those of :func:`vocab_parallel_log_probs`.
+        logits: ``[T, V / tp]``; ``tp_group``, ``rows``, ``temperature``, ``vocab_size``, ``inplace_backward``
+            and ``block_bytes`` too are those of :func:`vocab_parallel_log_probs`.
         indices: token ids ``[n, K]`` in the whole vocabulary, of the selected rows, the same on all ranks. An
             id may occur twice in a row; its probability counts once. -100 is no id at all, so that rows of
             fewer can be filled up: log-probability -inf and no gradient.
@@ -108,7 +111,7 @@ def vocab_parallel_log_probs_at(
             since forward.
     """
     options = VocabParallelOptions(
-        tp_group, temperature, inplace_backward, block_bytes, ignore_index=NO_ENTRY
+        tp_group, temperature, inplace_backward, block_bytes, ignore_index=NO_ENTRY, vocab_size=vocab_size
     )
     source = rows_of(logits, rows, options)
     indices = valid_indices(indices, source)

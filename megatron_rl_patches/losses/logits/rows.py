@@ -36,6 +36,7 @@ from .slices import RowIndex, Rows, Runs
 
 Inputs = tuple[Tensor | None, ...]
 S = TypeVar("S", bound="LogitSource")
+STRETCH = 256  # columns, on a CPU
 
 
 class Grid(NamedTuple):
@@ -79,14 +80,20 @@ class LogitSource(ABC):
     inputs: Inputs
     computes_tiles: ClassVar[bool] = False
 
+    @property
+    def num_columns(self) -> int:
+        """How many of this rank's columns have a token id; those behind them pad the vocabulary."""
+        of_others = self.options.tp_rank * self.width
+        return min(max(self.options.num_ids(self.width) - of_others, 0), self.width)
+
     @abstractmethod
     def tiles(self, grid: Grid | None = None) -> Iterator[Tile]:
-        """Yield tiles that cover all rows and columns, those of the same rows in the order of their columns.
+        """Yield tiles of all rows and of the columns of :func:`columns_of`, in the order of the columns.
 
-        The logits of a tile are valid until the next one.
+        The logits of a tile are valid until the next one. On a rank without ids they are -inf.
 
         Args:
-            grid: how to cut them; ``None``: as the source would. Columns that a source lacks are left out.
+            grid: how to cut them; ``None``: as the source would.
         """
 
     @abstractmethod
@@ -149,6 +156,7 @@ def rows_of(logits: Tensor, rows: Rows, options: VocabParallelOptions, name: str
     Logits that need not exist name their own source: an attribute ``loss_source(index, options)`` returns it.
     """
     check_logits(name, logits)
+    options.num_ids(logits.shape[1])
     index = valid_rows(rows, logits)
     own: Callable[..., LogitSource] | None = getattr(logits, "loss_source", None)
     if own is not None:
@@ -189,19 +197,21 @@ class SelectedRows(LogitSource):
     # --- as a source
 
     def tiles(self, grid: Grid | None = None) -> Iterator[Tile]:
-        if grid is None:
-            yield Tile(self.detached(), slice(0, self.n), slice(0, self.width))
-            return
-        logits = self.logits.detach()
-        for columns, rows in product(grid.columns, grid.rows):
-            part = SelectedRows(logits[:, columns], self._place(rows), self.options, self.num_logits)
-            yield Tile(part, rows, columns)
+        logits, whole = self.logits.detach(), Grid([slice(0, self.n)], columns_of(self, self.width), 1)
+        for columns, rows in product((grid or whole).columns, (grid or whole).rows):
+            x, size = logits[:, columns], self.num_logits
+            if not self.num_columns:
+                x, size = logits.new_full((len(logits), 1), float("-inf")), 0
+            index = self._place(rows) if grid else self.index
+            yield Tile(SelectedRows(x, index, self.options, size), rows, columns)
 
     def gradients(self, compute: TileGradient, needed: Sequence[bool], grid: Grid | None = None) -> Inputs:
         check_not_overwritten(self.logits)
         gradient = self._new_gradient(self.options.inplace_backward)
         for tile in self.tiles(grid):
             compute(tile, gradient[:, tile.columns])
+        if self.num_columns < self.width:
+            gradient[:, self.num_columns :].zero_()
         if self.options.inplace_backward:
             mark_overwritten(self.logits)
         return (gradient,)
@@ -217,10 +227,6 @@ class SelectedRows(LogitSource):
             return SelectedRows(logits, slices if numbers is None else numbers, options)
 
         return {"the logits": self.logits, "rows": numbers}, restore
-
-    def detached(self) -> SelectedRows:
-        """Return the same rows without a graph."""
-        return SelectedRows(self.logits.detach(), self.index, self.options, self.num_logits)
 
     def _new_gradient(self, in_place: bool) -> Tensor:
         """Return a tensor like the logits, or the logits themselves, with zeros in all other rows."""
@@ -281,13 +287,31 @@ class SelectedRows(LogitSource):
         return torch.full((), number, dtype=self.dtype, device=self.device)
 
 
-def grid_of(sources: Sequence[LogitSource], width: int) -> Grid:
-    """Cut rows of sources, and so many columns, such that the tiles of all take the memory of one tile."""
+def grid_of(sources: Sequence[LogitSource]) -> Grid:
+    """Cut the rows and columns of sources such that the tiles of all take the memory of one tile."""
+    width = max(sources[0].num_columns, 1)
     cut = [source for source in sources if source.computes_tiles]
     shapes = [source.shape_of_tiles(width, len(sources)) for source in cut or sources]
     rows, columns = (min(sizes) for sizes in zip(*shapes, strict=True))
     row_ranges = ranges(0, sources[0].n, rows) or [slice(0, 0)]
-    return Grid(row_ranges, ranges(0, width, columns), len(sources))
+    return Grid(row_ranges, columns_of(sources[0], columns), len(sources))
+
+
+def columns_of(source: LogitSource, step: int) -> list[slice]:
+    """Cut the columns that have a token id into ranges of so many; one column, if this rank has no id.
+
+    Before padding, what exceeds a multiple of :func:`best_stretch` is a range of its own, so that all other
+    ranges can be cut into stretches. It comes first where tiles are computed: backward begins with the last.
+    """
+    count = source.num_columns
+    rest = count % best_stretch(source.device) if count < source.width else 0
+    end = rest if source.computes_tiles else count - rest
+    return [*ranges(0, end, step), *ranges(end, count, step)] or [slice(0, 1)]
+
+
+def best_stretch(device: torch.device) -> int:
+    """Return how many columns a stretch has where the number of columns is a multiple of that."""
+    return 1024 if device.type == "cuda" else STRETCH
 
 
 def ranges(start: int, stop: int, step: int) -> list[slice]:

@@ -40,6 +40,7 @@ def vocab_parallel_topk(
     tp_group: dist.ProcessGroup | None = None,
     rows: Rows = None,
     temperature: float = 1.0,
+    vocab_size: int | None = None,
     block_bytes: int | None = None,
 ) -> TopKDistribution:
     """Return the k most probable tokens of each selected row, in descending order; ties go to the lowest ids.
@@ -48,9 +49,9 @@ def vocab_parallel_topk(
     row and rank in float32, and eight bytes per rank. No autograd graph.
 
     Args:
-        logits: ``[T, V / tp]``; ``tp_group``, ``rows``, ``temperature`` and ``block_bytes`` too are those of
-            :func:`vocab_parallel_log_probs`.
-        k: number of tokens, from 1 to ``V``.
+        logits: ``[T, V / tp]``; ``tp_group``, ``rows``, ``temperature``, ``vocab_size`` and ``block_bytes``
+            too are those of :func:`vocab_parallel_log_probs`.
+        k: number of tokens, from 1 to the size of the vocabulary.
 
     Returns:
         The distributions of ``n`` tokens, in float32 (float64 for float64 logits), the same bits on all ranks
@@ -59,13 +60,15 @@ def vocab_parallel_topk(
     Raises:
         InvalidInputError: arguments do not fit; raised on every rank alike and before the collective.
     """
-    options = VocabParallelOptions(tp_group=tp_group, temperature=temperature, block_bytes=block_bytes)
+    options = VocabParallelOptions(
+        tp_group=tp_group, temperature=temperature, vocab_size=vocab_size, block_bytes=block_bytes
+    )
     source = rows_of(logits, rows, options)
     if source.device.type == "meta":
         raise InvalidInputError("logits are on the device meta, where they have no values: pass real ones")
-    size = source.width * options.tp_size
+    size = options.num_ids(source.width)
     k = check_integer("k", k, 1, f"from 1 to {size}, the size of the vocabulary", highest=size)
-    return TopKDistribution(*_topk(source, k), temperature=options.temperature)
+    return TopKDistribution(*_topk(source, k), temperature=options.temperature, vocab_size=size)
 
 
 @without_autocast
@@ -73,7 +76,7 @@ def _topk(source: LogitSource, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids ``[n, k]``, their log-probabilities ``[n, k]`` and the tail's ``[n]``."""
     options = source.options
     local = source.reduce(partial(_largest_of_tile, k), partial(_merged_largest, k, options.scale))
-    gathered, divisors = all_gather_statistics(local, options)
+    gathered, divisors = all_gather_statistics(_filled_up(local, min(k, source.width)), options)
     indices = local.new_empty((source.n, k), dtype=torch.int64)
     log_probs, log_tail = local.new_empty((source.n, k)), local.new_empty(source.n)
     for block in blocks_of_rows(log_probs, len(local) * len(gathered), options):
@@ -104,6 +107,15 @@ def _largest_of_tile(k: int, tile: Tile) -> Tensor:
 
 def _candidates(part: Tensor) -> int:
     return len(part) // 2 - 1
+
+
+def _filled_up(part: Tensor, count: int) -> Tensor:
+    """Append candidates of probability zero where a rank has fewer ids than others, until it has as many."""
+    has = _candidates(part)
+    if has == count:
+        return part
+    missing = part.new_full((count - has, part.shape[1]), _MINUS_INF)
+    return torch.cat([part[:has], missing, part[has:-2], torch.zeros_like(missing), part[-2:]])
 
 
 def _merged_largest(k: int, scale: float, parts: Sequence[Tensor]) -> Tensor:

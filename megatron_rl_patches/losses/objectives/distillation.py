@@ -17,7 +17,6 @@ from ..logits.arguments import (
     check_floats,
     check_ids,
     check_instance,
-    check_integer,
     check_list,
 )
 from ..logits.distributions import (
@@ -25,7 +24,7 @@ from ..logits.distributions import (
     Distribution,
     TopKDistribution,
     check_same_indices,
-    one_temperature,
+    in_common,
 )
 from ..logits.log_probs_at import vocab_parallel_log_probs_at
 from .divergences import Divergence, DivergenceName, divergence_named
@@ -55,8 +54,6 @@ class DistillationOptions:
             ``None`` weights all teachers alike.
         normalization: what the loss is an average over; see :func:`token_weights`.
         constant_length: the divisor of the normalization ``"constant"``.
-        num_ids: for full distributions, size of the vocabulary without padding; see
-            :func:`.full_vocabulary_divergence`.
     """
 
     divergence: DivergenceName = "reverse_kl"
@@ -64,15 +61,12 @@ class DistillationOptions:
     teacher_weights: tuple[float, ...] | None = None
     normalization: Normalization = "token"
     constant_length: int | None = None
-    num_ids: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "beta", divergence_named(self.divergence, self.beta).beta)
         if self.teacher_weights is not None:
             object.__setattr__(self, "teacher_weights", check_weights(self.teacher_weights))
         check_normalization(self.normalization, self.constant_length)
-        if self.num_ids is not None:
-            check_integer("num_ids", self.num_ids, 1, "the size of the vocabulary, or None")
 
     @property
     def measure(self) -> Divergence:
@@ -85,9 +79,9 @@ class DistillationBatch:
     """The data of a distillation loss, besides the logits, for the responses of one microbatch.
 
     The distributions are of ``response_length`` positions each: :class:`TopKDistribution`, of a response all
-    at the same indices, in any order and each once per token, and of one temperature where it is known; or
-    :class:`FullDistribution`. Otherwise :class:`InvalidInputError` is raised. Under context parallelism every
-    rank has the full responses.
+    at the same indices, in any order and each once per token, and of one temperature and ``vocab_size`` where
+    these are known; or :class:`FullDistribution`. Otherwise :class:`InvalidInputError` is raised. Under
+    context parallelism every rank has the full responses.
 
     Attributes:
         teachers: for each teacher, its distribution of each response. With several teachers the divergences
@@ -120,7 +114,7 @@ class DistillationBatch:
         check_one_kind(
             "teachers and old", [one for distributions in scored.values() for one in distributions]
         )
-        one_temperature([one for distributions in scored.values() for one in distributions])
+        in_common([one for distributions in scored.values() for one in distributions])
         for name, distributions in scored.items():
             values = [one.tensors[0][:, 0] for one in distributions]
             check_lengths(f"distributions of {name}", values, self.response_lengths)
@@ -148,8 +142,6 @@ class DistillationBatch:
             raise InvalidInputError(
                 f"divergence is {options.divergence!r}, which is over k ids: use 'reverse_kl'"
             )
-        if not self.is_full and options.num_ids is not None:
-            raise InvalidInputError("num_ids is for full distributions: a top-k names its ids")
         normalize_weights(options.teacher_weights, len(self.teachers))
 
 
@@ -213,21 +205,22 @@ def comparison(
     Args:
         rows: ``[n]``, the tokens' rows of the logits.
         index: ``[n]``, the tokens' positions in the concatenation of all responses of the batch.
-        how: ``tp_group``, ``temperature`` and ``inplace_backward``.
+        how: ``tp_group``, ``temperature``, ``vocab_size`` and ``inplace_backward``.
     """
     if batch.is_full:
         return _full_comparison(rows, index, batch, options, how)
-    one_temperature(
-        [one for scored in (*batch.teachers, batch.old or ()) for one in scored], how["temperature"]
-    )
+    scored = [one for each in (*batch.teachers, batch.old or ()) for one in each]
+    in_common(scored, temperature=how["temperature"])
+    vocabulary = VocabParallelOptions(how["tp_group"], vocab_size=how.get("vocab_size"))
     tokens = _Tokens.selected(batch, rows.device, index)
 
     def compare(logits: Tensor) -> Tensor:
         ids = tokens.teachers[0].indices
+        num_ids = vocabulary.num_ids(logits.shape[1])
+        in_common(scored, vocab_size=num_ids)
         if len(ids) < len(tokens.all_ids):
             # A rank that refused its own ids alone would leave the others waiting for its values.
-            vocab_size = logits.shape[1] * VocabParallelOptions(how["tp_group"]).tp_size
-            check_ids("indices", tokens.all_ids, vocab_size, NO_ENTRY, "for no entry")
+            check_ids("indices", tokens.all_ids, num_ids, NO_ENTRY, "for no entry")
         at_ids = vocab_parallel_log_probs_at(logits, ids, rows=rows, with_tail=True, **how)
         return _per_token(*at_ids, tokens, options)
 
@@ -321,7 +314,6 @@ def _full_comparison(
                 teacher_weights=teacher.weights,
                 old=None if old is None else old[index[places]].to(device).logits()[0],
                 rows=rows[selected],
-                num_ids=options.num_ids,
                 **how,
             )
             divergences.append((selected, weight * divergence))

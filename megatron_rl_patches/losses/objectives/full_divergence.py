@@ -58,12 +58,10 @@ class DivergenceOptions(NamedTuple):
 
     Attributes:
         log_weights: logarithms of the weights of the teachers' mixture, which add up to one.
-        num_ids: size of the vocabulary; columns from there on count for nothing.
     """
 
     divergence: Divergence
     log_weights: tuple[Tensor | float, ...]
-    num_ids: int
 
     def as_tensors(self, like: Tensor) -> DivergenceOptions:
         """Return the same for a compiled function, which would be compiled again for each number."""
@@ -152,7 +150,7 @@ class _FullDivergence(LogitFunction):
     def _comparison(self, source: LogitSource, tensors: Tensors) -> _Comparison:
         remaining = iter(tensors.values())
         others = [restore(*islice(remaining, n)) for restore, n in self.restores]
-        return _Comparison(source, others, self.options, grid_of([source, *others], source.width))
+        return _Comparison(source, others, self.options, grid_of([source, *others]))
 
 
 # --- tiles
@@ -176,14 +174,8 @@ class _Comparison(NamedTuple):
         of_each = [one.options.scale for one in (self.student, *self.others)]
         of_each = of_each[:1] if len(set(of_each)) == 1 else of_each
         scales = [None if number == 1 else tile.logits.scalar(number) for number in of_each]
-        columns = tile.columns.stop - tile.columns.start
-        xs = [_filled(other.logits.read_all(), columns) for other in others]
-        num_ids = self.options.num_ids - self.student.options.tp_rank * self.student.width
-        is_id = None
-        if tile.columns.stop > num_ids:
-            numbers = torch.arange(tile.columns.start, tile.columns.stop, device=tile.logits.device)
-            is_id = numbers < num_ids
-        return _Sides(xs, _Preparation(scales, is_id, tile.logits.dtype), self.options)
+        xs = [other.logits.read_all() for other in others]
+        return _Sides(xs, _Preparation(scales, tile.logits.dtype), self.options)
 
     def reduce(
         self,
@@ -220,12 +212,10 @@ class _Preparation(NamedTuple):
     Attributes:
         scales: tensors without dimensions, or ``None`` for 1: what the logits of the student and of all
             others are divided by, or a single one that they have in common.
-        is_id: bool ``[w]``, the columns that count, or ``None`` if all do.
         dtype: the dtype of the computation.
     """
 
     scales: list[Tensor | None]
-    is_id: Tensor | None
     dtype: torch.dtype
 
 
@@ -242,10 +232,7 @@ class _Sides:
         xs = [block.x, *(block.cut(other[block.rows]) for other in self.others)]
         if not block.is_compiled:
             return xs, self.preparation, self.options
-        preparation = self.preparation
-        if preparation.is_id is not None:
-            preparation = preparation._replace(is_id=block.cut(preparation.is_id))
-        return xs, preparation, self._as_tensors
+        return xs, self.preparation, self._as_tensors
 
     def normalizer(self, exact: Tensor) -> Normalizer:
         """Return what functions subtract from the logits of all, from normalizers ``[m, n]``."""
@@ -254,12 +241,6 @@ class _Sides:
     @cached_property
     def _as_tensors(self) -> DivergenceOptions:
         return self.options.as_tensors(self.others[0].new_empty(0, dtype=self.preparation.dtype))
-
-
-def _filled(x: Tensor, columns: int) -> Tensor:
-    """Append the columns that only the student has."""
-    missing = columns - x.shape[1]
-    return torch.nn.functional.pad(x, (0, missing), value=_MINUS_INF) if missing > 0 else x
 
 
 # --- functions of a block
@@ -365,11 +346,10 @@ def _block_derivative(
 
 def _prepared(xs: list[Tensor], preparation: _Preparation) -> tuple[list[Tensor], Tensor | None]:
     """Return the logits, and what remains to divide them by: divided here, they are rounded."""
-    scales, is_id, dtype = preparation
+    scales, dtype = preparation
     xs = [x.to(dtype) for x in xs]
     if len(scales) > 1:
         xs = [x if scale is None else x / scale for x, scale in zip(xs, scales, strict=True)]
-    xs = xs if is_id is None else [torch.where(is_id, x, _MINUS_INF) for x in xs]
     return xs, _common_scale(scales)
 
 

@@ -70,7 +70,7 @@ class OutputHead:
 
         It is for a teacher whose vocabulary is padded to another size than the student's: under tensor
         parallelism, a rank's rows stand for other ids in the two. Rows that the teacher lacks are zero, and
-        rows that are too many are left out: say with ``num_ids`` which ids count.
+        rows that are too many are left out: say with ``vocab_size`` how many ids there are.
 
         Args:
             width: ``V / tp`` of the student.
@@ -198,7 +198,7 @@ def full_vocabulary_divergence(
     old: Tensor | None = None,
     rows: Rows = None,
     temperature: float = 1.0,
-    num_ids: int | None = None,
+    vocab_size: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     inplace_backward: bool = False,
     block_bytes: int | None = None,
@@ -221,9 +221,9 @@ def full_vocabulary_divergence(
         rows: which ``n`` of the ``T`` rows of the student; see :func:`.vocab_parallel_log_probs`, as for
             ``tp_group``, ``inplace_backward`` and ``block_bytes``.
         temperature: the logits of all are divided by it.
-        num_ids: size of the vocabulary without padding. The distributions are those over the first so many
-            ids. With it, and without tensor parallelism, the logits may be padded to different widths; with
-            tensor parallelism see :meth:`.OutputHead.resharded`.
+        vocab_size: number of token ids of all distributions; see :func:`.vocab_parallel_log_probs`. With it,
+            and without tensor parallelism, the logits may be padded to different widths; with tensor
+            parallelism see :meth:`.OutputHead.resharded`.
 
     Returns:
         ``[n]`` in float32 (float64 for float64 logits of the student), the same bits on all ranks of
@@ -251,6 +251,7 @@ def full_vocabulary_divergence(
     options = VocabParallelOptions(
         tp_group=tp_group,
         temperature=temperature,
+        vocab_size=vocab_size,
         inplace_backward=inplace_backward,
         block_bytes=block_bytes,
     )
@@ -260,12 +261,12 @@ def full_vocabulary_divergence(
         check_tensor(name, logits)
         logits = logits.detach() if logits.requires_grad else logits
         of_other = rows_of(logits, None, replace(options, inplace_backward=False), name)
-        fits = of_other.width == source.width or (num_ids is not None and options.tp_size == 1)
+        fits = of_other.width == source.width or (vocab_size is not None and options.tp_size == 1)
         if of_other.n != source.n or of_other.device != source.device or not fits:
             raise InvalidInputError(
                 f"{name} is {list(logits.shape)} on {logits.device}, expected {source.n} rows of "
                 f"{source.width} logits on {source.device}, as the student has; logits that are padded to "
-                "another width need num_ids, and under tensor parallelism OutputHead.resharded, too"
+                "another width need vocab_size, and under tensor parallelism OutputHead.resharded, too"
             )
         if inplace_backward and _share_memory(of_other, source):
             raise InvalidInputError(
@@ -273,13 +274,8 @@ def full_vocabulary_divergence(
                 "it is read: pass a copy, or inplace_backward=False"
             )
         others.append(of_other)
-    most = min(source.width, *(other.width for other in others)) * options.tp_size
-    if num_ids is not None:
-        expected = f"from 1 to {most}, which all logits have"
-        num_ids = check_integer("num_ids", num_ids, 1, expected, highest=most)
     log_weights = tuple(math.log(weight) for weight, _ in counted)
-    num_ids = source.width * options.tp_size if num_ids is None else num_ids
-    return divergence_of(source, others, DivergenceOptions(measure, log_weights, num_ids))
+    return divergence_of(source, others, DivergenceOptions(measure, log_weights))
 
 
 def _share_memory(a: LogitSource, b: LogitSource) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ...errors import InvalidInputError
 from ..logits.arguments import check_floats, check_instance, check_one_device
-from ..logits.distributions import TopKDistribution, one_temperature
+from ..logits.distributions import TopKDistribution, in_common
 from .divergences import RULED_OUT, Compared, Divergence, Normalizer, divergence_named
 
 
@@ -85,7 +85,7 @@ def importance_weighted_reverse_kl(
     expected advantage under the student, may be negative, and does not stop at the teacher.
 
     Raises:
-        InvalidInputError: shapes differ, or ``teacher`` and ``old`` are of different temperatures.
+        InvalidInputError: shapes differ, or ``teacher`` and ``old`` differ in temperature or vocab_size.
     """
     divergence = divergence_named("importance_weighted_reverse_kl")
     return of_buckets(divergence, log_probs, tail_log_prob, teacher, old)
@@ -115,7 +115,7 @@ def of_buckets(
     if divergence.needs_old:
         check_instance("old", old, TopKDistribution)
     others = [teacher] if old is None else [teacher, old]
-    one_temperature(others)
+    in_common(others)
     check_one_device(log_probs=log_probs, tail_log_prob=tail_log_prob, teacher=teacher.log_probs)
     for other in others:
         if other.log_probs.shape != log_probs.shape:

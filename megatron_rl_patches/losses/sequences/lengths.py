@@ -33,15 +33,15 @@ def check_lengths(totals: Lengths, responses: Lengths, without_prompt: bool = Fa
     """Check that every sample has one response, shorter than the sample unless it may be without a prompt."""
     if not totals or len(totals) != len(responses):
         raise InvalidInputError(
-            f"total_lengths are of {len(totals)} samples and response_lengths of {len(responses)}; "
-            "pass one of each per sample, for at least one sample"
+            f"there are {len(totals)} samples and {len(responses)} response_lengths; "
+            "pass one per sample, for at least one sample"
         )
     for sample, (total, response) in enumerate(zip(totals, responses, strict=True)):
         if not 0 <= response < total + without_prompt:
             raise InvalidInputError(
-                f"total_lengths and response_lengths: sample {sample} has {total} tokens and a response of "
-                f"{response}; a response is shorter than its sample, as its first token is predicted from "
-                "the one before; keep a prompt token"
+                f"response_lengths: sample {sample} has {total} tokens and a response of {response}; "
+                "a response is shorter than its sample, as its first token is predicted from the one before; "
+                "keep a prompt token"
             )
 
 

@@ -41,8 +41,9 @@ POLICY = {
     **dict.fromkeys(("old_log_probs", "ref_log_probs", "rollout_log_probs"), VALUES),
 }
 DISTILLATION = {"teachers": [TOPK.split([2, 2])], "loss_masks": MASKS, "old": TOPK.split([2, 2])}
-OF_LOGITS = {"logits": random(N, V), "temperature": 1.0, "block_bytes": 8}
+OF_LOGITS = {"logits": random(N, V), "temperature": 1.0, "vocab_size": V, "block_bytes": 8}
 OF_MICROBATCH = {"logits": random(1, 7, V), "layout": LAYOUT, "temperature": 1.0, "normalizer": 2.0}
+OF_MICROBATCH["vocab_size"] = V
 OF_BUCKETS = {"log_probs": LOG_PROBS, "tail_log_prob": TAIL, "teacher": TOPK}
 CONSTANT = {"normalization": "constant", "constant_length": 5}
 
@@ -74,7 +75,12 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     ),
     (
         losses.full_vocabulary_divergence,
-        {"divergence": "importance_weighted_reverse_kl", "beta": 0.5, "num_ids": V, "teacher_weights": [1.0]}
+        {
+            "divergence": "importance_weighted_reverse_kl",
+            "beta": 0.5,
+            "vocab_size": V,
+            "teacher_weights": [1.0],
+        }
         | OF_STUDENT,
     ),
     (policy_loss_func, {**OF_MICROBATCH, "tokens": TOKENS, "batch": POLICY_BATCH}),
@@ -98,7 +104,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (losses.reverse_kl, OF_BUCKETS),
     (losses.jensen_shannon, {**OF_BUCKETS, "beta": 0.5}),
     (losses.importance_weighted_reverse_kl, {**OF_BUCKETS, "old": TOPK}),
-    (losses.TopKDistribution, {**vars(TOPK), "temperature": 1.0}),
+    (losses.TopKDistribution, {**vars(TOPK), "temperature": 1.0, "vocab_size": V}),
     (losses.FullDistribution, {"hidden": (random(N, 3),), "heads": (HEAD,), "weights": (1.0,)}),
     (losses.OutputHead, {"weight": random(V, 3), "bias": random(V)}),
     (losses.PolicyBatch, POLICY),
@@ -106,7 +112,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (losses.PolicyOptions, {**CLIPS, **KL, **CONSTANT}),
     (
         losses.DistillationOptions,
-        {"divergence": "forward_kl", "beta": 0.5, "teacher_weights": (1.0,), "num_ids": 3, **CONSTANT},
+        {"divergence": "forward_kl", "beta": 0.5, "teacher_weights": (1.0,), **CONSTANT},
     ),
     (losses.SequenceLayout.build, {**LENGTHS, "qkv_format": "thd", **OF_CP}),
     (LAYOUT.rows_of, {"logits": random(1, 7, V)}),
@@ -121,7 +127,7 @@ RIGHT = {
         "logits student old log_probs teacher_log_probs tail_log_prob full_vocabulary_divergence(teacher)"
     ),
     "None": (
-        "block_bytes tile_bytes num_ids teacher_weights normalizer weights padded_lengths num_rows "
+        "block_bytes tile_bytes vocab_size teacher_weights normalizer weights padded_lengths num_rows "
         "TopKDistribution(temperature) DistillationBatch(old)"
     ),
     "-1 0": "ignore_index entropy_coef",
@@ -243,6 +249,7 @@ def test_masks_may_be_padded() -> None:
 ZEROS, TARGETS = torch.zeros(N, V), torch.zeros(N, dtype=torch.int64)
 LOG_PROBS_OF, AT = losses.vocab_parallel_log_probs, losses.vocab_parallel_log_probs_at
 DEFERRED, DIVERGENCE = losses.deferred_logits, losses.full_vocabulary_divergence
+OF_ALL_LOGITS = LOG_PROBS_OF, AT, losses.vocab_parallel_topk, DIVERGENCE
 POLICY_OPTIONS, DISTRIBUTION = losses.PolicyOptions, losses.TopKDistribution
 OF_TWO_ROWS = {"rows": slice(0, 2), "targets": TARGETS[:2]}
 #: What several arguments say together, and what a message says of the value that was found.
@@ -279,7 +286,10 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (DIVERGENCE, {"divergence": "kl"}, "divergence must be one of .*'reverse_kl'.*, not 'kl'"),
     (DIVERGENCE, {"teacher": []}, "no teachers"),
     (DIVERGENCE, {"teacher_weights": [1, 2]}, "for 1 teacher"),
-    (DIVERGENCE, {"num_ids": 3.5}, "num_ids is 3.5, expected from 1 to 7"),
+    *((of_logits, {"vocab_size": 8}, "vocab_size is 8, expected from 1 to 7") for of_logits in OF_ALL_LOGITS),
+    (LOG_PROBS_OF, {"vocab_size": 5, "targets": TARGETS + 5}, r"ids below 5.*found \[5, 5"),
+    (AT, {"vocab_size": 5, "indices": IDS}, r"ids below 5.*found \[6, 5\]"),
+    (losses.vocab_parallel_topk, {"k": 6, "vocab_size": 5}, "k is 6, expected from 1 to 5"),
     (DIVERGENCE, {"rows": slice(0, 2)}, r"teacher 0 is \[4, 7\] on cpu, expected 2 rows of 7 logits"),
     (losses.reverse_kl, {"teacher": DISTRIBUTION(IDS[:, :1], LOG_PROBS[:, :1], TAIL)}, r"\[4, 2\].*\[4, 1\]"),
     (POLICY_OPTIONS, {"clip_low": 1.1}, "clip_low"),
@@ -309,7 +319,7 @@ def test_accepted() -> None:
     ignored = losses.vocab_parallel_log_probs(ZEROS, TARGETS.int() - 1, ignore_index=-1)
     assert ignored.tolist() == [0.0] * N
     assert losses.vocab_parallel_topk(ZEROS, four).k == 4
-    assert losses.full_vocabulary_divergence(ZEROS, ZEROS, num_ids=four).tolist() == [0.0] * N
+    assert losses.full_vocabulary_divergence(ZEROS, ZEROS, vocab_size=four).tolist() == [0.0] * N
     logits = losses.deferred_logits(ZEROS, ZEROS, tile_bytes=four, keep_bytes=one)
     assert losses.vocab_parallel_log_probs(logits, TARGETS, block_bytes=four).shape == (N,)
 

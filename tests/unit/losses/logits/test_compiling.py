@@ -363,7 +363,7 @@ COMPARED = [(name, 1) for name, divergence in DIVERGENCES.items() if divergence.
 def test_divergences(plans: dict[str, Plan], name: Any, teachers: int) -> None:
     options: dict[str, Any] = {"divergence": name, "temperature": 0.7, "old": random().detach()}
     of_teachers = [random().detach() for _ in range(teachers)]
-    full_vocabulary_divergence(random(), of_teachers, num_ids=V - 3, **options).sum().backward()
+    full_vocabulary_divergence(random(), of_teachers, **options).sum().backward()
     read = 1 + teachers + DIVERGENCES[name].needs_old
     assert plans.pop("_block_derivative") == Plan(1, read + 1, read + 1)
     functions = ["_conditional_parts"]

@@ -106,6 +106,7 @@ CASES: dict[str, Sequence[Any]] = {
     "ruled_out": [slice(0), slice(100, 200)],  # columns; a frozen head may have such a bias
     "tile_bytes": [None, 16 * 1024, 1024],
     "keep_bytes": [0, 40_000, 1 << 20],
+    "vocab_size": [None, V - 30, 768, 100],
 }
 
 
@@ -113,21 +114,25 @@ CASES: dict[str, Sequence[Any]] = {
 def test_equals_the_dense_formulas(case: dict[str, Any]) -> None:
     """In float64, without any logits."""
     ids = TOKENS[slice(None) if case["rows"] is None else case["rows"]] % 100
-    options = {name: case[name] for name in ("rows", "temperature")}
+    options, size = {name: case[name] for name in ("rows", "temperature")}, case["vocab_size"] or V
     if case["function"] is AT:
-        ids = (ids[:, None] + torch.arange(5) * 211) % V
+        ids = (ids[:, None] % 20 + torch.arange(5) * 211) % size
     else:
         ids[len(ids) // 2 : len(ids) // 2 + 1] = IGNORE
         options["keep_mask"] = KEEP[: len(ids)] if case["kept"] else None
     tensors = inputs(case["dtype"], case["trained"])
     with torch.no_grad():
         tensors["bias"][case["ruled_out"]] = -float("inf")
+        tensors["bias"][size:] = -float("inf")
 
     def function(logits: Tensor) -> Any:
         rows_of_logits = logits.transpose(0, 1).contiguous().view(T, V) / case["divisor"]
-        return case["function"](rows_of_logits, ids, **options)
+        of_vocabulary = {"vocab_size": size} if isinstance(logits, DeferredLogits) else {}
+        return case["function"](rows_of_logits, ids, **options, **of_vocabulary)
 
     exact = dense_of({name: tensor.double() for name, tensor in tensors.items()})
+    with torch.no_grad():
+        tensors["bias"][size:] = float("nan")  # what pads the vocabulary is not read
     logits = logits_of(tensors, tile_bytes=case["tile_bytes"], keep_bytes=case["keep_bytes"])
     for expected, found in zip(run(function, exact, tensors), run(function, logits, tensors), strict=True):
         if expected.numel():
@@ -782,27 +787,6 @@ def test_a_hook_of_saved_tensors_that_reads_the_memory() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         (logits * logits).sum().backward()
     assert addresses and all(addresses)
-
-
-def test_hidden_columns() -> None:
-    """As padding of the vocabulary; they hold -inf, and the logits stay deferred."""
-    tensors, ids = inputs(torch.float32, ()), V - 30
-    expected = (dense_of(tensors) / 2).index_fill(-1, torch.arange(ids, V), -float("inf"))
-    whole = logits_of(tensors) / 2
-    logits, copy_of_whole = deferred.hide_columns(whole, ids), deferred.hide_columns(whole, ids)
-    assert isinstance(logits, DeferredLogits) and logits.is_deferred
-    values = vocab_parallel_log_probs(logits.view(T, V), TOKENS % ids)
-    assert torch.allclose(values, vocab_parallel_log_probs(expected.view(T, V), TOKENS % ids), rtol=2e-6)
-    assert torch.equal(logits + 0, expected)
-    assert torch.equal(deferred.hide_columns(dense_of(tensors) / 2, ids), expected)
-    # A tensor-parallel rank whose ids all come before the padding hides none.
-    assert torch.equal(deferred.hide_columns(logits_of(tensors), V + 20) + 0, dense_of(tensors))
-    whole.zero_()
-    assert torch.equal(copy_of_whole + 0, expected)
-    tensors = inputs(torch.bfloat16, ())
-    converted = deferred.hide_columns(deferred_logits(tensors["hidden"], tensors["weight"]).float(), ids)
-    assert (vocab_parallel_topk(converted.view(T, V), 5).indices < ids).all()
-    assert (converted[..., ids:] + 0).isneginf().all()
 
 
 def test_threads_that_look_at_the_same_time_see_the_same_values() -> None:

@@ -5,6 +5,7 @@ tests/faults and tests/real have those at ids and the top-k with all dtypes and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -70,13 +71,15 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "entropy_grad": [False, True],
     "inplace_backward": [False, True],
     "block_bytes": [None, 1, 3 * V * 4],
+    "vocab_size": [None, V, V - 3, 768, 5],
 }
 
 
 def check_case(case: dict[str, Any], fused: bool = False) -> None:
-    logits = random_logits(dtype=case["dtype"])
+    logits, size = random_logits(dtype=case["dtype"]), case["vocab_size"] or V
+    logits[:, size:] = math.nan
     n = len(torch.arange(T)[slice(None) if case["rows"] is None else case["rows"]])
-    targets = random_targets()[:n]
+    targets = random_targets(columns=size)[:n]
     targets[n // 2 : n // 2 + 1] = IGNORE
     options = {name: value for name, value in case.items() if name not in ("dtype", "kept")}
     check(logits, targets, fused, keep_mask=KEEP[:n] if case["kept"] else None, **options)

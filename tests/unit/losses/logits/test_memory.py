@@ -36,6 +36,7 @@ MODES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "log_probs": (LOG_PROBS, {}),
     "log_probs_at_temperature": (LOG_PROBS, {"temperature": 0.7}),
     "kept_log_probs": (LOG_PROBS, {"kept": True}),
+    "log_probs_without_padding": (LOG_PROBS, {"vocab_size": 15 * 1024}),
     "entropy_without_gradient": (ENTROPY, {"entropy_grad": False}),
     "entropy": (ENTROPY, {"temperature": 0.7}),
     "kept_entropy": (ENTROPY, {"kept": True}),
@@ -75,7 +76,8 @@ def peak(
     if options.pop("scattered", False):
         options["rows"] = torch.arange(rows).view(-1, 4)[:, :3].flatten()
     k = options.pop("k", None)
-    ids = torch.randint(columns, (rows, k) if k else (rows,))[options.get("rows", slice(None))]
+    size = options.get("vocab_size", columns)
+    ids = torch.randint(size, (rows, k) if k else (rows,))[options.get("rows", slice(None))]
 
     def step() -> Tensor:
         values = loss(logits, ids, **options)

@@ -263,7 +263,7 @@ def test_a_teacher_whose_vocabulary_is_padded_to_another_size() -> None:
     for head, ids, rows in ((padded, V - 10, V), (exact, None, V - 10)):
         whole = FullDistribution.from_hidden(HIDDEN["math"], head)
         batch = DistillationBatch([whole.split(RESPONSES)], MASKS)
-        func = make_distillation_loss_func(LAYOUT, batch, DistillationOptions(num_ids=ids))
+        func = make_distillation_loss_func(LAYOUT, batch, vocab_size=ids)
         found.append(func(losses.deferred_logits(hidden, weight[:rows])[None])[0])
     assert torch.allclose(*found, rtol=1e-10)
 
@@ -379,7 +379,9 @@ def of_student(of_log_probs: slice, of_tails: slice) -> Any:
     )
 
 
-TEMPERATURES = r"are of the temperatures \["
+TEMPERATURES = "differ in temperature, "
+SIZES = rf"differ in vocab_size, {V} and .*: pass the same to the loss"
+LOGITS = torch.zeros(1, sum(TOTALS), V)
 SAME_IDS = r"0 and 1 .* at the same ids.*vocab_parallel_log_probs_at"
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     # A loss is of the temperature 1.
@@ -412,7 +414,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: of_top_k(divergence="importance_weighted_reverse_kl"), "old is needed"),
     (lambda: of_top_k(teacher_weights=(1.0, 2.0)), "for 1 teacher"),
     (lambda: loss_func(batch(FULL), divergence="generalized_kl"), "which is over k ids"),
-    (lambda: of_top_k(num_ids=V), "num_ids is for full distributions"),
+    # A loss over all V columns, and teachers over others.
+    (lambda: loss_func(batch([replace(one, vocab_size=V - 1) for one in TOP_K]))(LOGITS), SIZES),
+    (lambda: batch(TOP_K, [replace(one, vocab_size=n) for n, one in enumerate(TOP_K, V)]), SIZES),
+    (lambda: mix_teachers([replace(OLD, vocab_size=n) for n in (V, V + 1)]), SIZES),
     (lambda: of_top_k(layout=SequenceLayout.build(TOTALS, [3, 1, 8])), "pass the full responses"),
     (lambda: of_top_k()(torch.zeros(1, sum(TOTALS) - 1, V)), "logits are"),
     (lambda: losses.distillation_loss([], [], batch(FULL), DEFAULT), "make_distillation_loss_func"),

@@ -360,15 +360,15 @@ def test_vocabularies_that_are_padded_differently(materialized: bool) -> None:
     expected = dense(
         "reverse_kl", linear(*heads[0])[:, :ids], [linear(*heads[1])[:, :ids]], [1.0], student, 0
     )
-    values = losses.full_vocabulary_divergence(student, teacher, num_ids=ids)
+    values = losses.full_vocabulary_divergence(student, teacher, vocab_size=ids)
     assert torch.allclose(values, expected, rtol=1e-10)
     weight = heads[0][1]
     mine, reference = backward(values, weight)[0], backward(expected, weight)[0]
     assert torch.allclose(mine, reference, atol=1e-12) and not mine[ids:].any()
-    with pytest.raises(InvalidInputError, match="need num_ids"):
+    with pytest.raises(InvalidInputError, match="need vocab_size"):
         losses.full_vocabulary_divergence(student, teacher)
-    with pytest.raises(InvalidInputError, match="num_ids is 1030, expected from 1 to 1024"):
-        losses.full_vocabulary_divergence(student, teacher, num_ids=1030)
+    with pytest.raises(InvalidInputError, match="vocab_size is 1030, expected from 1 to 1024"):
+        losses.full_vocabulary_divergence(student, teacher, vocab_size=1030)
 
 
 def test_the_last_part_of_the_columns_may_be_narrower() -> None:

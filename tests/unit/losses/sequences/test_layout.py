@@ -104,7 +104,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"response_lengths": [6, 3]}, "sample 0 has 6 tokens and a response of 6"),
     ({"response_lengths": [2, 6]}, "sample 1 has 5 tokens and a response of 6"),
     ({"response_lengths": [-1, 3]}, "sample 0 .* response of -1"),
-    ({"response_lengths": [2]}, "of 2 samples and response_lengths of 1"),
+    ({"response_lengths": [2]}, "there are 2 samples and 1 response_lengths"),
     ({"total_lengths": [], "response_lengths": []}, "at least one sample"),
     ({"cp_rank": 2, "cp_size": 2}, "0 <= cp_rank < cp_size"),
     ({"cp_rank": -1, "cp_size": 2}, "0 <= cp_rank < cp_size"),
