@@ -173,8 +173,7 @@ def _scored(
         )
     if logits_bsv.shape[2] == 1 and not are_values:
         raise InvalidInputError(
-            "the model returned one number per token, as a critic or a reward model does, and not logits: "
-            "call forward_values."
+            "the model returned one number per token, as a critic does, and no logits: call forward_values."
         )
     group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1 or not attribute_of(chunk, "parallel_output", True):

@@ -300,8 +300,8 @@ def grid_of(sources: Sequence[LogitSource]) -> Grid:
 def columns_of(source: LogitSource, step: int) -> list[slice]:
     """Cut the columns that have a token id into ranges of so many; one column, if this rank has no id.
 
-    Before padding, what exceeds a multiple of :func:`best_stretch` is a range of its own, so that all other
-    ranges can be cut into stretches. It comes first where tiles are computed: backward begins with the last.
+    Where padding follows, what exceeds a multiple of a stretch is a range of its own, and all others can be
+    cut into stretches. It comes first where tiles are computed, since backward begins with the last tile.
     """
     count = source.num_columns
     rest = count % best_stretch(source.device) if count < source.width else 0

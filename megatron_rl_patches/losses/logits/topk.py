@@ -76,7 +76,11 @@ def _topk(source: LogitSource, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids ``[n, k]``, their log-probabilities ``[n, k]`` and the tail's ``[n]``."""
     options = source.options
     local = source.reduce(partial(_largest_of_tile, k), partial(_merged_largest, k, options.scale))
-    gathered, divisors = all_gather_statistics(_filled_up(local, min(k, source.width)), options)
+    has = _candidates(local)
+    if missing := min(k, source.width) - has:  # this rank has fewer ids than others, and sends as many
+        filler = local.new_full((missing, source.n), _MINUS_INF)
+        local = torch.cat([local[:has], filler, local[has:-2], torch.zeros_like(filler), local[-2:]])
+    gathered, divisors = all_gather_statistics(local, options)
     indices = local.new_empty((source.n, k), dtype=torch.int64)
     log_probs, log_tail = local.new_empty((source.n, k)), local.new_empty(source.n)
     for block in blocks_of_rows(log_probs, len(local) * len(gathered), options):
@@ -107,15 +111,6 @@ def _largest_of_tile(k: int, tile: Tile) -> Tensor:
 
 def _candidates(part: Tensor) -> int:
     return len(part) // 2 - 1
-
-
-def _filled_up(part: Tensor, count: int) -> Tensor:
-    """Append candidates of probability zero where a rank has fewer ids than others, until it has as many."""
-    has = _candidates(part)
-    if has == count:
-        return part
-    missing = part.new_full((count - has, part.shape[1]), _MINUS_INF)
-    return torch.cat([part[:has], missing, part[has:-2], torch.zeros_like(missing), part[-2:]])
 
 
 def _merged_largest(k: int, scale: float, parts: Sequence[Tensor]) -> Tensor:
