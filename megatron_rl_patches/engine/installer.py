@@ -40,7 +40,7 @@ class Installer(Listener):
         self._lock = threading.RLock()
         self._records: dict[tuple[str, str], Record] = {}
         #: The options of a patch, by its name; adapters read them at every call, without a lock.
-        self._options: dict[str, Any] = {}
+        self.options: dict[str, Any] = {}
         #: Those of patches that ``apply()`` has selected, for after the last ``applied()`` block.
         self._lasting_options: dict[str, Any] = {}
         self._has_failed = False
@@ -81,9 +81,9 @@ class Installer(Listener):
             selected = set() if replace_options else in_blocks | self._lasting_options.keys()
             chosen = {p.name: settings.options_of(p) for p in patches if p.name not in selected}
             for name in in_blocks & chosen.keys():
-                if chosen[name] != self._options[name]:
+                if chosen[name] != self.options[name]:
                     raise PatchError(
-                        f"{name} is in an applied() block with {self._options[name]!r} and cannot take "
+                        f"{name} is in an applied() block with {self.options[name]!r} and cannot take "
                         f"{chosen[name]!r}: wait for the end of that block, or pass its settings"
                     )
             try:
@@ -94,7 +94,7 @@ class Installer(Listener):
                 records = [self._select(site) for site in sites]
                 for record in records:
                     record.apply_calls.add(apply_call)
-                self._options |= chosen
+                self.options |= chosen
                 skipped = self._apply_ready(r for r in records if r.is_open and r.is_imported)
                 refuse_faults(record.current() for record in records if apply_call.required)
             except BaseException:
@@ -102,7 +102,7 @@ class Installer(Listener):
                 self._records = before
                 raise
             if apply_call.lasts:
-                in_force = {patch.name: self._options[patch.name] for patch in patches}
+                in_force = {patch.name: self.options[patch.name] for patch in patches}
                 self._lasting_options = {**in_force, **self._lasting_options, **chosen}
                 for record in records:  # one of its kind, however often apply() is called
                     record.apply_calls = {*record.apply_calls - {apply_call}, _LASTING[apply_call.required]}
@@ -131,7 +131,7 @@ class Installer(Listener):
             self._revert(record for record in released if not record.apply_calls)
             ended = {record.site.patch for record in released} - self._in_blocks()
             for name in ended & self._lasting_options.keys():
-                self._options[name] = self._lasting_options[name]
+                self.options[name] = self._lasting_options[name]
             # A site that is gone now may have kept the others of its group from taking effect.
             self._apply_ready(self._missed())
 
@@ -276,7 +276,7 @@ class Installer(Listener):
 
         The first call of any adapter logs what is in place, since everything has been imported by then.
         """
-        patch, options, adapter = site.patch, self._options, site.adapter
+        patch, options, adapter = site.patch, self.options, site.adapter
         is_first = True
 
         def run(call: Call) -> Any:

@@ -55,7 +55,8 @@ class MockDDP(_BaseDataParallel):
         buffers, expert_parallel_buffers: flat memory of parameters and gradients, one :class:`MockBuffer` for
             each dtype.
         calls: names and keyword arguments of the methods that were called on it, in order.
-        stale_forwards: how many forward passes have used a parameter before its gather.
+        stale_forwards: how many forward passes, of the chunk or of modules in it, have called a module whose
+            own parameters were not gathered.
 
     Raises:
         InvalidInputError: ``config`` is a module: the order of arguments is that of the real class.
@@ -98,6 +99,11 @@ class MockDDP(_BaseDataParallel):
         self.bucket_groups, self.buffers = self._divide(one_group, False)  # type: ignore[assignment]
         for param in self.param_to_bucket_group:
             param.register_post_accumulate_grad_hook(self._accumulate)  # type: ignore[no-untyped-call]
+        self._outermost: torch.nn.Module | None = None  # the module whose forward pass runs
+        self._is_counted = False
+        for module in self.module.modules():
+            module.register_forward_pre_hook(self._enter)
+            module.register_forward_hook(self._leave, always_call=True)
         self.remove_forward_pre_hook_handles: dict[torch.nn.Module, Any] = {}
         if self.use_forward_hook:
             self._install_hooks()
@@ -125,8 +131,9 @@ class MockDDP(_BaseDataParallel):
         return self.buffers + self.expert_parallel_buffers  # type: ignore[operator]
 
     def _install_hooks(self) -> None:
-        for module in self.module.modules():
-            self.remove_forward_pre_hook_handles[module] = module.register_forward_pre_hook(self._pre_hook)
+        for module in self.module.modules():  # each hook gathers before ``_enter`` looks
+            handle = module.register_forward_pre_hook(self._pre_hook, prepend=True)
+            self.remove_forward_pre_hook_handles[module] = handle
 
     def _pre_hook(self, module: torch.nn.Module, *unused: Any) -> None:
         assert self.use_forward_hook, "Should use pre-hook only when overlap_param_gather is True"
@@ -135,13 +142,25 @@ class MockDDP(_BaseDataParallel):
             if param in self.param_to_bucket_group:
                 self.param_to_bucket_group[param].finish_param_sync(skip_next_bucket_dispatch=skip_next)
 
+    def _enter(self, module: torch.nn.Module, *unused: Any) -> None:
+        if self._outermost is None:
+            self._outermost, self._is_counted = module, False
+        groups = map(self.param_to_bucket_group.get, module.parameters(recurse=False))
+        if not self._is_counted and any(group is not None and group.is_stale for group in groups):
+            self.stale_forwards += 1
+            self._is_counted = True
+
+    def _leave(self, module: torch.nn.Module, *unused: Any) -> None:
+        if self._outermost is module:
+            self._outermost = None
+
     def _accumulate(self, param: torch.nn.Parameter) -> None:
         """Move a gradient to ``main_grad`` and tell the bucket group, as Megatron's hook does."""
         if param.grad is not None:
             param.main_grad += param.grad  # type: ignore[attr-defined]
             param.grad = None
         group = self.param_to_bucket_group[param]
-        group.is_unreduced = True
+        group.add_gradient()
         if self.ddp_config.overlap_grad_reduce:
             group.register_grad_ready(param, self.force_all_reduce)
 
@@ -248,10 +267,7 @@ class MockDDP(_BaseDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass of the module, whose hooks gather parameters."""
-        output = self.module(*args, **kwargs)
-        if any(group.is_stale for group in bucket_groups(self)):
-            self.stale_forwards += 1
-        return output
+        return self.module(*args, **kwargs)
 
     def backward(self) -> None:
         """Run a backward pass without gradients: the hook of every parameter, last module first."""

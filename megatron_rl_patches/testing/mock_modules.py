@@ -45,13 +45,18 @@ class MockProcessGroup:
 
 @dataclass
 class MockHandle:
-    """What an asynchronous collective returns: once it is waited for, the mark of its bucket group is off."""
+    """What an asynchronous collective returns: a wait for it switches the mark of its bucket group off.
+
+    A mark that was set while the collective was in flight stays on.
+    """
 
     group: MockBucketGroup
     mark: str
+    is_outdated: bool = False
 
     def wait(self) -> None:
-        setattr(self.group, self.mark, False)
+        if not self.is_outdated:
+            setattr(self.group, self.mark, False)
 
 
 class MockModule(torch.nn.Module):
@@ -122,8 +127,8 @@ class MockBucketGroup:
     """Stands for ``_ParamAndGradBucketGroup``, which keeps track of outstanding collectives.
 
     The real class has neither ``is_stale``, which is true when the optimizer has stepped and no parameter
-    gather has been completed since, nor ``is_unreduced``, which is true when a backward pass has added to a
-    gradient and no reduction has been completed since.
+    gather that began later has been completed, nor ``is_unreduced``, which is true when a backward pass has
+    added to a gradient and no reduction that began later has been completed.
     """
 
     def __init__(
@@ -145,6 +150,18 @@ class MockBucketGroup:
         self.grad_reduce_handle: MockHandle | None = None
         self.is_stale = False
         self.is_unreduced = False
+
+    def step(self) -> None:
+        """Note that the optimizer has changed the parameters."""
+        self.is_stale = True
+        if self.param_gather_handle is not None:
+            self.param_gather_handle.is_outdated = True
+
+    def add_gradient(self) -> None:
+        """Note that a backward pass has added to a gradient."""
+        self.is_unreduced = True
+        if self.grad_reduce_handle is not None:
+            self.grad_reduce_handle.is_outdated = True
 
     def reset(self) -> None:
         self.is_unreduced = False

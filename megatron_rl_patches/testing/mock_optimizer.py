@@ -6,8 +6,10 @@ While the patch ``finite-step`` is applied, ``MockOptimizer.step`` behaves as th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partialmethod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,8 +21,22 @@ from .mock_modules import MockProcessGroup, is_patched
 
 
 @dataclass
+class MockOptimizerConfig:
+    """The part of ``OptimizerConfig`` that frameworks read."""
+
+    optimizer: str = "adam"
+    clip_grad: float = 1.0
+    overlap_param_gather: bool = True
+    optimizer_cpu_offload: bool = False
+    use_precision_aware_optimizer_no_fp8_or_ds_fp8: bool = False
+    timers: Any = None
+
+
+@dataclass
 class MockOptimizer:
     """Stands for Megatron's optimizer: a step leaves other ranks' shards of the parameters stale.
+
+    It is a chain of one optimizer, as Megatron's ``ChainedOptimizer`` is for a model without experts.
 
     Attributes:
         model_chunks: the chunks whose parameters it updates.
@@ -28,19 +44,26 @@ class MockOptimizer:
         result: what ``step`` returns: success, the gradient norm, and the number of zeros or ``None``.
             A step without a norm fails as Megatron's does when the loss scaler finds a bad gradient.
         unreduced_steps: how many steps have used gradients that no ``finish_grad_sync`` had reduced.
+        config: real or mocked.
         param_groups: one group with all parameters, which schedulers write learning rates to.
+        optimizer: stands for the optimizer of torch, and has ``param_groups`` and ``state``.
+        chained_optimizers: one optimizer, which shares all these.
     """
 
     model_chunks: Sequence[MockDDP]
     calls: list[str] = field(default_factory=list)
     result: tuple[bool, float | None, int | None] = (True, 0.0, None)
     unreduced_steps: int = 0
+    config: Any = field(default_factory=MockOptimizerConfig)
 
     def __post_init__(self) -> None:
         self.param_groups: list[dict[str, Any]] = [
             {"params": self.get_parameters(), "lr": 0.0, "weight_decay": 0.0, "is_expert_parallel": False}
         ]
         self.state: dict[Any, Any] = {}
+        self.optimizer = SimpleNamespace(param_groups=self.param_groups, state=self.state)
+        self.is_stub_optimizer = not self.get_parameters()
+        self.chained_optimizers = [copy(self)]
 
     def _record(self, name: str, *args: Any, **kwargs: Any) -> None:
         self.calls.append(name)
@@ -101,7 +124,7 @@ class MockOptimizer:
         for chunk in self.model_chunks:
             if chunk.ddp_config.use_distributed_optimizer:
                 for group in bucket_groups(chunk):
-                    group.is_stale = True
+                    group.step()
                 if not chunk.ddp_config.overlap_param_gather:
                     chunk.start_param_sync()
         return True
@@ -110,7 +133,9 @@ class MockOptimizer:
         """Return :attr:`result`; a step that fails changes nothing."""
         self.calls.append("step")
         if is_patched("ChainedOptimizer.step"):
-            return finite_step.step(self, self._step)
+            from ..engine.installer import installer
+
+            return finite_step.step(self, self._step, installer.options["finite-step"].finite_step_limit)
         return self._step()
 
     def _step(self) -> tuple[bool, float | None, int | None]:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
+from itertools import product
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -23,7 +25,7 @@ from megatron_rl_patches import applied
 from megatron_rl_patches.reentry import forward_pre_hooks as hooks
 from megatron_rl_patches.reentry import preserved_hooks, reentrant_train
 from megatron_rl_patches.testing import MockDDP, MockOptimizer
-from tests.ranks import on_ranks
+from tests.ranks import everywhere, on_ranks
 
 State = dict[str, Any]
 
@@ -282,3 +284,92 @@ def test_same_outcomes_of_whole_loops() -> None:
             assert _steps(MockDDP, patched, forgetful) == real, (patched, forgetful, real)
             if not forgetful:
                 assert real[1] == (not patched, "not finite")
+
+
+class Branches(torch.nn.Module):
+    """Two layers; a forward pass may leave out the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, both: bool = True) -> torch.Tensor:
+        return self.first(x) + (self.second(x) if both else 0.0)
+
+
+def _unreduced(ddp_class: Any, options: dict[str, bool], counts: tuple[int, ...], accumulates: bool) -> Any:
+    """Train steps of so many microbatches; return whether each stepped on some that were not reduced."""
+    ddp = ddp_class(_config(), DistributedDataParallelConfig(bucket_size=1, **options), Branches())
+    optimizer = MockOptimizer([ddp]) if ddp_class is MockDDP else None
+    outcomes: list[Any] = []
+    for count in counts:
+        ddp.zero_grad_buffer()
+        for left in reversed(range(count)):
+            with ddp.no_sync() if left and accumulates else nullcontext():
+                ddp(torch.full((1, WIDTH), 1.0 + dist.get_rank())).sum().backward()
+        try:
+            ddp.finish_grad_sync()
+        except AssertionError:  # the reduction was never dispatched
+            return [*outcomes, "raises"]
+        if optimizer is None:
+            outcomes.append(not (ddp.module.second.weight.main_grad == 1.5 * count).all())  # the mean input
+        else:
+            before = optimizer.unreduced_steps
+            optimizer.step()
+            outcomes.append(optimizer.unreduced_steps > before)
+    return outcomes
+
+
+FORWARDS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "chunk": lambda ddp, x: ddp(x),
+    "a branch": lambda ddp, x: ddp(x, both=False),
+    "module": lambda ddp, x: ddp.module(x),
+    "a layer": lambda ddp, x: ddp.module.second(x),
+}
+
+
+def _is_stale(ddp_class: Any, name: str, hooked: bool, gathers: bool) -> bool:
+    """Take a step, and return whether a forward pass has used parameters that were not gathered."""
+    ddp_config = DistributedDataParallelConfig(
+        bucket_size=1, overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True
+    )
+    torch.manual_seed(0)
+    ddp, x = ddp_class(_config(), ddp_config, Branches()), torch.ones(1, WIDTH)
+    if ddp_class is MockDDP:
+        optimizer: Any = MockOptimizer([ddp])
+    else:
+        config = OptimizerConfig(optimizer="adam", lr=0.1, use_distributed_optimizer=True)
+        optimizer = get_megatron_optimizer(config, [ddp])
+    ddp(x).sum().backward()
+    ddp.finish_grad_sync()
+    if not hooked:
+        ddp.disable_forward_pre_hook(param_sync=False)
+    optimizer.step()
+    if gathers:
+        ddp.start_param_sync(force_sync=True)
+    outputs = [FORWARDS[name](ddp, x)]
+    if ddp_class is MockDDP:
+        assert ddp.stale_forwards < 2
+        return bool(ddp.stale_forwards)
+    for group in ddp.bucket_groups:
+        group.start_param_sync(force_sync=True)
+    outputs.append(FORWARDS[name](ddp, x))
+    return any(everywhere(not torch.equal(*outputs)))  # a rank may own all of a small bucket
+
+
+@on_ranks(2, timeout=240)
+def test_same_account_of_gradients_and_parameters_of_this_rank_alone() -> None:
+    parallel_state.initialize_model_parallel()
+    unreduced, stale = [], []
+    for overlap, accumulates in product((True, False), repeat=2):
+        options = {"overlap_grad_reduce": overlap, "use_distributed_optimizer": False}
+        for counts in ((1, 2, 1), (2, 2, 3), (2, 1)):
+            unreduced.append(_unreduced(DistributedDataParallel, options, counts, accumulates))
+            case = options, counts, accumulates, unreduced[-1]
+            assert _unreduced(MockDDP, options, counts, accumulates) == unreduced[-1], case
+            assert not accumulates or unreduced[-1] == [False] * len(counts), case
+    assert [False, True, False] in unreduced
+    for name, hooked, gathers in product(FORWARDS, (True, False), (True, False)):
+        stale.append(_is_stale(DistributedDataParallel, name, hooked, gathers))
+        assert _is_stale(MockDDP, name, hooked, gathers) is stale[-1], (name, hooked, gathers, stale[-1])
+    assert stale.count(True) == len(FORWARDS)  # without hooks and without a gather

@@ -27,8 +27,8 @@ ARROWS: dict[str, set[str]] = {
     "inference": {*HELPERS, "losses", "reentry"},
     "losses": HELPERS,
     "frameworks": {*HELPERS, "engine", "inference", "losses", "reentry"},
-    # MockDDP behaves as the patched class does while the patch is applied.
-    "testing": {*HELPERS, "__init__", "reentry"},
+    # Mocks behave as the patched classes do while a patch is applied, with its options.
+    "testing": {*HELPERS, "__init__", "engine", "reentry"},
     "demo": {*HELPERS, "__init__", "doctor", "engine", "inference", "losses", "testing"},
     "engine": {"common", "errors"},
     "patches": {*HELPERS, "engine", "frameworks", "inference", "losses", "reentry"},

@@ -61,8 +61,8 @@ def test_the_norm_of_a_group_counts(optimizer: Optimizer, clip_grad: float | Non
     if clip_grad is None:
         optimizer.grad_norms_by_group = norms
     else:
-        clipping = SimpleNamespace(clip_grad=clip_grad)
-        vars(optimizer).update(_compute_grad_norms_by_group=compute, config=clipping)
+        optimizer.config.clip_grad = clip_grad
+        vars(optimizer).update(_compute_grad_norms_by_group=compute)
     assert finite_step.step(optimizer)[0] is (clip_grad == 1.0)
     assert computed == [True] * (clip_grad == 0.0)
     assert optimizer.grad_norms_by_group == (norms if clip_grad is None else {})

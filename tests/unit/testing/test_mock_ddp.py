@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from megatron_rl_patches import applied
+from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.errors import NonFiniteGradients
-from megatron_rl_patches.reentry import finite_step
 from megatron_rl_patches.testing import MockConfig, MockDDP, MockDDPConfig, MockModule, MockOptimizer
 
 
@@ -21,6 +21,11 @@ def test_a_forward_without_hooks_after_a_step_is_stale_but_where_the_optimizer_g
         chunk()
     assert (ddp.stale_forwards, gathered.stale_forwards) == (1, 0)
     assert gathered.calls == [("start_param_sync", {"force_sync": False, "force_dispatch": False})]
+    ddp.start_param_sync()
+    MockOptimizer([ddp]).step()  # while parameters are gathered
+    ddp.start_param_sync(force_sync=True)  # which only waits
+    ddp()
+    assert ddp.stale_forwards == 2
 
 
 def test_a_module_of_torch_trains_and_keeps_its_names() -> None:
@@ -79,6 +84,12 @@ def test_optimizer() -> None:
     optimizer.param_groups[0]["lr"] = 0.2
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == 0.1
+    [part] = optimizer.chained_optimizers
+    assert not hasattr(part, "chained_optimizers") and not part.is_stub_optimizer
+    for inner in (part, part.optimizer, optimizer.optimizer):
+        assert inner.param_groups is optimizer.param_groups and inner.state is optimizer.state
+    assert part.config is optimizer.config and part.config.clip_grad == 1.0
+    assert MockOptimizer([]).is_stub_optimizer
     chunk = MockDDP()
     assert MockOptimizer([chunk], result=(False, None, None)).step() == (False, None, None)
     assert not any(group.is_stale for group in chunk.bucket_groups)
@@ -112,9 +123,13 @@ def test_finite_step_on_a_mock() -> None:
             assert not updated and math.isnan(norm or 0)
             assert not any(group.is_stale for group in ddp.bucket_groups)
         assert MockOptimizer([ddp]).step() == (True, 0.0, None)
-    optimizer = MockOptimizer([MockDDP()], result=(False, math.nan, None))
-    with pytest.raises(NonFiniteGradients):
-        finite_step.step(optimizer, limit=1)
+    for limit in (0, 1, 3):
+        optimizer = MockOptimizer([MockDDP()], result=(False, math.nan, None))
+        with applied("finite-step", settings=Settings(finite_step_limit=limit)):
+            for _ in range(limit - 1 if limit else 12):
+                optimizer.step()
+            with pytest.raises(NonFiniteGradients) if limit else nullcontext():
+                optimizer.step()
 
 
 @pytest.mark.parametrize("distributed", [True, False])
