@@ -6,7 +6,6 @@ python own_loop.py --plain      # without the package: the second call fails
 
 import sys
 
-import megatron_rl_patches
 from megatron_rl_patches.reentry import reentrant_train
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks, tiny_model
 
@@ -77,10 +76,8 @@ def run(plain):
 
         tiny = tiny_model("dense")
         model, optimizer = tiny.build()
-        loop = train
-        if not plain:
-            megatron_rl_patches.apply("reentrant-train")  # now hooks can be disabled twice
-            loop = reentrant_train(train)  # and the loop can install no_sync_func again
+        # Guarded, the loop can install no_sync_func again, and disable hooks that are off.
+        loop = train if plain else reentrant_train(train)
         return [loop(model, optimizer, generate(tiny, 10 * rollout + get_rank())) for rollout in range(3)]
 
 

@@ -37,10 +37,11 @@ class TrainGuard:
     """Context of one call of ``train``; see :func:`reentrant_train`.
 
     At entry, parameters are gathered if a former call broke off, sync functions that a former call installed
-    are cleared, and the interval timer is reset if it was left running. At the end, garbage collection is
-    enabled or disabled as it was at entry. After an exception, everything else that the call changed on
-    config, modules, optimizer, timers and rerun state machine is as at entry too, outstanding collectives
-    have been waited for, and bucket groups are reset; the exception propagates unchanged.
+    are cleared, and the interval timer is reset if it was left running. During the call its thread may switch
+    the chunks' forward pre-hooks in any order. At the end, garbage collection is enabled or disabled as it
+    was at entry. After an exception, everything else that the call changed on config, modules, optimizer,
+    timers and rerun state machine is as at entry too, outstanding collectives have been waited for, and
+    bucket groups are reset; the exception propagates unchanged.
 
     Calls may be nested, and may overlap in several threads. What a call that still runs has installed is left
     alone: on a config that both models share the assertion on ``no_sync_func`` fires, as it does unguarded.

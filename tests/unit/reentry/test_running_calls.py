@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +17,9 @@ from pytest import FixtureRequest
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.frameworks.training import bridge_update_model_config_funcs
 from megatron_rl_patches.reentry import TrainGuard, reentrant_train
+from megatron_rl_patches.reentry.forward_pre_hooks import SWITCHES
 from megatron_rl_patches.reentry.timers import INTERVAL_TIMER
-from megatron_rl_patches.testing import MockConfig
+from megatron_rl_patches.testing import MockConfig, MockDDP
 from tests.worlds import guarded
 from tests.worlds.guarded import DistributedDataParallel, State, Timers, two_models
 
@@ -113,6 +116,33 @@ class Overlapping:
 @pytest.fixture(params=[here, in_thread])
 def overlapping(request: FixtureRequest) -> Overlapping:
     return Overlapping(request.param)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("first", [0, 1])
+def test_hooks_are_switched_in_any_order_in_guarded_calls_alone(
+    overlapping: Overlapping, first: int, fails: bool
+) -> None:
+    """This needs no patch; calls on the same chunk may end in any order."""
+    chunk, other = MockDDP(), MockDDP()
+
+    def loop() -> None:
+        chunk.disable_forward_pre_hook(False)
+        for method in (chunk.disable_forward_pre_hook, chunk.enable_forward_pre_hook):
+            method()
+            method()
+        copied = copy.deepcopy(chunk)
+        assert copied.enable_forward_pre_hook.args[-1] is copied  # type: ignore[attr-defined]
+        for elsewhere in (other.enable_forward_pre_hook, partial(in_thread, chunk.enable_forward_pre_hook)):
+            with pytest.raises(AssertionError):
+                elsewhere()
+
+    calls = [overlapping.begin(chunk, loop) for _ in range(2)]
+    for call in (calls[first], calls[1 - first]):
+        overlapping.end(call, fails)
+    assert not vars(chunk).keys() & SWITCHES.keys()
+    with pytest.raises(AssertionError):
+        chunk.enable_forward_pre_hook()
 
 
 @contextmanager
