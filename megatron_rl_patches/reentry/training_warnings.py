@@ -2,8 +2,8 @@
 
 The checks run in each guarded call, until they have found something. Training goes on as it would without
 them: they start no collective, and an error in them is only logged. They read the config of the model, the
-number of tokens of the first microbatches, what reductions of gradients have left at a step, and the state of
-the parameter all-gather.
+weights and main parameters at entry, the number of tokens of the first microbatches, what reductions of
+gradients have left at a step, and the state of the parameter all-gather.
 """
 
 from __future__ import annotations
@@ -53,6 +53,13 @@ _DROPOUT = Message(
     "Log-probs differ even with the same weights, so ratios of probabilities are wrong.",
     "Megatron's default is 0.1: set --{argument} 0 (config.{name}=0).",
 )
+_MAIN_PARAMETERS = Message(
+    "main parameters of the optimizer are not the weights of the model, rounded: weights were loaded or "
+    "changed without the optimizer",
+    "The next step puts the old weights back, and training goes on from them.",
+    "Call optimizer.reload_model_params() after weights are loaded, or load them before the optimizer is "
+    "built. With optimizer_cpu_offload and without use_precision_aware_optimizer, only the latter helps.",
+)
 _CHECK_FAILED = Message(
     "a check of training failed: {error}",
     "This is harmless: training goes on without this check.",
@@ -91,6 +98,8 @@ class Watch:
         with harmless():
             self._hooks += [each.register_step_pre_hook(self._before_step) for each in _parts(optimizer)]
             _check_dropout(self.configs)
+        with harmless():
+            _check_main_parameters(optimizer)
 
     def note(self, count: Any, is_last_stage: bool) -> None:
         """Note the number of tokens of a microbatch that trains, as ``forward_step`` returned it."""
@@ -257,6 +266,14 @@ def harmless() -> Iterator[None]:
         yield
     except Exception as error:
         _CHECK_FAILED.log(error=one_line(error))
+
+
+def _check_main_parameters(optimizer: Any) -> None:
+    if optimizer is not None and "main_parameters" not in messages:
+        from . import main_parameters
+
+        if main_parameters.differ_from_weights(optimizer):
+            report("main_parameters", _MAIN_PARAMETERS)
 
 
 def _check_dropout(configs: list[Any]) -> None:

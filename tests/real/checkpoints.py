@@ -73,7 +73,7 @@ def save_torch_dist(chunks: Sequence[Any], optimizer: Any, root: Path, iteration
         get_default_save_sharded_strategy("torch_dist"),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-    dist_checkpointing.save(state, str(folder), strategy, content_metadata=_sharding())
+    dist_checkpointing.save(state, str(folder), strategy, content_metadata=sharding())
     on_rank_0((root / TRACKER).write_text, str(iteration))
     return folder
 
@@ -82,13 +82,13 @@ def _sharded(chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
     """The model's sharded state, and the optimizer's, if there is one."""
     state: dict[str, Any] = {}
     for key, chunk in _keyed(chunks):
-        state[key] = chunk.sharded_state_dict(metadata=_sharding())
+        state[key] = chunk.sharded_state_dict(metadata=sharding())
     if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(state, metadata=_sharding())
+        state["optimizer"] = optimizer.sharded_state_dict(state, metadata=sharding())
     return state
 
 
-def _sharding() -> dict[str, Any]:
+def sharding() -> dict[str, Any]:
     reshardable = hasattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats")
     kind = "dp_reshardable" if reshardable else "fully_sharded_model_space"
     return {"distrib_optim_sharding_type": kind, "chained_optim_avoid_prefix": True}

@@ -9,21 +9,25 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from logging.handlers import BufferingHandler
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from megatron_rl_patches import Settings, applied, doctor
+from megatron_rl_patches.common.chunks import unwrap
 from megatron_rl_patches.reentry import reentrant_train, training_warnings
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import by_speed, everywhere, on_ranks
+from tests.real.checkpoints import on_rank_0, sharding
 from tests.references import tiny_gpt
-from tests.worlds.passes import gradients_of, weights_of
+from tests.worlds.passes import fill_at_random, gradients_of, weights_of
 
 PATHS = ("tests.real.test_training_warnings:train",)
 TOKENS = (3, 11)  # of two microbatches
@@ -127,8 +131,7 @@ def test_dropout() -> None:
 @on_ranks(1)
 def test_the_weight_of_a_token(form: str) -> None:
     original = schedules.forward_step
-    # Hooks can be disabled twice only where the patch is.
-    how = {"form": form, "hooks": "on" if form == "alone" else "off"}
+    how = {"form": form}
     right_model, wrong_model = (
         TinyModel(config={"calculate_per_token_loss": per_token}).build()[0] for per_token in (True, False)
     )
@@ -240,6 +243,46 @@ def test_gradients_that_nobody_reduces(distributed: bool, overlap: bool) -> None
         assert second == [] and len(first) == 1
         assert "finalize_model_grads_func=None" in first[0] and "2 data-parallel ranks" in first[0]
         assert ("(another config has one)" in first[0]) is (reduces == "copy")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("moe", {"bf16": True}),
+        ("dense", {"bf16": True, "use_distributed_optimizer": False, "overlap_param_gather": False}),
+        ("dense", {}),
+    ],
+)
+@on_ranks(2)
+def test_weights_that_were_loaded_alone(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """One loads weights into a policy that trains in 16 bits; in 32 bits there is one copy of them."""
+    tiny = TinyModel(kind=kind, lr=1e-6, config={"calculate_per_token_loss": True}, **options)
+    folder = tmp_path / "checkpoint"
+    on_rank_0(folder.mkdir)
+    for is_resumed in (False, True):
+        model, optimizer = tiny.build()
+        state: dict[str, Any] = {"model": unwrap(model[0]).sharded_state_dict(metadata=sharding())}
+        more = {"is_loading": is_resumed, "metadata": sharding()}
+        state["optimizer"] = optimizer.sharded_state_dict(state, **more)
+        if is_resumed:
+            loaded = dist_checkpointing.load(state, str(folder))
+            unwrap(model[0]).load_state_dict(loaded["model"])
+            with torch.no_grad():
+                optimizer.load_state_dict(loaded["optimizer"])
+        assert _warned(model, optimizer)[1] == []
+        if not is_resumed:
+            state["optimizer"] = optimizer.sharded_state_dict(state, metadata=sharding())
+            dist_checkpointing.save(state, str(folder), content_metadata=sharding())
+    for is_reloaded in (True, False):
+        fill_at_random(model, seed=int(is_reloaded))
+        loaded_weights = weights_of(model)
+        if is_reloaded:
+            optimizer.reload_model_params()
+        _, lines = _warned(model, optimizer)
+        is_put_back = (weights_of(model) - loaded_weights).abs().max().item() > 0.01
+        assert is_put_back is (tiny.bf16 and not is_reloaded)
+        assert [len(each) for each in everywhere(lines)] == [int(is_put_back), 0]
+    assert not lines or "optimizer.reload_model_params()" in lines[0]
 
 
 @on_ranks(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 import torch
 from pytest import LogCaptureFixture
 
-from megatron_rl_patches.reentry import TrainGuard, reentrant_train, training_warnings
+from megatron_rl_patches.reentry import TrainGuard, main_parameters, reentrant_train, training_warnings
 from megatron_rl_patches.reentry.training_warnings import note_tokens, reported
 
 
@@ -29,6 +30,37 @@ class Chunk(SimpleNamespace):
 
 def chunk(**config: Any) -> Any:
     return Chunk(config=SimpleNamespace(no_sync_func=None, **config))
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("shard", [slice(0, 40), slice(7, 23)])
+def test_main_parameters_are_compared_as_a_step_rounds_them(
+    shard: slice, offloads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What this rank does not update does not count, nor what is freed; offloading has copies of its own."""
+    monkeypatch.setattr(main_parameters, "_BATCH", 6)
+    weight = torch.randn(5, 8).bfloat16()
+    part = weight.view(-1)[shard]
+    main = part.float()
+    optimizer = SimpleNamespace(
+        model_float16_groups=[[weight, weight, torch.empty(0).bfloat16()]],
+        shard_fp32_from_float16_groups=[[None, None if offloads else main, torch.empty(0)]],
+        shard_float16_groups=[[part.clone(), part, None]],
+        optimizer=SimpleNamespace(param_to_inner_param={part: main} if offloads else {}),
+        _get_model_param_range_map=lambda _: {"param": SimpleNamespace(start=shard.start, end=shard.stop)},
+    )
+
+    def differ() -> bool:
+        return main_parameters.differ_from_weights(SimpleNamespace(chained_optimizers=[optimizer]))
+
+    main[1] *= 1.0001
+    weight[4, 7] = 0.0 if shard.stop < 40 else weight[4, 7]
+    part[:2] = main[:2] = torch.tensor([math.nan, math.inf])
+    assert not differ()
+    part[-1] += 1
+    assert differ()
+    weight.untyped_storage().resize_(0)
+    assert not differ()
 
 
 def note(model: Any, *counts: int) -> None:
