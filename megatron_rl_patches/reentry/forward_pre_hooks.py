@@ -7,14 +7,10 @@ from megatron-core 0.14 to today, a second ``disable`` raises ``KeyError`` and a
 
 from __future__ import annotations
 
-import functools
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..common import scopes
 from ..common.chunks import Chunk, Model, as_chunks, bucket_groups
 
 
@@ -47,34 +43,6 @@ def disable(original: Callable[..., Any], chunk: Chunk, param_sync: bool = True)
     _remove(handles)
     if param_sync:
         synchronize(chunk)
-
-
-#: Method of a chunk -> what runs it, in any order and number.
-SWITCHES: dict[str, Callable[..., None]] = {
-    "enable_forward_pre_hook": enable,
-    "disable_forward_pre_hook": disable,
-}
-
-
-def allow_any_order(chunk: Chunk) -> None:
-    """Let this thread switch the hooks of the chunk in any order, by attributes of the chunk alone."""
-    if getattr(chunk, "use_forward_hook", False):
-        thread = weakref.ref(threading.current_thread())
-        for name, switch in SWITCHES.items():
-            # A partial, unlike a function, is copied with its chunk.
-            setattr(chunk, name, functools.partial(_switch, thread, switch, getattr(chunk, name), chunk))
-
-
-def restore_switches(chunk: Chunk, switches: dict[str, Any]) -> None:
-    """Put back what :func:`allow_any_order` has replaced."""
-    scopes.restore(chunk, switches)
-
-
-def _switch(
-    thread: Any, switch: Callable[..., None], original: Any, chunk: Chunk, *args: Any, **kwargs: Any
-) -> None:
-    run = functools.partial(switch, original, chunk) if thread() is threading.current_thread() else original
-    run(*args, **kwargs)
 
 
 def synchronize(chunk: Chunk) -> None:

@@ -18,6 +18,7 @@ from ..common.chunks import Chunk, Model, bucket_groups
 from ..common.messages import Message
 from ..common.text import one_line
 from ..errors import MegatronRLPatchesError
+from .chunk_methods import check_memory
 from .forward_pre_hooks import synchronize
 
 _NOT_RECOVERED = Message(
@@ -60,7 +61,7 @@ def synchronize_interrupted(model: Model, optimizer: Any = None) -> None:
 
     Raises:
         MegatronRLPatchesError: parameters must be gathered through the gradient buffer (mxfp8), and the
-            optimizer is missing or cannot copy them there.
+            optimizer is missing or cannot copy them there; or their memory is freed.
     """
     for chunk in model:
         interrupted = chunk in _interrupted
@@ -71,9 +72,11 @@ def synchronize_interrupted(model: Model, optimizer: Any = None) -> None:
             for process_group, groups in _by_process_group(chunk):
                 if _any_rank_was(interrupted, process_group, groups):
                     _interrupted.add(chunk)  # stays marked until the gather is done
+                    check_memory(chunk)
                     _fill_mxfp8_gather_buffer(chunk, optimizer)
                     _gather_parameters(groups)
         elif interrupted:
+            check_memory(chunk)
             synchronize(chunk)
     _interrupted.difference_update(model)
 

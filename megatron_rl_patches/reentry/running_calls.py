@@ -20,7 +20,7 @@ from typing import Any
 
 from ..common.chunks import SYNC_FUNCTIONS, Model, distinct_configs, modules_with_modes
 from ..common.scopes import restore, snapshot
-from .forward_pre_hooks import SWITCHES, allow_any_order, restore_switches
+from . import chunk_methods
 from .sync_functions import Place, belongs_to, clear_installed
 from .timers import INTERVAL_TIMER, interval_timer_runs, reset_interval_timer, reset_started_since, running
 
@@ -79,7 +79,7 @@ class RunningCall:
             if (id(self._timers), INTERVAL_TIMER) not in self._of_others:
                 reset_interval_timer(self._timers)
             for chunk in model:
-                allow_any_order(chunk)
+                chunk_methods.replace(chunk)
             if installs:
                 clear_installed(model, *self.configs, keep=self._of_others)
             own = {*SYNC_FUNCTIONS, INTERVAL_TIMER} if installs else {INTERVAL_TIMER}
@@ -96,7 +96,7 @@ class RunningCall:
             yield (id(config), _restore_config), (config, found)
         for chunk in self.model:
             yield (id(chunk), restore), (chunk, snapshot(chunk, "force_all_reduce"))
-            yield (id(chunk), restore_switches), (chunk, snapshot(chunk, *SWITCHES))
+            yield (id(chunk), chunk_methods.restore), (chunk, snapshot(chunk, *chunk_methods.METHODS))
         yield (id(optimizer), restore), (optimizer, snapshot(optimizer, "step"))
         machine = _rerun_state_machine()
         yield (0, _set_rerun), (machine, machine and (machine.state, machine.mode))
@@ -118,7 +118,7 @@ class RunningCall:
     def end(self, failed: bool) -> None:
         """End the call, and put back what it found.
 
-        That is garbage collection and how forward pre-hooks are switched, and after an exception all else.
+        That is garbage collection and methods of chunks, and after an exception all else.
         """
         with _lock:
             calls = [*_running.values()]
@@ -127,7 +127,7 @@ class RunningCall:
             if later or failed:
                 for call in (self, *later):
                     call._list_modes()
-            to_restore = {key for key in self._found if failed or key[1] in (_set_gc, restore_switches)}
+            to_restore = {key for key in self._found if failed or key[1] in (_set_gc, chunk_methods.restore)}
             to_restore |= self._inherited
             for restorable in self._found if later or failed else to_restore:
                 heir = next((call for call in later if restorable in call._found), None)

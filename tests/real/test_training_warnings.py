@@ -22,6 +22,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_rl_patches import Settings, applied, doctor
 from megatron_rl_patches.common.chunks import unwrap
+from megatron_rl_patches.errors import MegatronRLPatchesError
 from megatron_rl_patches.reentry import reentrant_train, training_warnings
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import by_speed, everywhere, on_ranks
@@ -283,6 +284,32 @@ def test_weights_that_were_loaded_alone(kind: str, options: dict[str, Any], tmp_
         assert is_put_back is (tiny.bf16 and not is_reloaded)
         assert [len(each) for each in everywhere(lines)] == [int(is_put_back), 0]
     assert not lines or "optimizer.reload_model_params()" in lines[0]
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+@on_ranks(1)
+def test_training_while_memory_is_freed(kind: str) -> None:
+    """The loop itself may restore it. Without a guard the process ends with a segmentation fault."""
+    model, _ = TinyModel(kind=kind, config={"calculate_per_token_loss": True}).build()
+    right, _ = _warned(model)
+    for part in ("grad_data", "param_data"):
+        memory = getattr((model[0].expert_parallel_buffers or model[0].buffers)[0], part)
+        content = memory.clone()
+
+        def restore(memory: Any = memory, content: Any = content) -> None:
+            memory.untyped_storage().resize_(content.nbytes)
+            memory.copy_(content)
+
+        memory.untyped_storage().resize_(0)
+        with reentrant_train(model):
+            restore()
+            assert torch.equal(train(model), right)
+        memory.untyped_storage().resize_(0)
+        for _ in range(2):
+            with pytest.raises(MegatronRLPatchesError, match=f"{part} .* is freed: .* restore_grad_buffers"):
+                reentrant_train(train)(model)
+        restore()
+        assert torch.equal(reentrant_train(train)(model), right)
 
 
 @on_ranks(1)

@@ -17,7 +17,7 @@ from pytest import FixtureRequest
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.frameworks.training import bridge_update_model_config_funcs
 from megatron_rl_patches.reentry import TrainGuard, reentrant_train
-from megatron_rl_patches.reentry.forward_pre_hooks import SWITCHES
+from megatron_rl_patches.reentry.chunk_methods import METHODS
 from megatron_rl_patches.reentry.timers import INTERVAL_TIMER
 from megatron_rl_patches.testing import MockConfig, MockDDP
 from tests.worlds import guarded
@@ -140,7 +140,7 @@ def test_hooks_are_switched_in_any_order_in_guarded_calls_alone(
     calls = [overlapping.begin(chunk, loop) for _ in range(2)]
     for call in (calls[first], calls[1 - first]):
         overlapping.end(call, fails)
-    assert not vars(chunk).keys() & SWITCHES.keys()
+    assert not vars(chunk).keys() & METHODS.keys()
     with pytest.raises(AssertionError):
         chunk.enable_forward_pre_hook()
 
