@@ -98,6 +98,12 @@ def compute_approx_kl(call: Call) -> Any:
     return finite.finite_where_masked(kl_n.detach(), torch.zeros_like(kl_n, dtype=torch.bool))
 
 
+def roll_tensor(call: Call) -> Any:
+    """Roll a mask and count its tokens, by which Megatron's MTP divides; it may divide zero loss by one."""
+    rolled, count = call()
+    return rolled, torch.where(count == 0, 1, count)
+
+
 def _without_overflow(call: Call, *names: str) -> tuple[dict[str, Any], Tensor]:
     """Return a copy of the batch, finite at masked tokens of these names, and which tokens the loss counts.
 

@@ -95,3 +95,19 @@ for _name, _ratios in _RATIOS.items():
         parameters=_ratios,
         skip_if=_bounds_the_exponent,
     )
+
+# --- multi-token prediction of megatron-core
+
+
+def _divides_by_no_zero(target: TargetSource) -> str | None:
+    clamps = [ast.unparse(call.node) for call in target.calls("clamp", in_module=True)]
+    return "upstream clamps the number of tokens" if any("num_tokens" in text for text in clamps) else None
+
+
+patch.wrap(
+    "megatron.core.transformer.multi_token_prediction",
+    "roll_tensor",
+    f"{_ADAPTERS}:roll_tensor",
+    skip_if=_divides_by_no_zero,
+    introduced_with="roll_tensor",
+)
