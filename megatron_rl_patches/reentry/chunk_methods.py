@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ..common import scopes
 from ..common.chunks import Chunk
 from ..errors import MegatronRLPatchesError
 from . import forward_pre_hooks
@@ -46,14 +45,8 @@ def replace(chunk: Chunk) -> None:
     """Let this thread switch forward pre-hooks in any order, and have an error where Megatron would crash."""
     thread = weakref.ref(threading.current_thread())
     for name, method in METHODS.items() if hasattr(chunk, "use_forward_hook") else ():
-        if chunk.use_forward_hook or method is zero_grad_buffer:
-            # A partial, unlike a function, is copied with its chunk.
-            setattr(chunk, name, functools.partial(_run, thread, method, getattr(chunk, name), chunk))
-
-
-def restore(chunk: Chunk, methods: dict[str, Any]) -> None:
-    """Put back what :func:`replace` has replaced."""
-    scopes.restore(chunk, methods)
+        # A partial, unlike a function, is copied with its chunk.
+        setattr(chunk, name, functools.partial(_run, thread, method, getattr(chunk, name), chunk))
 
 
 def _run(

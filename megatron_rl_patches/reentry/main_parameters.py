@@ -68,7 +68,9 @@ def _pairs(optimizer: Any) -> Iterator[Pair]:
         for group in zip(*(getattr(optimizer, name, ()) for name in names), strict=True):
             for weight, main, shard in zip(*group, strict=True):
                 main = copies.get(shard if main is None else main, main)
-                if main is None or type(weight.data) is not torch.Tensor or not _have_memory(weight, main):
+                if main is None or type(weight.data) is not torch.Tensor:
+                    continue
+                if not all(each.untyped_storage().size() for each in (weight, main)):
                     continue
                 flat = weight.detach().reshape(-1)
                 if names[0].startswith("model_"):
@@ -77,7 +79,3 @@ def _pairs(optimizer: Any) -> Iterator[Pair]:
                 is_moved = flat.device != main.device and not copies
                 if not is_moved and flat.data_ptr() != main.data_ptr():
                     yield flat, main.detach().reshape(-1)
-
-
-def _have_memory(*tensors: torch.Tensor) -> bool:
-    return all(tensor.numel() and tensor.untyped_storage().size() for tensor in tensors)

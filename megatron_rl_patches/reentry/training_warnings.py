@@ -22,6 +22,7 @@ from ..common.chunks import Model, bucket_groups, config_of, distinct_configs, u
 from ..common.messages import Message
 from ..common.ranks import is_first_of_stage, is_rank_0
 from ..common.text import one_line
+from .bucket_states import is_stale, is_unreduced, size
 
 _UNREDUCED = Message(
     "finalize_model_grads_func=None: the config that Megatron's schedules read, get_model_config(model[0]), "
@@ -60,6 +61,17 @@ _MAIN_PARAMETERS = Message(
     "Call optimizer.reload_model_params() after weights are loaded, or load them before the optimizer is "
     "built. With optimizer_cpu_offload and without use_precision_aware_optimizer, only the latter helps.",
 )
+_REDUCED_TOO_EARLY = Message(
+    "overlap_grad_reduce=True: a forward pass has begun while gradients of the same step were being reduced",
+    "Gradients of later microbatches are not reduced, or only in part, and ranks may step apart.",
+    "Run all microbatches of a step in one call of Megatron's schedule, or switch overlap_grad_reduce off. "
+    "A loop without Megatron's schedule runs all microbatches but the last one under no_sync().",
+)
+_MTP_WITHOUT_MASK = Message(
+    "mtp_num_layers={layers}: the model trains without a loss_mask",
+    "Multi-token prediction is trained on all tokens, prompts and padding too.",
+    "Pass loss_mask, which is 1 for tokens that count, to the forward pass of the model.",
+)
 _CHECK_FAILED = Message(
     "a check of training failed: {error}",
     "This is harmless: training goes on without this check.",
@@ -92,6 +104,12 @@ class Watch:
         self._other_configs = [config, *(getattr(unwrap(chunk), "config", None) for chunk in model)]
         self._has_stepped = False
         self._hooks: list[Any] = []
+        self._has_mask = True
+        self._forward_hooks = [
+            chunk.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+            for chunk in model
+            if hasattr(chunk, "register_forward_pre_hook")
+        ]
         with harmless(), _lock:
             _watches[id(self)] = self
             _observe_forward_steps()
@@ -117,12 +135,23 @@ class Watch:
         with harmless(), _lock:
             _watches.pop(id(self), None)
             _stop_observing()
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._forward_hooks):
             hook.remove()
-        checks = self._check_token_weights, self._check_auxiliary_losses, self._check_parameters_are_gathered
-        for check in () if failed else checks:
+        of_tokens = self._check_token_weights, self._check_auxiliary_losses, self._check_mtp_mask
+        for check in () if failed else (*of_tokens, self._check_parameters_are_gathered):
             with harmless():
                 check()
+
+    def _before_forward(self, chunk: Any, _: object, arguments: dict[str, Any]) -> None:
+        with harmless():
+            import torch
+
+            if torch.is_grad_enabled():
+                self._has_mask &= arguments.get("loss_mask") is not None
+                is_reducing = any(group.grad_reduce_handle is not None for group in bucket_groups(chunk))
+                # Without a function that finalizes, a reduction of a former step may be left.
+                if is_reducing and "finalize_model_grads_func" not in messages:
+                    report("overlap_grad_reduce", _REDUCED_TOO_EARLY)
 
     def _before_step(self, *_: object) -> None:
         self._has_stepped = True
@@ -137,10 +166,10 @@ class Watch:
         stepped = getattr(self._optimizer, "model_chunks", None) or self.chunks
         chunks = [chunk for chunk in self.chunks if any(chunk is other for other in stepped)]
         is_elsewhere = any(getattr(config, setting, None) for config in self._other_configs)
-        groups = [group for chunk in chunks for group in bucket_groups(chunk) if _size(group) > 1]
-        if any(_is_unreduced(group, is_elsewhere) for group in groups):
+        groups = [group for chunk in chunks for group in bucket_groups(chunk) if size(group) > 1]
+        if any(is_unreduced(group, is_elsewhere) for group in groups):
             which = "another config has one" if is_elsewhere else "no other config has one"
-            report(setting, _UNREDUCED, elsewhere=which, ranks=max(map(_size, groups)))
+            report(setting, _UNREDUCED, elsewhere=which, ranks=max(map(size, groups)))
 
     def _check_token_weights(self) -> None:
         """Report microbatches of different lengths, each of whose losses is divided by its own length."""
@@ -161,11 +190,16 @@ class Watch:
         if names := sorted({name for config in self.configs for name in _auxiliary_losses(config)}):
             report("number_of_tokens", _AUXILIARY_LOSSES, names=" and ".join(names))
 
+    def _check_mtp_mask(self) -> None:
+        layers = max((getattr(config, "mtp_num_layers", None) or 0 for config in self.configs), default=0)
+        if layers and not self._has_mask and _mtp_trains():
+            report("loss_mask", _MTP_WITHOUT_MASK, layers=layers)
+
     def _check_parameters_are_gathered(self) -> None:
         """Report parameters of the last step that nobody has gathered."""
         hooked = [c for c in self.chunks if getattr(c, "remove_forward_pre_hook_handles", None)]
         groups = [group for chunk in hooked for group in bucket_groups(chunk)]
-        if self._has_stepped and any(map(_is_stale, groups)):
+        if self._has_stepped and any(map(is_stale, groups)):
             report("overlap_param_gather", _STALE_PARAMETERS, says=is_rank_0)
 
 
@@ -299,38 +333,12 @@ def _auxiliary_losses(config: Any) -> Iterator[str]:
             yield "moe_aux_loss_coeff"
         if value("moe_z_loss_coeff") > 0:
             yield "moe_z_loss_coeff"
-    if value("mtp_num_layers"):
-        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-        # Without labels, some releases do not train these layers.
-        if MTPLossLoggingHelper.tracker:
-            yield "mtp_num_layers"
+    if value("mtp_num_layers") and _mtp_trains():
+        yield "mtp_num_layers"
 
 
-def _is_stale(group: Any) -> bool:
-    """Return whether the parameters of this bucket group have not been gathered since the last step."""
-    is_alone = getattr(group, "intra_distributed_optimizer_instance_size", 0) == 1
-    if is_alone or not group.ddp_config.overlap_param_gather:
-        return False
-    return group.param_gather_handle is not None or not group.param_gather_dispatched
+def _mtp_trains() -> bool:
+    """Return whether a model of this rank trains multi-token prediction: some releases need labels for it."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-
-def _size(group: Any) -> int:
-    """Return how many data-parallel ranks reduce the gradients of a bucket group."""
-    name = "intra_distributed_optimizer_instance_group"
-    process_group = getattr(group, name, None) or getattr(group, "data_parallel_group", None)
-    return int(process_group.size()) if process_group is not None else 1
-
-
-def _is_unreduced(group: Any, if_unknown: bool) -> bool:
-    """Return whether the gradients of a bucket group have not been reduced before a step.
-
-    A reduction that overlaps with backward leaves a handle, until somebody waits for it. One of the
-    distributed optimizer's leaves shards of the buffer from the first step on. Others leave no trace.
-    """
-    if group.grad_reduce_handle is not None:
-        return True
-    shards = getattr(group, "cached_grad_buffer_shard_list", None)
-    if group.ddp_config.use_distributed_optimizer and shards is not None:
-        return all(shard is None for shard in shards)
-    return if_unknown
+    return bool(MTPLossLoggingHelper.tracker)

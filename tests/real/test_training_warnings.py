@@ -18,9 +18,10 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.utils import get_model_config
 
-from megatron_rl_patches import Settings, applied, doctor
+from megatron_rl_patches import Settings, applied, doctor, status
 from megatron_rl_patches.common.chunks import unwrap
 from megatron_rl_patches.errors import MegatronRLPatchesError
 from megatron_rl_patches.reentry import reentrant_train, training_warnings
@@ -171,6 +172,8 @@ def test_the_weight_of_an_auxiliary_loss(setting: str) -> None:
     for key in product((True, False), (_sum, _mean)):
         model = TinyModel(kind=kind, config={**config, "calculate_per_token_loss": key[0]}).build()[0]
         gradients[key], lines[key] = _warned(model, tokens=(16, 16), loss=key[1])
+        if kind == "mtp":  # the forward step passes labels alone
+            assert "mtp_num_layers=1: the model trains without a loss_mask" in lines[key].pop()
     right, wrong, of_wrong = gradients[False, _mean], gradients[True, _mean], lines.pop((True, _mean))
     assert (gradients[True, _sum] - right).norm() < (0.05 if kind == "mtp" else 1e-5) * right.norm()
     assert not any(lines.values())
@@ -284,6 +287,50 @@ def test_weights_that_were_loaded_alone(kind: str, options: dict[str, Any], tmp_
         assert is_put_back is (tiny.bf16 and not is_reloaded)
         assert [len(each) for each in everywhere(lines)] == [int(is_put_back), 0]
     assert not lines or "optimizer.reload_model_params()" in lines[0]
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@on_ranks(1)
+def test_multi_token_prediction_without_a_token_that_counts(patched: bool) -> None:
+    """Before core 0.17, a microbatch whose mask is zero makes gradients NaN, which one patch repairs."""
+    options = TinyModel(kind="mtp", overlap_grad_reduce=False, overlap_param_gather=False)
+    [chunk], _ = options.build()
+    tokens = torch.arange(options.seq_length)[None]
+    mask_ss = torch.ones(1, 1, options.seq_length, options.seq_length, dtype=torch.bool).triu(1)
+    gradients = []
+    with applied("all", exclude=() if patched else ["finite-loss"]):
+        is_repaired = any("roll_tensor" in s.target and s.state == "applied" for s in status())
+        for counted, scale in ((0, 0.1), (1, 0.0), (8, 0.1)):
+            chunk.config.mtp_loss_scaling_factor = scale
+            chunk.zero_grad_buffer()
+            mask = (tokens < 1 + counted).float()  # of the next token
+            losses = chunk(tokens, tokens, mask_ss, labels=tokens.roll(-1, 1), loss_mask=mask)
+            losses.sum().backward()
+            gradients.append(gradients_of([chunk]))
+    none, main, some = gradients
+    divides = getattr(multi_token_prediction, "process_mtp_loss", None) is None
+    assert is_repaired is (patched and divides)
+    assert torch.equal(none, main) if patched or not divides else not none.isfinite().all()
+    assert some.isfinite().all() and not torch.equal(some, main)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@on_ranks(2)
+def test_gradients_that_are_reduced_too_early(distributed: bool) -> None:
+    """A step of two calls of the schedule; in one call, the number of microbatches may change."""
+    options = TinyModel(use_distributed_optimizer=distributed, overlap_param_gather=False)
+    model, _ = options.build()
+    lines = _warned(model, tokens=(5,))[1] + _warned(model, tokens=(5, 5, 5))[1]
+    assert lines == []
+    get_model_config(model[0]).finalize_model_grads_func = None  # which would finish twice, and raise
+    with reentrant_train(model):
+        train(model, tokens=(5,), reduces="never")
+        tiny_gpt.run_schedule(model, [tiny_gpt.SyntheticData()], 2)
+        model[0].finish_grad_sync()
+    assert (
+        everywhere([line[:25] for line in training_warnings.reported()])
+        == [["overlap_grad_reduce=True:"]] * 2
+    )
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
