@@ -12,6 +12,8 @@ slime      ``compute_approx_kl``          the ratio is bounded; no gradient if t
 slime      ``compute_policy_loss``        the ratio is bounded                      the same
 miles      ``compute_approx_kl``,         the same                                  the same
            ``compute_policy_loss``
+core       ``roll_tensor``                  counts at least one token, by which MTP   it clamps the number of
+                                            divides its loss                          tokens
 =========  =============================  ========================================  =========================
 
 vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. What happens is in
@@ -96,18 +98,11 @@ for _name, _ratios in _RATIOS.items():
         skip_if=_bounds_the_exponent,
     )
 
-# --- multi-token prediction of megatron-core
-
 
 def _divides_by_no_zero(target: TargetSource) -> str | None:
     clamps = [ast.unparse(call.node) for call in target.calls("clamp", in_module=True)]
     return "upstream clamps the number of tokens" if any("num_tokens" in text for text in clamps) else None
 
 
-patch.wrap(
-    "megatron.core.transformer.multi_token_prediction",
-    "roll_tensor",
-    f"{_ADAPTERS}:roll_tensor",
-    skip_if=_divides_by_no_zero,
-    introduced_with="roll_tensor",
-)
+_MTP = "megatron.core.transformer.multi_token_prediction"
+patch.wrap(_MTP, "roll_tensor", f"{_ADAPTERS}:roll_tensor", skip_if=_divides_by_no_zero)

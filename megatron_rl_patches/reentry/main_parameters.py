@@ -43,7 +43,7 @@ def differ_from_weights(optimizer: Any) -> bool:
 def _batches(optimizer: Any) -> Iterator[list[Pair]]:
     batch, size = list[Pair](), 0
     for weight, main in _pairs(optimizer):
-        for pair in zip(weight.split(_BATCH), main.split(_BATCH), strict=True):
+        for pair in zip(torch.split(weight, _BATCH), torch.split(main, _BATCH), strict=True):
             if size + pair[0].numel() > _BATCH:
                 yield batch
                 batch, size = [], 0

@@ -117,7 +117,11 @@ class Watch:
             self._hooks += [each.register_step_pre_hook(self._before_step) for each in _parts(optimizer)]
             _check_dropout(self.configs)
         with harmless():
-            _check_main_parameters(optimizer)
+            if optimizer is not None and "main_parameters" not in messages:
+                from .main_parameters import differ_from_weights
+
+                if differ_from_weights(optimizer):
+                    report("main_parameters", _MAIN_PARAMETERS)
 
     def note(self, count: Any, is_last_stage: bool) -> None:
         """Note the number of tokens of a microbatch that trains, as ``forward_step`` returned it."""
@@ -300,14 +304,6 @@ def harmless() -> Iterator[None]:
         yield
     except Exception as error:
         _CHECK_FAILED.log(error=one_line(error))
-
-
-def _check_main_parameters(optimizer: Any) -> None:
-    if optimizer is not None and "main_parameters" not in messages:
-        from . import main_parameters
-
-        if main_parameters.differ_from_weights(optimizer):
-            report("main_parameters", _MAIN_PARAMETERS)
 
 
 def _check_dropout(configs: list[Any]) -> None:

@@ -160,7 +160,7 @@ class MockDDP(_BaseDataParallel):
             param.main_grad += param.grad  # type: ignore[attr-defined]
             param.grad = None
         group = self.param_to_bucket_group[param]
-        group.add_gradient()
+        group.mark("is_unreduced", group.grad_reduce_handle)
         if self.ddp_config.overlap_grad_reduce:
             group.register_grad_ready(param, self.force_all_reduce)
 

@@ -151,17 +151,11 @@ class MockBucketGroup:
         self.is_stale = False
         self.is_unreduced = False
 
-    def step(self) -> None:
-        """Note that the optimizer has changed the parameters."""
-        self.is_stale = True
-        if self.param_gather_handle is not None:
-            self.param_gather_handle.is_outdated = True
-
-    def add_gradient(self) -> None:
-        """Note that a backward pass has added to a gradient."""
-        self.is_unreduced = True
-        if self.grad_reduce_handle is not None:
-            self.grad_reduce_handle.is_outdated = True
+    def mark(self, name: str, handle: MockHandle | None) -> None:
+        """Set a mark, which a collective that is in flight does not switch off."""
+        setattr(self, name, True)
+        if handle is not None:
+            handle.is_outdated = True
 
     def reset(self) -> None:
         self.is_unreduced = False

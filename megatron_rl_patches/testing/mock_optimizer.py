@@ -20,16 +20,10 @@ from .mock_ddp import MockDDP
 from .mock_modules import MockProcessGroup, is_patched
 
 
-@dataclass
-class MockOptimizerConfig:
-    """The part of ``OptimizerConfig`` that frameworks read."""
-
-    optimizer: str = "adam"
-    clip_grad: float = 1.0
-    overlap_param_gather: bool = True
-    optimizer_cpu_offload: bool = False
-    use_precision_aware_optimizer_no_fp8_or_ds_fp8: bool = False
-    timers: Any = None
+def _config() -> Any:
+    """Return the part of ``OptimizerConfig`` that frameworks read."""
+    absent = dict.fromkeys(("optimizer_cpu_offload", "use_precision_aware_optimizer_no_fp8_or_ds_fp8"), False)
+    return SimpleNamespace(optimizer="adam", clip_grad=1.0, overlap_param_gather=True, timers=None, **absent)
 
 
 @dataclass
@@ -54,7 +48,7 @@ class MockOptimizer:
     calls: list[str] = field(default_factory=list)
     result: tuple[bool, float | None, int | None] = (True, 0.0, None)
     unreduced_steps: int = 0
-    config: Any = field(default_factory=MockOptimizerConfig)
+    config: Any = field(default_factory=_config)
 
     def __post_init__(self) -> None:
         self.param_groups: list[dict[str, Any]] = [
@@ -124,7 +118,7 @@ class MockOptimizer:
         for chunk in self.model_chunks:
             if chunk.ddp_config.use_distributed_optimizer:
                 for group in bucket_groups(chunk):
-                    group.step()
+                    group.mark("is_stale", group.param_gather_handle)
                 if not chunk.ddp_config.overlap_param_gather:
                     chunk.start_param_sync()
         return True
