@@ -12,8 +12,8 @@ slime      ``compute_approx_kl``          the ratio is bounded; no gradient if t
 slime      ``compute_policy_loss``        the ratio is bounded                      the same
 miles      ``compute_approx_kl``,         the same                                  the same
            ``compute_policy_loss``
-core       ``roll_tensor``                  counts at least one token, by which MTP   it clamps the number of
-                                            divides its loss                          tokens
+core       ``roll_tensor``                counts at least one token, by which MTP   it clamps the number of
+                                          divides its loss                          tokens
 =========  =============================  ========================================  =========================
 
 vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. What happens is in
