@@ -12,15 +12,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection, parent_process
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
+import psutil
+
+# Processes inherit ``os.environ``, and only one thread at a time may change it for them.
+_environ_lock = threading.Lock()
 # Other ranks may go on for so long after the first failure, so that those that fail alike are reported, too.
 _GRACE_SECONDS = 2.0
 
@@ -47,8 +50,11 @@ class Outcome:
 
     @property
     def failed(self) -> list[int]:
-        """Ranks that have sent a failure or died, the first to fail first."""
-        return sorted(self.failed_at, key=self.failed_at.__getitem__)
+        """Ranks that died or have sent a failure, the first to fail first.
+
+        Deaths come first: they are noticed late, and ranks that lose their connections to a dead one fail.
+        """
+        return sorted(self.failed_at, key=lambda rank: (rank not in self.died, self.failed_at[rank]))
 
 
 def group_variables(size: int, port: int) -> dict[str, str]:
@@ -69,11 +75,8 @@ class _Rank(NamedTuple):
     pipe: connection.Connection
     stack_file: Path
 
-    def is_done(self, outcome: Outcome, since: float) -> bool:
-        """Take what the rank has sent, and return whether it is done or has died, at the latest ``since``.
-
-        Other ranks that have failed after that moment most often did so because they waited for this one.
-        """
+    def is_done(self, outcome: Outcome) -> bool:
+        """Take what the rank has sent, and return whether it is done or has died."""
         has_ended = not self.process.is_alive()  # asked first, as what it has sent is in the pipe by then
         try:
             while self.pipe.poll():
@@ -88,7 +91,7 @@ class _Rank(NamedTuple):
             has_ended = True
         if has_ended:
             outcome.died[self.number] = self.death()
-            outcome.failed_at.setdefault(self.number, since)
+            outcome.failed_at.setdefault(self.number, time.monotonic())
         return has_ended
 
     def stacks(self) -> str:
@@ -110,7 +113,9 @@ class _Rank(NamedTuple):
 
     def kill(self) -> None:
         self.pipe.close()
-        # It leads a process group, so the processes that it has started are killed, too.
+        if self.process.is_alive():
+            _kill_children(self.process.pid or 0)
+        # It leads a process group, in which its children stay if it has died.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid or 0, signal.SIGKILL)
         self.process.kill()
@@ -147,7 +152,7 @@ class RankPool:
             # The pipe of a rank that has died stays open as long as a process lives that it has started.
             ends = [end for rank in running for end in (rank.pipe, rank.process.sentinel)]
             connection.wait(ends, deadline - now)
-            running = [rank for rank in running if not rank.is_done(outcome, since=now)]
+            running = [rank for rank in running if not rank.is_done(outcome)]
             if outcome.failed_at:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         outcome.stacks.update({rank.number: rank.stacks() for rank in running})
@@ -162,21 +167,42 @@ class RankPool:
         self.ranks = []
 
     def start(self) -> None:
-        variables = {**group_variables(self.size, _free_port()), **self.env}
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         sys.stdout.flush()
         sys.stderr.flush()
+        with _environ_lock:
+            inherited = dict(os.environ)
+        own = {**group_variables(self.size, _free_port()), **self.env}
         for number in range(self.size):
+            own |= {"RANK": str(number), "LOCAL_RANK": str(number)}
             ours, theirs = self.context.Pipe()
             stack_file = folder / f"stacks{number}"
             stack_file.touch()
-            # A new interpreter needs variables from the start; a fork of a server gets them when it serves.
-            with mock.patch.dict(os.environ, variables, RANK=str(number), LOCAL_RANK=str(number)):
-                arguments = (theirs, dict(os.environ), self.folder, stack_file, self.work)
-                process = self.context.Process(target=_serve, args=arguments, name=f"rank {number}")
+            arguments = (theirs, {**inherited, **own}, self.folder, stack_file, self.work)
+            process = self.context.Process(target=_serve, args=arguments, name=f"rank {number}")
+            with self._environ_for_start(own):
                 process.start()
             theirs.close()
             self.ranks.append(_Rank(number, process, ours, stack_file))
+
+    @contextmanager
+    def _environ_for_start(self, variables: Mapping[str, str]) -> Iterator[None]:
+        """Have in ``os.environ`` what a process needs from its start, and change nothing else there.
+
+        A new interpreter needs all variables. A fork gets them when it serves: the server of forks, which may
+        start now, belongs to the whole program, and a fork of this process would keep the lock.
+        """
+        method = self.context.get_start_method()
+        with nullcontext() if method == "fork" else _environ_lock:
+            needed = variables if method == "spawn" else {}
+            before = {name: os.environ[name] for name in needed.keys() & os.environ.keys()}
+            try:
+                os.environ.update(needed)
+                yield
+            finally:
+                for name in needed.keys() - before.keys():
+                    os.environ.pop(name, None)
+                os.environ.update(before)
 
 
 def _serve(
@@ -197,6 +223,7 @@ def _serve(
         work(pipe, stack_file.parent)
         sys.stdout.flush()
         sys.stderr.flush()
+        _kill_children(os.getpid())
         # An orderly end would destroy the process group and join gloo's threads. These may wait for a rank
         # that has died, and before torch 2.8 for the GIL, which the destructor holds: see
         # pytorch/pytorch#154976.
@@ -216,7 +243,16 @@ def _end_with_parent(folder: Path) -> None:
     if (parent := parent_process()) is not None:
         connection.wait([parent.sentinel])
         shutil.rmtree(folder, ignore_errors=True)
+        _kill_children(os.getpid())
         os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _kill_children(pid: int) -> None:
+    """Kill what a process that lives has started, also in another process group."""
+    with suppress(psutil.Error):
+        for child in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.Error):
+                child.kill()
 
 
 def _free_port() -> int:

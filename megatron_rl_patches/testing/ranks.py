@@ -16,7 +16,7 @@ from multiprocessing.context import BaseContext, ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
-from ..errors import MegatronRLPatchesError
+from ..errors import InvalidInputError, MegatronRLPatchesError
 from .rank_pool import RankPool, send
 
 
@@ -47,7 +47,8 @@ def spawn_ranks(
 
     Each rank is a fresh interpreter with ``torch.distributed`` initialized on gloo, one torch thread, and
     ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set;
-    runs do not disturb each other. No process outlives the call, nor a caller that is killed.
+    runs do not disturb each other. No process outlives the call, nor a caller that is killed, but one in a
+    session of its own whose rank has died.
 
     With ``forkserver`` as the program's start method (``multiprocessing.set_start_method``) and, say,
     ``set_forkserver_preload(["megatron.core"])``, a rank is a fork of a process that has imported these
@@ -63,7 +64,11 @@ def spawn_ranks(
 
     Raises:
         RanksFailed: a rank raised, died, or was not done in time.
+        InvalidInputError: a name or a value in ``env`` is no string.
     """
+    for name, value in (env or {}).items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise InvalidInputError(f"env has {name!r}: {value!r}; expected a string for a string")
     payload = pickle.dumps((function, args, kwargs))
     # Forks get their variables after the imports, which is too late for those of the caller.
     forked = not env and get_start_method(allow_none=True) == "forkserver"

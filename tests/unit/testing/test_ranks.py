@@ -9,7 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 
 import psutil
@@ -19,10 +22,13 @@ import torch.distributed as dist
 from pytest import MonkeyPatch
 
 from megatron_rl_patches import MegatronRLPatchesError
+from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.testing import RanksFailed, spawn_ranks
+from megatron_rl_patches.testing.rank_pool import Outcome
+from megatron_rl_patches.testing.ranks import call_on_ranks
 
 
-def on_a_rank(offset: int, *, scale: int = 1) -> tuple[int, int, dict[str, str]]:
+def on_a_rank(offset: int, *, scale: int = 1) -> tuple[int, int, int, dict[str, str]]:
     total = torch.tensor(scale * dist.get_rank() + offset)
     dist.all_reduce(total)
     assert torch.get_num_threads() == 1
@@ -33,7 +39,7 @@ def on_a_rank(offset: int, *, scale: int = 1) -> tuple[int, int, dict[str, str]]
     # A rank does not wait for threads that it leaves. Before torch 2.8 some threads of gloo never end.
     threading.Thread(target=waiting_for_godot).start()
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "INHERITED", "GIVEN")
-    return int(total), dist.get_world_size(), {name: os.environ[name] for name in names}
+    return int(total), dist.get_world_size(), child(True), {name: os.environ[name] for name in names}
 
 
 def one_rank_raises() -> None:
@@ -46,27 +52,65 @@ def waiting_for_godot() -> None:
     time.sleep(600)
 
 
-def die_silently() -> None:
-    os.kill(os.getpid(), signal.SIGSEGV)
+def one_rank_dies() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.all_reduce(torch.zeros(1))
 
 
 def unpicklable_result() -> object:
     return lambda: None
 
 
-def stuck_with_a_child(pid_file: str) -> None:
+def child(start_new_session: bool) -> int:
+    return subprocess.Popen(["sleep", "600"], start_new_session=start_new_session).pid
+
+
+def stuck_with_children(pid_file: str) -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
-        child = subprocess.Popen(["sleep", "600"])
-        Path(pid_file).write_text(f"{os.getpid()} {child.pid}")
+        Path(pid_file).write_text(f"{os.getpid()} {child(False)} {child(True)}")
         waiting_for_godot()
+
+
+def alive(pids: Iterable[int]) -> list[int]:
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return [process.pid for process in psutil.wait_procs(processes, timeout=20)[1]]
 
 
 def test_results_come_by_rank(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("INHERITED", "yes")
     results = spawn_ranks(on_a_rank, 2, 10, scale=2, env={"GIVEN": "too"}, timeout=240)
     ours = {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "INHERITED": "yes", "GIVEN": "too"}
-    assert results == [(22, 2, {"RANK": rank, "LOCAL_RANK": rank, **ours}) for rank in "01"]
-    assert "RANK" not in os.environ
+    assert [(total, size, names) for total, size, _, names in results] == [
+        (22, 2, {"RANK": rank, "LOCAL_RANK": rank, **ours}) for rank in "01"
+    ]
+    assert alive(pid for _, _, pid, _ in results) == []
+
+
+def test_threads_run_ranks_at_the_same_time_and_variables_stay_those_of_the_caller(
+    tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    start = SpawnProcess.start
+
+    def start_slowly(process: SpawnProcess) -> None:
+        tag = os.environ["TAG"]
+        time.sleep(0.1)
+        assert os.environ["TAG"] == tag  # and not that of the other thread
+        start(process)
+
+    monkeypatch.setattr(SpawnProcess, "start", start_slowly)
+
+    def run(size: int) -> list[str]:
+        env = {"TAG": str(size)}
+        return call_on_ranks(partial(os.getenv, "TAG", ""), size, tmp_path, 240, env, SpawnContext())
+
+    before = dict(os.environ)
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(run, (2, 3))) == [["2"] * 2, ["3"] * 3]
+    assert dict(os.environ) == before
+    with pytest.raises(InvalidInputError, match="env has 'TAG': 3; expected a string"):
+        spawn_ranks(os.getpid, 1, env={"TAG": 3})  # type: ignore[dict-item]
+    assert dict(os.environ) == before
 
 
 def test_the_root_cause_comes_first() -> None:
@@ -93,20 +137,25 @@ def patience() -> float:
 def test_a_timeout_tells_where_the_rank_hangs_and_leaves_no_process(tmp_path: Path, patience: float) -> None:
     file = tmp_path / "pids"
     with pytest.raises(RanksFailed, match=f"no result after {patience} s; still running: rank 1") as error:
-        spawn_ranks(stuck_with_a_child, 2, str(file), timeout=patience)
+        spawn_ranks(stuck_with_children, 2, str(file), timeout=patience)
     assert "in waiting_for_godot" in str(error.value)
     assert error.value.ranks == ()
-    time.sleep(0.2)
-    left = [psutil.Process(int(pid)) for pid in file.read_text().split() if psutil.pid_exists(int(pid))]
-    assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
+    assert alive(map(int, file.read_text().split())) == []
 
 
-@pytest.mark.parametrize("job", [die_silently, unpicklable_result])
-def test_crashes_and_results_that_cannot_travel(job: Callable[[], object]) -> None:
-    with pytest.raises(RanksFailed) as error:
-        spawn_ranks(job, 1, timeout=240)
-    messages = ("Segmentation fault", "in die_silently") if job is die_silently else ("pickle",)
-    assert all(message in str(error.value) for message in messages)
+def test_a_death_comes_before_the_failures_that_it_causes() -> None:
+    """The connections of a process end before it does, so another rank may fail first."""
+    outcome = Outcome(failed_at={0: 1.0, 2: 3.0, 1: 4.0}, died={1: "", 2: ""})
+    assert outcome.failed == [2, 1, 0]
+    with pytest.raises(RanksFailed, match="rank 1 failed first") as error:
+        spawn_ranks(one_rank_dies, 2, timeout=240)
+    first = str(error.value).split("--- rank ")[1]
+    assert "Segmentation fault" in first and "in one_rank_dies" in first
+
+
+def test_a_result_that_cannot_travel() -> None:
+    with pytest.raises(RanksFailed, match="pickle"):
+        spawn_ranks(unpicklable_result, 1, timeout=240)
 
 
 def test_nothing_outlives_a_caller_that_is_killed(tmp_path: Path) -> None:
@@ -114,16 +163,15 @@ def test_nothing_outlives_a_caller_that_is_killed(tmp_path: Path) -> None:
     temporary.mkdir()
     code = (
         "from megatron_rl_patches.testing import spawn_ranks\n"
-        f"from {__name__} import stuck_with_a_child\n"
-        f"spawn_ranks(stuck_with_a_child, 1, {str(pid_file)!r})"
+        f"from {__name__} import stuck_with_children\n"
+        f"spawn_ranks(stuck_with_children, 1, {str(pid_file)!r})"
     )
     environ = {**os.environ, "TMPDIR": str(temporary)}
     with subprocess.Popen([sys.executable, "-c", code], env=environ) as caller:
-        while len(pids := pid_file.read_text().split() if pid_file.exists() else []) < 2:
+        while len(pids := pid_file.read_text().split() if pid_file.exists() else []) < 3:
             assert caller.poll() is None
             time.sleep(0.05)
-        rank_and_child = [psutil.Process(int(pid)) for pid in pids]
         assert list(temporary.iterdir())
         caller.kill()
-    assert psutil.wait_procs(rank_and_child, timeout=20)[1] == []
+    assert alive(map(int, pids)) == []
     assert list(temporary.iterdir()) == []
