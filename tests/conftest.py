@@ -20,9 +20,8 @@ settings.register_profile("repository", deadline=None, derandomize=True)
 settings.load_profile("repository")
 
 # Ranks are forked from a process that has imported these; imports would take half of the suite's time.
-multiprocessing.set_forkserver_preload(
-    ["pytest", "tests.layers", "tests.references.tiny_gpt", "megatron.core.dist_checkpointing"]
-)
+_MODULES = ("tests.layers", "tests.references.tiny_gpt", "megatron.core.dist_checkpointing", "torch._dynamo")
+multiprocessing.set_forkserver_preload(["pytest", *_MODULES])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -20,8 +20,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 # Processes inherit ``os.environ``, and only one thread at a time may change it for them.
 _environ_lock = threading.Lock()
 # Other ranks may go on for so long after the first failure, so that those that fail alike are reported, too.
@@ -249,6 +247,8 @@ def _end_with_parent(folder: Path) -> None:
 
 def _kill_children(pid: int) -> None:
     """Kill what a process that lives has started, also in another process group."""
+    import psutil
+
     with suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):
             with suppress(psutil.Error):

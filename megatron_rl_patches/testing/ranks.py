@@ -50,9 +50,9 @@ def spawn_ranks(
     runs do not disturb each other. No process outlives the call, nor a caller that is killed, but one in a
     session of its own whose rank has died.
 
-    With ``forkserver`` as the program's start method (``multiprocessing.set_start_method``) and, say,
-    ``set_forkserver_preload(["megatron.core"])``, a rank is a fork of a process that has imported these
-    modules once, unless ``env`` is given.
+    With ``forkserver`` as the program's start method (``multiprocessing.set_start_method``) and
+    ``set_forkserver_preload(["megatron_rl_patches.testing.preload"])``, a rank is a fork of a process that
+    has imported Megatron once, with the stand-in of TransformerEngine, unless ``env`` is given.
 
     Args:
         function: a picklable function, and so are its arguments and results. As with any spawned process, a

@@ -1,26 +1,23 @@
 """Tiny real models of megatron-core, with the process groups, DDP and optimizer that a framework gives them.
 
-They are for tests of training loops: on a CPU inside ``cpu_backend()``, or on a GPU.
+They are for tests of training loops: on a CPU inside ``cpu_backend()``, or on a GPU. Megatron is imported
+when they are used, so that files import this module before the stand-in of TransformerEngine is in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from ..errors import InvalidInputError
-from . import tiny_layers
 from .transformer_engine.rope import positions_of
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer import TransformerConfig
 
 # Fields of TransformerConfig that make a model of a kind.
 _MOE: dict[str, Any] = {"num_moe_experts": 4, "add_bias_linear": False}
@@ -121,6 +118,8 @@ class TinyModel:
 
     def initialize(self) -> None:
         """Initialize Megatron's process groups over the whole world, and its random number generators."""
+        from megatron.core import parallel_state, tensor_parallel
+
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             self.tp,
@@ -141,6 +140,8 @@ class TinyModel:
 
     def transformer_config(self) -> TransformerConfig:
         """Return a new configuration of the model."""
+        from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
         interleaved = self.vpp is not None
         has_te = self.layers == "transformer_engine"
         fields = {
@@ -170,6 +171,9 @@ class TinyModel:
 
     def chunks(self, config: TransformerConfig | None = None) -> list[Any]:
         """Return this rank's chunks as ``get_model(..., wrap_with_ddp=False)`` does. The groups are there."""
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.transformer.module import Float16Module
+
         config = config or self.transformer_config()
         chunks = []
         rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -195,6 +199,11 @@ class TinyModel:
         **unused: Any,
     ) -> Any:
         """Build one chunk, as ``get_model`` asks a framework's model provider for it."""
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+        from . import tiny_layers
+
         config = config or self.transformer_config()
         has_te = self.layers == "transformer_engine"
         # Megatron stores learned positions once, and a stage with MTP has an embedding of its own.
@@ -221,6 +230,9 @@ class TinyModel:
         self, config: TransformerConfig, chunks: Sequence[torch.nn.Module]
     ) -> tuple[list[DistributedDataParallel], Any]:
         """Return the chunks in ``DistributedDataParallel``, and their optimizer."""
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=self.grad_reduce_in_fp32,
             overlap_grad_reduce=self.overlap_grad_reduce,
@@ -250,5 +262,7 @@ class TinyModel:
 
         Each rank has a piece from either end of the sequence, as Megatron's batches are cut.
         """
+        from megatron.core import parallel_state
+
         rank = parallel_state.get_context_parallel_rank()
         return positions_of(rank, self.cp, self.seq_length // self.cp)

@@ -320,6 +320,7 @@ NEVER = {"torch", "megatron", "typer", "rich"}
 UNLOADED = {
     f"{IMPORTS}{SETTINGS}": {*NEVER, "wrapt", "psutil", "tqdm"},
     "import megatron_rl_patches as m; m.apply(); m.status(); m.revert()": NEVER,
+    "from megatron_rl_patches.testing import *": {"megatron"},
 }
 
 
