@@ -30,6 +30,11 @@ _NOT_COMPILED = Message(
     "The result is right, but slower: plain operators compute it.",
     "Ignore it: the package tries again after five minutes. To get the error raised, pass fused=True.",
 )
+_NO_COMPILER = Message(
+    "CXX is {compiler!r}, and there is no such program, so nothing is compiled on the CPU",
+    "The result is right, but slower: plain operators compute it.",
+    "Unset CXX, or set it to a C++ compiler.",
+)
 _no_retry_before = 0.0
 
 
@@ -111,10 +116,13 @@ def _is_disabled() -> bool:
 
 @cache
 def _has_compiler(device: str) -> bool:
-    if device == "cuda":
-        return importlib.util.find_spec("triton") is not None
-    default = "clang++" if sys.platform == "darwin" else "g++"
-    return device == "cpu" and shutil.which(os.environ.get("CXX", default)) is not None
+    if device != "cpu":
+        return device == "cuda" and importlib.util.find_spec("triton") is not None
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    is_present = shutil.which(compiler) is not None
+    if not is_present and "CXX" in os.environ:
+        _NO_COMPILER.log(compiler=compiler)
+    return is_present
 
 
 def _call_compiled(function: Callable[..., Any], is_elementwise: bool, *args: Any) -> Any:

@@ -42,6 +42,16 @@ def compiles(test: Any) -> Any:
     return pytest.mark.skipif(not compiling._has_compiler("cpu"), reason="needs a C++ compiler")(test)
 
 
+def test_a_compiler_that_is_not_there_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    has_compiler = compiling.cache(compiling._has_compiler.__wrapped__)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not has_compiler("cpu") and not has_compiler("cpu")
+    [line] = caplog.messages
+    assert "CXX is 'no-such-compiler', and there is no such program" in line
+
+
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     """A compiler that returns functions as they are, or fails; any logits count as large."""
