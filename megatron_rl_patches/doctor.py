@@ -10,7 +10,7 @@ import site
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import _megatron_rl_patches_startup as startup_trigger
@@ -112,7 +112,7 @@ def read_command(command: str) -> tuple[dict[str, str], str | None]:
     variables = {
         name: value.strip("'")
         for word in words
-        for name, value in re.findall(rf"({VARIABLE}\w*)\"?\s*[=:]\s*\"?([^\"\s}}]*)", word)
+        for name, value in re.findall(r"(MEGATRON_RL_\w+)\"?\s*[=:]\s*\"?([^\"\s}]*)", word)
     }
     hook = re.search(rf"{__package__}\.hooks(\.\w+)*", command)
     return variables, hook and hook[0]
@@ -124,6 +124,14 @@ def _numbers_in(command: str) -> Iterator[Problem]:
         written = match[0].lstrip(".")
         remedy = 'write default in options of Hydra, and "1" in JSON'
         yield Problem(f"{written} in the command is a number, and Ray takes only text", remedy)
+
+
+def _in_command(problem: Problem, variables: Collection[str]) -> Problem:
+    """Return the problem; if it is of a variable that stands in the command, with what to change there."""
+    if not set(re.findall(r"\w+", problem.remedy)).intersection(variables):
+        return problem
+    remedy = problem.remedy.replace("unset ", "leave out ").replace("export ", "write ")
+    return replace(problem, remedy=f"in the command: {remedy}")
 
 
 def examine(environ: Mapping[str, str] = os.environ, command: str = "") -> Diagnosis:
@@ -141,6 +149,7 @@ def examine(environ: Mapping[str, str] = os.environ, command: str = "") -> Diagn
     statuses = judge_all(Environment(), patches, choice.settings)
     startup = examine_startup(environ)
     wrapt = version_of("wrapt")
+    problems = problems_of(choice, statuses, None if hook else startup, wrapt)
     return Diagnosis(
         version=__version__,
         path=str(Path(__file__).parent),
@@ -153,8 +162,8 @@ def examine(environ: Mapping[str, str] = os.environ, command: str = "") -> Diagn
         selected=choice.patches,
         sites=tuple(statuses),
         startup=startup,
-        notes=(*_note_of_nothing(choice, statuses), *notes_of(choice, statuses)),
-        problems=(*_numbers_in(command), *problems_of(choice, statuses, None if hook else startup, wrapt)),
+        notes=tuple(notes_of(choice, statuses)),
+        problems=(*_numbers_in(command), *(_in_command(problem, of_command) for problem in problems)),
         hook=hook,
     )
 
@@ -221,6 +230,9 @@ def problems_of(
             this_package = f"--editable {shlex.quote(str(root))}"
         problems.append(Problem(message, _pip_install(f"--no-deps {this_package}")))
     selected = [status for status in statuses if status.patch in choice.patches]
+    if selected and all(status.state == "absent" for status in selected):
+        message = "no framework of the selected patches is in this Python, so nothing takes effect here"
+        problems.append(Problem(message, "run doctor with the Python and the PYTHONPATH of the job"))
     problems += _problems_of_roots(choice, selected)
     configured = _configured_functions(choice)
     faults = []
@@ -277,14 +289,6 @@ def _pip_install(arguments: str) -> str:
     return f"{shlex.quote(sys.executable)} -m pip install {arguments}"
 
 
-def _note_of_nothing(choice: Choice, statuses: Sequence[SiteStatus]) -> Iterator[str]:
-    if choice.patches and all(status.state == "absent" for status in statuses):
-        yield (
-            "No framework is in this Python, so nothing can be patched here. If the job has another "
-            "environment or another PYTHONPATH, run doctor there."
-        )
-
-
 def notes_of(choice: Choice, statuses: Sequence[SiteStatus]) -> list[str]:
     """Return what the patches that are selected, or in place in this process, say about their sites."""
     names = dict.fromkeys((*choice.patches, *_in_this_process()))
@@ -336,9 +340,7 @@ def examine_startup(environ: Mapping[str, str] = os.environ) -> Startup:
     if child.stdout.split()[-1:] == ["True"]:
         return Startup(file, True, "a new process of this Python has the import trigger")
     if file is None:
-        reason = (
-            f"site-packages holds no {STARTUP_FILE}: the package is found on PYTHONPATH or in a source tree"
-        )
+        reason = f"site-packages holds no {STARTUP_FILE}: the package is on PYTHONPATH or in a source tree"
         return Startup(None, False, f"{reason}; install it with pip (an editable install will do)")
     folder = str(Path(file).parent)
     if folder not in folders_read:

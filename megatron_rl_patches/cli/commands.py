@@ -116,7 +116,7 @@ def check(
     - 0: everything fits or needs no patch
     - 1: a function is missing, drifted, or cannot be checked. Patches outside of the default set count where
       the variable selects them
-    - 2: a source cannot be read, or none of them contains a framework
+    - 2: a source cannot be read, or there is no framework in any of them, or in this environment
     """
     choice, patches = choice_of(), registry.patches().values()
     settings = choice.settings
@@ -127,6 +127,13 @@ def check(
         judged = {here.name: judge_all(here, patches, settings)}
         for patch in () if json else patches:
             typer.echo(f"{patch.name} ({patch.selected_by}): {patch.summary}")
+    empty = [name for name, statuses in judged.items() if all(s.state == "absent" for s in statuses)]
+    if len(empty) == len(judged):
+        raise MegatronRLPatchesError(
+            f"no framework that a patch knows is in {', '.join(empty)}; pass the root of a checkout"
+        )
+    for name in empty:
+        _complain(f"no framework that a patch knows is in {name}")
     if markdown:
         page = "\n".join([_INTRODUCTION, LEGEND, sections(judged)])
         markdown.write_text(page, encoding="utf-8")
@@ -169,15 +176,7 @@ def _judge(sources: Sequence[str], settings: Settings) -> dict[str, list[SiteSta
     twice = [name for name, count in Counter(source.name for source in opened).items() if count > 1]
     if twice:
         raise MegatronRLPatchesError(f"more than one source is called {twice[0]!r}; name them: NAME=SOURCE")
-    judged = {source.name: judge_all(source, patches, settings) for source in opened}
-    empty = [name for name, statuses in judged.items() if all(s.state == "absent" for s in statuses)]
-    if len(empty) == len(judged):
-        raise MegatronRLPatchesError(
-            f"no framework that a patch knows is in {', '.join(empty)}; pass the root of a checkout"
-        )
-    for name in empty:
-        _complain(f"no framework that a patch knows is in {name}")
-    return judged
+    return {source.name: judge_all(source, patches, settings) for source in opened}
 
 
 def _complain(message: str) -> None:

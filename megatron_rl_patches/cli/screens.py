@@ -73,10 +73,18 @@ def show_table(
     if not console.is_terminal:
         _show(console, plain_table([[*map(str, row)] for row in rows]))
         return
-    table = Table.grid(padding=(0, 2, 0, 0))
+    lines = []
     for number, row in enumerate(rows):
         style = "bold" if header and number == 0 else ""
         cells = (cell if isinstance(cell, Text) else Text(cell, STYLES.get(cell, style)) for cell in row)
+        lines.append([*cells])
+    words = [max(map(len, " ".join(map(str, column)).split())) for column in zip(*rows, strict=True)]
+    if header and sum(words) + 2 * len(words) - 2 > console.width:
+        # Columns would split names, so rows are broken between names.
+        console.print(Text("\n").join(Text("  ").join(cells) for cells in lines))
+        return
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for cells in lines:
         table.add_row(*cells)
     for column in table.columns:
         column.overflow = "fold"

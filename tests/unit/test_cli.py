@@ -61,7 +61,7 @@ def test_doctor_names_a_fault_of_what_is_selected(tmp_path: Path, monkeypatch: M
 
 
 def test_check_this_environment(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    assert invoke("check").stdout.splitlines() == ["test-patch (default): it can be called again"]
+    assert "no framework that a patch knows is in this environment" in refuse("check")
     monkeypatch.syspath_prepend(framework(tmp_path, f"raise AssertionError('imported')\n{DRIFTED}"))
     summary, *_, fault, _ = invoke("check", code=1).stdout.splitlines()
     assert summary == "test-patch (default): it can be called again"
@@ -75,6 +75,7 @@ def test_a_patch_that_nobody_names_is_no_fault(tmp_path: Path, monkeypatch: Monk
     explicit.wrap("mrp_framework.model", "gone")(lambda call: None)
     monkeypatch.setattr(registry, "patches", lambda: {"extra": explicit})
     assert "mrp_framework.model does not define gone" in invoke("check", framework(tmp_path)).stdout
+    monkeypatch.syspath_prepend(tmp_path)
     assert "extra (by name): " in invoke("check").stdout
     monkeypatch.setenv("MEGATRON_RL_PATCHES", "extra")
     invoke("check", tmp_path, code=1)
@@ -108,6 +109,8 @@ All: framework 1, framework 2.
     )
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert "\x1b[32mfits" in invoke("check", places[0]).stdout
+    monkeypatch.setenv("COLUMNS", str(len(TARGET) + 5))
+    assert f"\n{TARGET}  \n" in re.sub(r"\x1b\[\d*m", "", invoke("check", places[0]).stdout)
 
 
 def test_check_as_json(tmp_path: Path) -> None:

@@ -62,6 +62,8 @@ def test_problems_of_variables(variable: str, value: str, message: str, remedy: 
 FIRES, DEAD = Startup("file", True, ""), Startup(None, False, "of -S")
 FAULT = SiteStatus("patch", "slime", "slime.train", "drifted", "why")
 SHARES_IT = replace(FAULT, target="slime.save", because_of="slime.train")
+ABSENT = replace(FAULT, state="absent")
+ELSEWHERE = "run doctor with the Python and the PYTHONPATH of the job"
 PIP = f"{shlex.quote(sys.executable)} -m pip install"
 INSTALL_WRAPT = f"{PIP} 'wrapt>=1.16,<3'"
 REINSTALL = f"{PIP} --no-deps --editable {shlex.quote(str(ROOT))}"
@@ -79,6 +81,8 @@ REINSTALL = f"{PIP} --no-deps --editable {shlex.quote(str(ROOT))}"
         ("", [], FIRES, "1.15.0", "wrapt 1.15.0 is out of range", INSTALL_WRAPT),
         ("", [], FIRES, "1.16.0rc1", "", ""),
         ("", [], FIRES, "3.0.0", "wrapt 3.0.0 is out of range", INSTALL_WRAPT),
+        ("patch", [ABSENT], FIRES, "2.5.2", "no framework of the selected patches", ELSEWHERE),
+        ("patch", [ABSENT, FAULT], FIRES, "2.5.2", "patch: slime.train: drifted: why", f"export {NAME}=0"),
     ],
 )
 def test_problems_of(
@@ -137,6 +141,8 @@ def test_frameworks_and_their_versions(tmp_path: Path, monkeypatch: MonkeyPatch)
     assert found() == (str(site_packages / "mrp_framework"), "1.2.3")
     monkeypatch.syspath_prepend(checkout)
     assert found() == (str(checkout / "mrp_framework"), None)
+    write(checkout, {"mrp_framework/package_info.py": "MAJOR = 0\nMINOR = 20\nPATCH = 1\nPRE_RELEASE = ''\n"})
+    assert found() == (str(checkout / "mrp_framework"), "0.20.1")
     url = {"url": checkout.as_uri(), "dir_info": {"editable": True}}
     write(site_packages, {"mrp_framework-1.2.3.dist-info/direct_url.json": json.dumps(url)})
     assert found() == (str(checkout / "mrp_framework"), "1.2.3")
@@ -208,6 +214,7 @@ def test_a_python_without_torch_megatron_wrapt_and_startup_file(site_packages: P
     assert [problem["message"] for problem in diagnosis["problems"]] == [
         "wrapt is not installed; needed: wrapt>=1.16,<3",
         f"{NAME} is set, but the startup file does not fire: {startup['reason']}",
+        "no framework of the selected patches is in this Python, so nothing takes effect here",
     ]
 
 
@@ -281,6 +288,7 @@ IN_JSON = f"""ray submit --runtime-env-json='{{"env_vars": {{"{NAME}": "1", "{NA
         (f"python3 -m verl x=1 a.external_lib={OF_VERL}", {}, OF_VERL),
         (f"{NAME}=all,-lean-loss torchrun train.py", {NAME: "all,-lean-loss"}, None),
         (f"python train.py +ray.env_vars.{NAME}=all", {NAME: "all"}, None),
+        ("python train.py +env_vars.MEGATRON_RL_PATCH=all", {"MEGATRON_RL_PATCH": "all"}, None),
         (f"""python train.py "+ray.env_vars.{NAME}='lean-loss,all'" """, {NAME: "lean-loss,all"}, None),
         (IN_JSON, {NAME: "1", f"{NAME}_STRICT": "1"}, None),
         ("python train.py --lr 1e-6", {}, None),
@@ -290,6 +298,14 @@ def test_what_a_command_line_switches_on(command: str, variables: dict[str, str]
     assert doctor.read_command(command) == (variables, hook)
     with pytest.raises(InvalidInputError, match="no shell can read: No closing quotation"):
         doctor.read_command(f"{command} 'x")
+
+
+def test_what_is_wrong_in_a_command_is_corrected_in_it() -> None:
+    command = f"""python train.py --train-env-vars '{{"{NAME}_STRIKT": "1"}}'"""
+    remedies = {p.message: p.remedy for p in doctor.examine({f"{NAME}_XYZ": "1"}, command).problems}
+    in_command = f"in the command: leave out {NAME}_STRIKT; write {NAME}_STRICT=1"
+    assert remedies[f"{NAME}_STRIKT{ERROR} there is {NAME}_STRICT"] == in_command
+    assert f"unset {NAME}_XYZ" in remedies.values()
 
 
 def test_a_hook_needs_neither_variable_nor_startup_file(monkeypatch: MonkeyPatch) -> None:
