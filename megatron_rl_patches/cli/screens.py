@@ -81,11 +81,11 @@ def show_table(
     words = [max(map(len, " ".join(map(str, column)).split())) for column in zip(*rows, strict=True)]
     if header and sum(words) + 2 * len(words) - 2 > console.width:
         # Columns would split names, so rows are broken between names.
-        console.print(Text("\n").join(Text("  ").join(cells) for cells in lines))
+        console.print(Text("\n").join(Text("  ").join(line) for line in lines))
         return
     table = Table.grid(padding=(0, 2, 0, 0))
-    for cells in lines:
-        table.add_row(*cells)
+    for line in lines:
+        table.add_row(*line)
     for column in table.columns:
         column.overflow = "fold"
     console.print(table)
