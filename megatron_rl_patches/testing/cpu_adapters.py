@@ -16,6 +16,7 @@ import torch.distributed
 import wrapt
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
 
 from .cuda_redirect import Replacements, names_cuda
 from .transformer_engine.optimizers import FusedAdam
@@ -143,6 +144,32 @@ def _if_te_is_installed(original: Any) -> bool:
     return bool(original) and find_spec("transformer_engine") is not None
 
 
+class _HostCopies(TorchFunctionMode):
+    """Tells copies in host memory, and what is computed of them, from what is on the GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[int, Any] = {}  # by id, which nothing else has while the copy lives
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_copy = bool(args) and id(args[0]) in self._copies
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return not is_copy
+        result = func(*args, **(kwargs or {}))
+        if is_copy or func is torch.Tensor.cpu:
+            self._copies[id(result)] = result
+        return result
+
+
+def _knowing_host_copies(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _HostCopies():
+            return original(*args, **kwargs)
+
+    return call
+
+
 # Module -> attribute -> what makes the new value from the attribute's value, which is None if it is missing.
 _GAPS: dict[str, dict[str, Callable[[Any], Any]]] = {
     # Up to megatron-core 0.18, is_te_min_version compares _te_version with a version even if it is None.
@@ -161,6 +188,10 @@ _GAPS: dict[str, dict[str, Callable[[Any], Any]]] = {
         "HAVE_APEX_OR_TE": lambda original: True,
         "USING_TE_OPTIMIZER": lambda original: True,
     },
+    # Adam of optimizer_cpu_offload divides parameters among copies in host memory and parameters of a GPU.
+    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": {
+        "HybridDeviceOptimizer._get_sub_optimizer_param_groups": _knowing_host_copies,
+    },
 }
 _undo: ExitStack | None = None  # while the gaps are filled
 
@@ -168,9 +199,11 @@ _undo: ExitStack | None = None  # while the gaps are filled
 def _fill(module: ModuleType) -> None:
     if _undo is None:
         return
-    for name, adapt in _GAPS[module.__name__].items():
-        value = adapt(getattr(module, name, None))
-        _undo.enter_context(mock.patch.object(module, name, value, create=True))
+    for path, adapt in _GAPS[module.__name__].items():
+        owner, _, name = path.rpartition(".")
+        target = getattr(module, owner) if owner else module
+        value = adapt(getattr(target, name, None))
+        _undo.enter_context(mock.patch.object(target, name, value, create=True))
 
 
 for _name in _GAPS:

@@ -87,6 +87,69 @@ def test_gaps_of_megatron_are_filled_meanwhile(import_first: bool) -> None:
     assert importlib.import_module("megatron.core.optimizer").Adam is torch.optim.AdamW
 
 
+def in_bf16(**options: Any) -> tuple[list[Any], Any, Any]:
+    """Return a model, its optimizer with these options, and a function that trains on data of a seed."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from tests.references import tiny_gpt
+
+    tiny = TinyModel(bf16=True, overlap_grad_reduce=False, overlap_param_gather=False)
+    model, _ = tiny.build()
+    types = {"bf16": True, "params_dtype": torch.bfloat16, "use_distributed_optimizer": True}
+    config = OptimizerConfig(optimizer="adam", lr=5e-3, **types, **options)
+    optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
+
+    def train(seed: int, steps: int) -> list[float]:
+        return tiny_gpt.train(model, optimizer, tiny_gpt.data_iterators(tiny, seed), [2] * steps, tiny)
+
+    return model, optimizer, train
+
+
+def main_parameters(optimizer: Any) -> torch.Tensor:
+    [inner] = (one.optimizer for one in optimizer.chained_optimizers)
+    main = getattr(inner, "param_to_fp32_param", {})
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    return torch.cat([main.get(parameter, parameter).detach().flatten() for parameter in parameters])
+
+
+@on_ranks(2, timeout=240)
+def test_adam_in_host_memory(tmp_path: Path) -> None:
+    """It takes the steps of the ordinary one, with any share of the parameters, and continues from a file."""
+    from megatron.core import dist_checkpointing
+
+    from tests.real import checkpoints
+
+    _, optimizer, train = in_bf16()
+    losses, expected = train(0, 1), main_parameters(optimizer)
+    losses += train(1, 3)
+    for share, overlap in ((0.0, False), (0.3, False), (0.3, True), (1.0, False), (1.0, True)):
+        host = {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}
+        host |= {"optimizer_offload_fraction": share, "overlap_cpu_optimizer_d2h_h2d": overlap}
+        model, optimizer, train = in_bf16(**host)
+        [inner] = (one.optimizer for one in optimizer.chained_optimizers)
+        assert (bool(inner.cpu_optimizers), bool(inner.gpu_optimizer)) == (share > 0, share < 1)
+        own = train(0, 1)
+        torch.testing.assert_close(main_parameters(optimizer), expected, rtol=1e-6, atol=1e-8)
+        folder, sharding = tmp_path / f"{share} {overlap}", checkpoints._sharding()
+        checkpoints.on_rank_0(folder.mkdir)
+        state = checkpoints._sharded(model, optimizer)
+        dist_checkpointing.save(state, str(folder), content_metadata=sharding)
+        # Later gradients depend on how an unequal last bit rounds to bfloat16.
+        assert [*own, *train(1, 3)] == pytest.approx(losses, rel=1e-5)
+        continued = main_parameters(optimizer)
+        if share < 1:
+            continue  # once loaded, Megatron sets the count of steps of Adam on the GPU back at each step
+
+        model, optimizer, train = in_bf16(**host)
+        state = checkpoints._sharded(model, None)
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=sharding)
+        state = dist_checkpointing.load(state, str(folder))
+        model[0].load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        train(1, 3)
+        assert torch.equal(main_parameters(optimizer), continued)
+
+
 @on_ranks(2)
 def test_collectives_written_for_nccl() -> None:
     """Calls that only NCCL takes as they are."""
