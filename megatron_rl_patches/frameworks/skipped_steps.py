@@ -21,11 +21,12 @@ def get_megatron_optimizer(call: Call) -> Any:
 
 
 def train_one_step(call: Call) -> Any:
-    """Train one step of slime or miles, which assert success, and then advance the schedule."""
+    """Train one step of slime or miles, which ask for the norm, assert success, and advance the schedule."""
     optimizer, scheduler = call["optimizer"], call["opt_param_scheduler"]
     if optimizer is None or scheduler is None:  # miles builds neither with --debug-disable-optimizer
         return call()
-    with finite_step.skips_as_successes(optimizer), finite_step.schedule_waits(scheduler, optimizer):
+    skips = finite_step.skips_as_successes(optimizer, call.options.finite_step_limit)
+    with skips, finite_step.schedule_waits(scheduler, optimizer):
         return call()
 
 

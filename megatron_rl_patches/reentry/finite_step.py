@@ -79,13 +79,19 @@ def step(optimizer: Any, original: Callable[[], Any] | None = None, limit: int =
     Raises:
         NonFiniteGradients: the limit is reached. The step has been skipped.
     """
-    history = history_of(optimizer)
     with _noted_norms(optimizer) as norms:
         result = (original or optimizer.step)()
+    _count(optimizer, bool(result[0]), _first_bad(norms), limit)
+    return result
+
+
+def _count(optimizer: Any, is_taken: bool, bad: Any, limit: int) -> None:
+    """Count a step, and report it if it has a bad norm."""
+    history = history_of(optimizer)
     for each in (history, _total):
-        each.taken += bool(result[0])
-        each.skipped += not result[0]
-    if (bad := _first_bad(norms)) is not None:
+        each.taken += is_taken
+        each.skipped += not is_taken
+    if bad is not None:
         history.in_row += 1
         _report(optimizer, history, bad)
         if 0 < limit <= history.in_row:
@@ -95,9 +101,8 @@ def step(optimizer: Any, original: Callable[[], Any] | None = None, limit: int =
                 "names parameters whose gradients are not finite there. finite_step_limit sets how many "
                 "skips in a row are allowed (0: any number)"
             )
-    elif result[0]:
+    elif is_taken:
         history.in_row = 0
-    return result
 
 
 @contextmanager
@@ -145,18 +150,25 @@ def summary() -> str:
 
 
 @contextmanager
-def skips_as_successes(optimizer: Any) -> Iterator[None]:
+def skips_as_successes(optimizer: Any, limit: int = LIMIT) -> Iterator[None]:
     """Let ``optimizer.step`` return success for a step that was skipped, for callers that assert it.
 
-    If the loss scaler skips the step, no norm exists, and NaN is returned for it.
+    If the loss scaler skips the step, no norm exists, and NaN is returned for it. A caller that asks for the
+    norm itself skips the step if the norm is not finite: that counts as in :func:`step`, which raises alike.
     """
-    take = optimizer.step
+    take, get = optimizer.step, optimizer.get_grad_norm
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        updated, norm, num_zeros = take(*args, **kwargs)
+        with replaced(optimizer, get_grad_norm=get):
+            updated, norm, num_zeros = take(*args, **kwargs)
         return True, math.nan if norm is None and not updated else norm, num_zeros
 
-    with replaced(optimizer, step=call):
+    def get_grad_norm() -> Any:
+        if _first_bad([norm := get()]) is not None:
+            _count(optimizer, False, norm, limit)
+        return norm
+
+    with replaced(optimizer, step=call, get_grad_norm=get_grad_norm):
         yield
 
 

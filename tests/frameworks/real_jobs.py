@@ -1,17 +1,18 @@
 """The jobs of :mod:`tests.frameworks.jobs` on real frameworks: only the write of a checkpoint is replaced.
 
-And models by role, by ``initialize_model_and_optimizer``: there the model provider is replaced, which wants
-TransformerEngine. The writer and the loader of ``torch_dist`` checkpoints are the real ones.
+And models by role, by ``initialize_model_and_optimizer``. The writer and the loader of ``torch_dist``
+checkpoints are the real ones. **Arguments are those that a framework's own parser makes of a command line**,
+and no test changes them afterwards: a flag sets all that it sets in the framework.
 
 Import this on ranks only, inside ``cpu_backend()``, with the checkouts first on the path.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import math
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -19,32 +20,30 @@ from unittest import mock
 import torch
 from megatron.core import num_microbatches_calculator
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.utils import unwrap_model
 from megatron.training import arguments, checkpointing, global_vars
 
-from megatron_rl_patches.testing import TinyModel
+from megatron_rl_patches.testing import TinyModel, tiny_models
 from tests.frameworks import jobs, loss_jobs
-from tests.frameworks.loss_jobs import SCORES, Arguments, call, takes_packed_tokens
+from tests.frameworks.loss_jobs import SCORES, call, takes_packed_tokens
 from tests.references import tiny_gpt
 
 PROMPT = tiny_gpt.SEQUENCE // 2
-#: Of a model whose floating-point operations are counted.
-SIZES = {
-    "num_layers": tiny_gpt.LAYERS,
-    "hidden_size": tiny_gpt.HIDDEN,
-    "num_attention_heads": tiny_gpt.HEADS,
-}
+#: The framework's policy loss; the old policy is the uniform one.
+POLICY = {"loss_type": "policy_loss", "advantage_estimator": "grpo", "entropy_coef": 0.01}
 
 
 class _RolloutJob(jobs.RolloutJob):
     """slime, vime and miles: supervised loss on the second half of each sequence.
 
-    With ``layers="transformer_engine"`` the framework reads its own command line, which has these layers by
-    default, and builds the model. Its microbatches are packed samples then.
+    The framework reads a command line, which also has ``flags``, and builds the model. With layers of
+    TransformerEngine its microbatches are packed samples.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, flags: Mapping[str, Any] | None = None, **options: Any) -> None:
+        self.flags = flags or {}
         super().__init__(**options)
         self.module.save_checkpoint = self.disk.write  # type: ignore[attr-defined]
 
@@ -54,40 +53,18 @@ class _RolloutJob(jobs.RolloutJob):
         return 1 if self.options.layers == "local" else tiny_gpt.BATCH
 
     def _setup(self) -> tuple[Any, Any, Any]:
-        if self.options.layers == "local":
-            model, *others = super()._setup()
-            for chunk in model:
-                takes_packed_tokens(chunk.module)
-            return model, *others
         self.options.initialize()
         samples = jobs.MICROBATCHES * self.samples * mpu.get_data_parallel_world_size()
         framework = self.homes[0].partition(".")[0]
-        self.args = parse_arguments(framework, self.options, samples)
+        self.args = parse_arguments(framework, self.options, samples, **self.flags)
         built: tuple[Any, Any, Any] = self.module.setup_model_and_optimizer(self.args, "actor")
+        if self.options.layers == "local":
+            for chunk in built[0]:
+                takes_packed_tokens(unwrap_model(chunk))
         return built
 
     def _set_global_variables(self) -> None:
-        if self.options.layers != "local":  # parse_arguments has done it
-            return
-        vars(self.args).update(
-            SIZES,
-            rollout_temperature=1.0,
-            rollout_top_p=1.0,
-            data_pad_size_multiplier=tiny_gpt.SEQUENCE,
-            loss_type="sft_loss",
-            log_probs_chunk_size=-1,
-            manual_gc_interval=0,
-            qkv_format="thd",
-            calculate_per_token_loss=False,
-            check_for_nan_in_loss_and_grad=True,
-            global_batch_size=jobs.MICROBATCHES * mpu.get_data_parallel_world_size(),
-        )
-        global_vars.set_args(self.args)
-
-    def use_policy_loss(self) -> None:
-        """Train with the framework's policy loss from now on; the old policy is the uniform one."""
-        clip = {"eps_clip": 0.2, "eps_clip_high": 0.2}
-        vars(self.args).update(loss_type="policy_loss", advantage_estimator="grpo", entropy_coef=0.01, **clip)
+        """Do nothing, as the command line has set them."""
 
     def log_probs(self) -> list[torch.Tensor]:
         """Of the responses of the next step, through ``forward_only`` as the actor calls it."""
@@ -137,8 +114,8 @@ class RealVimeJob(_RolloutJob):
 class RealMilesJob(_RolloutJob):
     homes = ("miles.backends.megatron_utils.model",)
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         dumper = importlib.import_module("sglang.srt.debug_utils.dumper")
         if not hasattr(dumper.DumperConfig, "_kv_pairs_to_dict"):  # a stub
             dumper.DumperConfig._kv_pairs_to_dict = staticmethod(lambda pairs: {})
@@ -148,65 +125,34 @@ class RealMilesJob(_RolloutJob):
 class RealMegatronJob(jobs.MegatronJob):
     """Megatron-LM's own training loop, with the defaults of its command line."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, flags: Mapping[str, Any] | None = None, **options: Any) -> None:
+        self.flags = flags or {}
         super().__init__(**options)
         self.module.save_checkpoint = self.disk.write  # type: ignore[attr-defined]
 
+    def _setup(self) -> tuple[Any, Any, Any]:
+        self.options.initialize()
+        samples = jobs.MICROBATCHES * tiny_gpt.BATCH * mpu.get_data_parallel_world_size()
+        self.args = parse_arguments("megatron.training", self.options, samples, **self.flags)
+        built: tuple[Any, Any, Any] = call(
+            self.module.setup_model_and_optimizer,  # type: ignore[attr-defined]
+            model_provider_func=self.options.provider,
+            model_type=ModelType.encoder_or_decoder,
+        )
+        return built
+
     def _set_global_variables(self) -> None:
-        of_job = {
-            **vars(self.args),
-            "ffn_hidden_size": 4 * tiny_gpt.HIDDEN,
-            "num_query_groups": tiny_gpt.HEADS,
-            "kv_channels": tiny_gpt.HIDDEN // tiny_gpt.HEADS,
-            "global_batch_size": jobs.MICROBATCHES * tiny_gpt.BATCH * mpu.get_data_parallel_world_size(),
-            "expert_tensor_parallel_size": 1,
-            "num_floating_point_operations_so_far": 0,
-            "iteration": 0,
-            "log_interval": 1000,
-            "eval_iters": 1,
-            "params_dtype": torch.float32,
-        }
-        self.args = set_megatron_arguments(**of_job)
-        global_vars._set_timers(self.args)
-        if hasattr(global_vars, "_set_energy_monitor"):
-            global_vars._set_energy_monitor(self.args)
+        """Do nothing, as the command line has set them."""
 
 
-def set_megatron_arguments(**values: Any) -> Arguments:
-    """Set Megatron-LM's global arguments: those of its command line, of the tiny model, and these."""
-    with mock.patch.object(sys, "argv", ["train"]):
-        args = Arguments(**vars(arguments.parse_args(ignore_unknown_args=True)))
-    replicas = mpu.get_data_parallel_world_size()
-    of_model = {
-        **SIZES,
-        "max_position_embeddings": tiny_gpt.SEQUENCE,
-        "padded_vocab_size": tiny_gpt.VOCABULARY,
-        "micro_batch_size": tiny_gpt.BATCH,
-        **dict.fromkeys(jobs.CONSUMED, 0),
-        "data_parallel_size": replicas,
-        "gtp_weight_remat_size": 1,
-    }
-    vars(args).update({**of_model, **values})
-    _install(args)
-    return args
-
-
-def _install(args: Any) -> None:
-    """Make these the global arguments."""
-    global_vars.unset_global_variables()
-    num_microbatches_calculator.destroy_num_microbatches_calculator()
-    batch = args.global_batch_size, args.micro_batch_size, mpu.get_data_parallel_world_size()
-    num_microbatches_calculator.init_num_microbatches_calculator(torch.distributed.get_rank(), None, *batch)
-    global_vars.set_args(args)
-
-
-def parse_arguments(framework: str, model: TinyModel, global_batch_size: int, **options: Any) -> Any:
+def parse_arguments(framework: str, model: TinyModel, global_batch_size: int, **flags: Any) -> Any:
     """Let a framework read and check its own command line; its result becomes the global arguments.
 
-    The command line is that of a model like Qwen3, as in the framework's scripts. It does not name
-    ``--transformer-impl``.
+    The command line is that of a model like Qwen3, as in the framework's scripts. It names
+    ``--transformer-impl`` for local layers only, as others are the default. A flag that is ``None`` or
+    ``False`` is left out.
     """
-    config = model.transformer_config()
+    config, is_local = model.transformer_config(), model.layers == "local"
     values = {
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -216,6 +162,7 @@ def parse_arguments(framework: str, model: TinyModel, global_batch_size: int, **
         "vocab_size": model.vocab_size,
         "make_vocab_size_divisible_by": 1,
         "tensor_model_parallel_size": model.tp,
+        "context_parallel_size": model.cp,
         "sequence_parallel": model.sequence_parallel,
         "expert_model_parallel_size": model.ep,
         "attention_dropout": 0.0,
@@ -223,19 +170,15 @@ def parse_arguments(framework: str, model: TinyModel, global_batch_size: int, **
         "normalization": "RMSNorm",
         "position_embedding_type": "rope",
         "tokenizer_type": "NullTokenizer",
-        "tokenizer_model": "none",
-        "pretrained_checkpoint": "none",
         "micro_batch_size": 1,
-        "data_pad_size_multiplier": model.seq_length,
         "global_batch_size": global_batch_size,
-        "rollout_batch_size": global_batch_size,
-        "n_samples_per_prompt": 1,
-        "num_rollout": jobs.ROLLOUTS,
-        "loss_type": "sft_loss",
-        "lr": 5e-3,
-        "actor_num_nodes": 1,
-        "actor_num_gpus_per_node": torch.distributed.get_world_size(),
-        **options,
+        "lr": model.lr,
+        "ddp_bucket_size": tiny_models.BUCKET,
+        "overlap_grad_reduce": model.overlap_grad_reduce,
+        "overlap_param_gather": model.overlap_param_gather,
+        "mtp_num_layers": config.mtp_num_layers,
+        **dict.fromkeys(_FLAGS, True),
+        **(dict.fromkeys(_LOCAL, True) | {"transformer_impl": "local"} if is_local else {}),
     }
     if config.num_moe_experts:
         values |= {
@@ -244,31 +187,73 @@ def parse_arguments(framework: str, model: TinyModel, global_batch_size: int, **
             "moe_router_topk": 2,
             "moe_aux_loss_coeff": 0.0,
             "moe_token_dispatcher_type": "alltoall",
-            "moe_grouped_gemm": True,
-            "moe_permute_fusion": True,
+            "moe_grouped_gemm": not is_local,
+            "moe_permute_fusion": not is_local,
             "moe_router_dtype": "fp32",
         }
-    flags = (
-        *("swiglu", "disable_bias_linear", "qk_layernorm", "untie_embeddings_and_output_weights"),
-        *("overlap_grad_reduce", "overlap_param_gather", "accumulate_allreduce_grads_in_fp32"),
-        *("attention_softmax_in_fp32", "disable_gloo_process_groups", "debug_train_only"),
-    )
+    if framework == "megatron.training":
+        values |= {
+            "micro_batch_size": tiny_gpt.BATCH,
+            "train_iters": jobs.ROLLOUTS,
+            "use_distributed_optimizer": model.use_distributed_optimizer,
+            "bf16": model.bf16,
+        }
+    else:
+        values |= {
+            "tokenizer_model": "none",
+            "pretrained_checkpoint": "none",
+            "data_pad_size_multiplier": model.seq_length,
+            "rollout_batch_size": global_batch_size,
+            "n_samples_per_prompt": 1,
+            "num_rollout": jobs.ROLLOUTS,
+            "loss_type": "sft_loss",
+            "actor_num_nodes": 1,
+            "actor_num_gpus_per_node": torch.distributed.get_world_size(),
+            "debug_train_only": True,
+            "spec": "tests.frameworks.real_jobs local_layers" if framework == "miles" and is_local else None,
+        }
     words = [
         word
-        for name, value in {**values, **dict.fromkeys(flags, True)}.items()
-        for word in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
-        if value is not False
+        for name, value in {**values, **flags}.items()
+        for word in (f"--{name.replace('_', '-')}", *([] if value is True else str(value).split()))
+        if value is not False and value is not None
     ]
-    home = importlib.import_module(f"{framework}.utils.arguments")
     with (
         mock.patch.object(sys, "argv", ["train.py", *words]),
         mock.patch.dict("os.environ", CUDA_DEVICE_MAX_CONNECTIONS="1"),
-        mock.patch.object(home, "sglang_validate_args", lambda args: None),  # of a stub
     ):
-        args = home.parse_args()
+        args = _parse(framework)
     args.rank = torch.distributed.get_rank()
-    _install(args)
+    global_vars.unset_global_variables()
+    num_microbatches_calculator.destroy_num_microbatches_calculator()
+    global_vars.set_global_variables(args)
     return args
+
+
+def local_layers(args: Any, config: Any, vp_stage: int | None) -> Any:
+    """Return what miles builds for ``--transformer-impl local`` in the Megatron of its image."""
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+
+
+_FLAGS = (
+    *("swiglu", "disable_bias_linear", "qk_layernorm", "untie_embeddings_and_output_weights"),
+    *("accumulate_allreduce_grads_in_fp32", "attention_softmax_in_fp32", "disable_gloo_process_groups"),
+)
+#: What local layers have no kernel for.
+_LOCAL = (
+    *("no_persist_layer_norm", "no_rope_fusion", "no_masked_softmax_fusion"),
+    "no_gradient_accumulation_fusion",
+)
+
+
+def _parse(framework: str) -> Any:
+    if framework == "megatron.training":
+        args = arguments.parse_args()
+        arguments.validate_args(args)
+        return args
+    home = importlib.import_module(f"{framework}.utils.arguments")
+    with mock.patch.object(home, "sglang_validate_args", lambda args: None):  # of a stub
+        return home.parse_args()
 
 
 JOBS: dict[str, Any] = {
@@ -282,66 +267,20 @@ JOBS: dict[str, Any] = {
 # --- models by role
 
 GLOBAL_BATCH = 4
-#: Ranks have all weights and all states of the optimizer, so that their checksums are the same.
-UNSHARDED = {"use_distributed_optimizer": False, "overlap_param_gather": False}
 
 
-def model_of(framework: str, layers: str = "local") -> ModuleType:
-    model = importlib.import_module(f"{framework}.backends.megatron_utils.model")
+def model_of(framework: str) -> ModuleType:
     if framework == "miles":
         loss_jobs.set_parallel_state_of_miles()
-    if layers == "local":
-        model.get_model_provider_func = lambda args, role: jobs.provider  # type: ignore[attr-defined]
-    return model
+    return importlib.import_module(f"{framework}.backends.megatron_utils.model")
 
 
-def role_arguments(framework: str, tiny_model: dict[str, Any], **values: Any) -> Any:
-    """Set global arguments for models of this kind: the framework's own ones if it builds them itself."""
-    options = TinyModel(**tiny_model)
-    if options.layers == "local":
-        return global_arguments(tiny_model=tiny_model, **values)
-    args = parse_arguments(framework, options, GLOBAL_BATCH, **values)
-    vars(args).update(UNSHARDED)
-    return args
-
-
-def global_arguments(**values: Any) -> Arguments:
-    """Megatron-LM's defaults, and those that a framework's command line adds."""
-    # Frameworks and Megatron-LM fill these from the arguments that there are; here, all seem to be.
-    defaults = {
-        field.name: field.default
-        for config in (OptimizerConfig, DistributedDataParallelConfig)
-        for field in dataclasses.fields(config)
-        if field.default is not dataclasses.MISSING
-    }
-    options = {
-        "bf16": True,
-        "params_dtype": torch.bfloat16,
-        "accumulate_allreduce_grads_in_fp32": True,
-        **UNSHARDED,
-        "overlap_grad_reduce": True,
-        "use_dist_ckpt": True,
-        "global_batch_size": GLOBAL_BATCH,
-        "rollout_batch_size": GLOBAL_BATCH,
-        "n_samples_per_prompt": 1,
-        "num_rollout": jobs.ROLLOUTS,
-        "lr": 5e-3,
-        "min_lr": 0.0,
-        "start_weight_decay": 0.0,
-        "end_weight_decay": 0.0,
-        "use_checkpoint_opt_param_scheduler": True,
-        "enable_gloo_process_groups": False,
-        "world_size": torch.distributed.get_world_size(),
-        "rank": torch.distributed.get_rank(),
-        "rollout_top_p": 1.0,
-        "megatron_to_hf_mode": "raw",
-        "lora_rank": 0,
-    }
-    return set_megatron_arguments(**{**defaults, **options, **values})
+def role_arguments(framework: str, tiny_model: Mapping[str, Any], **flags: Any) -> Any:
+    """Set global arguments for models of this kind."""
+    return parse_arguments(framework, TinyModel(**tiny_model), GLOBAL_BATCH, **flags)
 
 
 def process(seed: int = 1234, **options: Any) -> None:
-    torch.serialization.add_safe_globals([Arguments])  # of a checkpoint
     TinyModel(seed=seed, **options).initialize()
     torch.manual_seed(seed)
 
@@ -353,8 +292,7 @@ def save(framework: str, folder: str, seed: int, **options: Any) -> str:
     """
     process(seed, **options)
     args = role_arguments(framework, options, load=folder, save=folder, save_interval=1)
-    layers = TinyModel(**options).layers
-    model, optimizer, scheduler = model_of(framework, layers).setup_model_and_optimizer(args, "actor")
+    model, optimizer, scheduler = model_of(framework).setup_model_and_optimizer(args, "actor")
     model[0].zero_grad_buffer()
     optimizer.step()  # Adam's moments are there from the first step on
     scheduler.step(increment=jobs.ITERATION * GLOBAL_BATCH)

@@ -36,29 +36,21 @@ def test_the_student_approaches_its_teachers(
     framework: str, paths: list[str], tmp_path: Path, top_k: int | str, combine: str
 ) -> None:
     job_type = job_of(framework, paths)
-    apply(NAME, "reentrant-train", settings=Settings())
-    job = job_type()
     folders = {name: str(tmp_path / name) for name in ("math", "code")}
-    generator = torch.Generator().manual_seed(3)
     for folder in map(Path, folders.values()):
         folder.mkdir()
-        weights = {
-            name: parameter.detach() + 0.3 * torch.randn(parameter.shape, generator=generator)
-            for name, parameter in job.model[0].module.named_parameters()
-        }
-        torch.save(weights, folder / "weights.pt")
-    vars(job.args).update(
-        loss_type="custom_loss",
-        custom_loss_function_path="megatron_rl_patches.frameworks.distillation_loss.opd_loss",
-        opd_top_k=top_k,
-        opd_combine=combine,
-        opd_divergence="reverse_kl",
-        opd_beta=0.5,
-        opd_teachers=folders,
-        opd_teacher_weights=(),
-        entropy_coef=0.0,
-    )
+    settings = Settings(opd_top_k=top_k, opd_combine=combine, opd_teachers=folders)
+    apply(NAME, "reentrant-train", settings=settings)
+    job = job_type({"loss_type": "opd_loss"})
     # Where the checkout's Megatron has been put on the path.
+    from megatron.core.utils import unwrap_model
+
+    generator = torch.Generator().manual_seed(3)
+    for folder in map(Path, folders.values()):
+        weights = {name: p.detach().clone() for name, p in unwrap_model(job.model[0]).named_parameters()}
+        head = weights["output_layer.weight"]
+        head += 0.3 * torch.randn(head.shape, generator=generator)
+        torch.save(weights, folder / "weights.pt")
     from megatron_rl_patches.frameworks import distillation_loss
     from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer, scorer
 
@@ -71,7 +63,8 @@ def test_the_student_approaches_its_teachers(
     states = states_of(framework, patch=NAME)
     # miles has moved `get_batch`, and the patch has a site for either module.
     applied = [target.rpartition(".")[2] for target, state in states.items() if state == "applied"]
-    assert sorted(applied) == ["get_batch", "train"]
+    of_arguments = [f"get_{framework}_extra_args_provider", f"{framework}_validate_args"]
+    assert sorted(applied) == sorted(["get_batch", "train", *of_arguments])
     assert "missing" not in states.values()
     losses = [float(metrics["loss"]) for _, metrics in results]
     assert all(loss >= 0 for loss in losses)

@@ -38,7 +38,7 @@ def test_custom_megatron_init_path(framework: str, paths: list[str]) -> None:
     from megatron.core import parallel_state
     from megatron.training import global_vars
 
-    from tests.frameworks.loss_jobs import Arguments
+    from tests.frameworks.real_jobs import parse_arguments
 
     job = job_type()
     assert outcome(job.train) == FINE
@@ -47,18 +47,9 @@ def test_custom_megatron_init_path(framework: str, paths: list[str]) -> None:
     global_vars.unset_global_variables()
 
     initialize = importlib.import_module(f"{framework}.backends.megatron_utils.initialize")
-    groups = ("tensor_model", "pipeline_model", "context", "expert_model", "data")
-    args = Arguments(
-        **{f"{group}_parallel_size": 1 for group in groups},
-        seed=1,
-        micro_batch_size=1,
-        num_distributed_optimizer_instances=1,
-        distributed_timeout_minutes=1,
-        enable_gloo_process_groups=True,
-        rank=0,
-        global_batch_size=2,
-        custom_megatron_init_path=HOOK,
-    )
+    flags = {"custom_megatron_init_path": HOOK, "disable_gloo_process_groups": False}
+    args = parse_arguments(framework, job.options, 2, **flags)
+    global_vars.unset_global_variables()  # init sets them
     # What asks for a tokenizer, for a package that is a stub here, or for an older numpy.
     for name in ("_build_tokenizer", "init_num_microbatches_calculator", "register_hf_config_aliases"):
         if hasattr(initialize, name):

@@ -40,7 +40,7 @@ def test_policy_and_teacher_side_by_side(
         real_jobs.save(framework, str(tmp_path / name), seed, layers=layers)
         for seed, name in enumerate(("policy", "teacher"))
     )
-    model, bytes_before = real_jobs.model_of(framework, layers), reachable_bytes()
+    model, bytes_before = real_jobs.model_of(framework), reachable_bytes()
     args = real_jobs.role_arguments(framework, {"layers": layers}, load=teacher)
     [other], *trains, _ = model.initialize_model_and_optimizer(args, TEACHER)
     assert type(other).__name__ == DDP and None not in trains
@@ -55,7 +55,7 @@ def test_policy_and_teacher_side_by_side(
     assert (iteration, state[2].num_steps) == (7, 7 * 4)
     weights = tiny_gpt.checksum(state[0], state[1])
 
-    args.load = teacher
+    args = real_jobs.role_arguments(framework, {"layers": layers}, load=teacher)
     chunk = build_teacher(model.initialize_model_and_optimizer, args, TEACHER)
     assert type(chunk).__name__ == "Float16Module"
     assert tiny_gpt.checksum(state[0], state[1]) == weights
@@ -79,7 +79,7 @@ def test_a_mixture_of_experts_as_teacher(
 
     experts: dict[str, Any] = {"kind": "moe", "ep": 2, "layers": layers}
     teacher = real_jobs.save(framework, str(tmp_path), 1, **experts)
-    model = real_jobs.model_of(framework, layers)
+    model = real_jobs.model_of(framework)
     apply("inference-only")
     args = real_jobs.role_arguments(framework, experts, load=teacher)
     [policy], *_ = model.initialize_model_and_optimizer(args, "actor")
@@ -104,7 +104,7 @@ def test_evaluation_only(framework: str, tmp_path: Path, paths: list[str]) -> No
     weights = importlib.import_module(f"{framework}.backends.megatron_utils.update_weight.common")
 
     def built() -> tuple[str, list[Any], list[str]]:
-        args = real_jobs.global_arguments(load=policy, num_rollout=0)
+        args = real_jobs.role_arguments(framework, {}, load=policy, num_rollout=0)
         chunks, *rest = model.initialize_model_and_optimizer(args, "actor")
         names = [name for name, _ in weights.named_params_and_buffers(args, chunks)]
         return type(chunks[0]).__name__, rest, names
@@ -130,7 +130,7 @@ def test_a_role_that_a_model_builder_of_megatron_builds(framework: str, kind: st
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.enums import ModelType
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training import global_vars, training
+    from megatron.training import training
 
     from megatron_rl_patches.frameworks.inference_roles import NullOptimizer, freeze_role, inference_role
     from megatron_rl_patches.testing import TinyModel
@@ -142,7 +142,7 @@ def test_a_role_that_a_model_builder_of_megatron_builds(framework: str, kind: st
         pytest.skip("this Megatron-LM has no such builder")
     of = TinyModel(kind={"GPT": "moe", "Hybrid": "hybrid"}[kind], bf16=True)
     of.initialize()
-    args = real_jobs.global_arguments()
+    real_jobs.role_arguments(framework, {"bf16": True}, skip_train=True)
     config = getattr(models, f"{kind}ModelConfig")(transformer=of.transformer_config())
     builder_class = config.get_builder_cls()
     # Its own layers are those of TransformerEngine.
@@ -174,8 +174,6 @@ def test_a_role_that_a_model_builder_of_megatron_builds(framework: str, kind: st
         assert type(build()).__name__ == DDP
 
     # Megatron-LM's own set-up passes wrap_with_ddp: its option leaves out what only training needs.
-    args.skip_train = True
-    global_vars._set_timers(args)
     settings = mock.Mock(model=config, ddp=ddp)
     settings.profiling.record_memory_history = settings.dist.use_megatron_fsdp = False
     settings.dist.use_torch_fsdp2 = False

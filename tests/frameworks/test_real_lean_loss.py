@@ -109,12 +109,16 @@ def test_with_other_patches(framework: str, paths: list[str]) -> None:
 
 @of_slime
 @on_ranks(1, timeout=400)
-def test_no_step_is_skipped(framework: str, paths: list[str]) -> None:
+def test_no_step_is_skipped(framework: str, tmp_path: Path, paths: list[str]) -> None:
     """``finite-step`` alone skips each step that a masked infinite ratio spoils; with both, it skips none.
 
     The weights are those of clean rollouts with and without the patch, deferred logits included.
     """
     job_type = job_of(framework, paths)
+    from tests.frameworks.real_jobs import POLICY
+
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.0, "kl_loss_type": "low_var_kl", "ref_load": tmp_path}
+    flags = POLICY | kl | {"no_check_for_nan_in_loss_and_grad": True}
 
     class Job(job_type):  # type: ignore[misc]
         old_log_prob = -4.0  # of the masked tokens
@@ -132,12 +136,8 @@ def test_no_step_is_skipped(framework: str, paths: list[str]) -> None:
     def trained(*patches: str, old_log_prob: float = -4.0) -> tuple[str, int]:
         """Return a checksum of weights and moments, and how many samples the schedule has seen."""
         with applied("reentrant-train", "finite-step", *patches):
-            job = Job()
-            job.use_policy_loss()
-            vars(job.args).update(use_kl_loss=True, kl_loss_coef=0.0, kl_loss_type="low_var_kl")
+            job = Job(flags)
             job.old_log_prob = old_log_prob
-            for chunk in job.model:
-                chunk.ddp_config.check_for_nan_in_grad = False
             for steps in (1, 2):
                 job.train(steps)
             return job.checksum(), job.scheduler.num_steps

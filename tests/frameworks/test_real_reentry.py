@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import math
 import re
 from typing import Any
@@ -15,13 +16,12 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rl_patches import applied
-from megatron_rl_patches.reentry import training_warnings
+from megatron_rl_patches import Settings, applied, status
+from megatron_rl_patches.reentry import finite_step, training_warnings
 from tests.frameworks import rollouts
 from tests.frameworks.import_stubs import job_of
 from tests.frameworks.rollouts import (
     FINE,
-    KEY_ERROR,
     NO_SYNC,
     TIMER,
     TRANSFORMER_ENGINE,
@@ -46,10 +46,11 @@ def test_unpatched_frameworks_fail_as_reported(framework: str, paths: list[str])
     assert outcome(job.train).startswith(NO_SYNC)
     job.config.no_sync_func = None
     is_megatron = framework == "megatron.training"
-    assert outcome(job.train) == (TIMER if is_megatron else KEY_ERROR)
+    no_handle = f"KeyError: {type(job.model[0].module).__name__}"  # for the first module
+    assert outcome(job.train) == (TIMER if is_megatron else no_handle)
     job = job_type()
     job.train()
-    assert outcome(job.save) in ((KEY_ERROR, FINE) if is_megatron else (KEY_ERROR,))  # fine from 0.16 on
+    assert outcome(job.save) in ((no_handle, FINE) if is_megatron else (no_handle,))  # fine from 0.16 on
 
 
 @with_layers("rollouts")
@@ -78,31 +79,30 @@ def test_rollouts_that_sample_from_a_part_of_the_vocabulary(framework: str, path
     """With the framework's own policy loss, iterator and, where its trainer takes one, mask."""
     if framework == "megatron.training":
         return
-    job = job_of(framework, paths)()
-    job.use_policy_loss()
+    job_type = job_of(framework, paths)
     from tests.frameworks.loss_jobs import LOSSES
+    from tests.frameworks.real_jobs import POLICY
     from tests.references.tiny_gpt import VOCABULARY
 
     keys = getattr(importlib.import_module(LOSSES[framework]), "ROLLOUT_TOP_P_TOKEN_KEYS", ())
-    own_data = job._rollout_data
 
-    def with_masks(samples: int) -> dict[str, Any]:
-        data = own_data(samples)
-        offsets = [torch.arange(length + 1) * VOCABULARY for length in data["response_lengths"]]
-        ids = [torch.arange(VOCABULARY).repeat(length) for length in data["response_lengths"]]
-        return {**data, **dict(zip(keys, (ids, offsets), strict=True))}
+    class Job(job_type):  # type: ignore[misc]
+        def _rollout_data(self, samples: int) -> dict[str, Any]:
+            data: dict[str, Any] = super()._rollout_data(samples)
+            if self.args.rollout_top_p == 1.0:
+                return data
+            offsets = [torch.arange(length + 1) * VOCABULARY for length in data["response_lengths"]]
+            ids = [torch.arange(VOCABULARY).repeat(length) for length in data["response_lengths"]]
+            return {**data, **dict(zip(keys, (ids, offsets), strict=bool(keys)))}
 
     def reported(top_p: float, top_k: int) -> list[str]:
         training_warnings.messages.clear()
-        vars(job.args).update(rollout_top_p=top_p, rollout_top_k=top_k)
-        job.train(1)
+        Job(POLICY | {"rollout_top_p": top_p, "rollout_top_k": top_k}).train(1)
         return [line.partition(":")[0] for line in training_warnings.reported() if "top_p" in line]
 
     with applied("reentrant-train"):
         assert reported(1.0, -1) == []
         assert reported(1.0, 20) == ["rollout_top_p=1.0, rollout_top_k=20"]
-        if keys:
-            job._rollout_data = with_masks
         assert reported(0.8, -1) == ([] if keys else ["rollout_top_p=0.8, rollout_top_k=-1"])
 
 
@@ -115,8 +115,8 @@ def test_the_log_of_each_interval(framework: str, paths: list[str]) -> None:
     logs, checksums = {}, []
     for patched, interval in ((False, 1), (True, 1), (True, 3)):
         with applied("reentrant-train"):
-            job = job_type(overlap_param_gather=False)
-            job.args.log_interval, lines, training = interval, [], job.module
+            job = job_type({"log_interval": interval}, overlap_param_gather=False)
+            lines, training = [], job.module
             log = training.training_log if patched else inspect.unwrap(training.training_log)
             with (
                 mock.patch.multiple(training, training_log=log, print_rank_last=lines.append),
@@ -140,6 +140,11 @@ def test_the_log_of_each_interval(framework: str, paths: list[str]) -> None:
 # --- finite-step: a NaN in one microbatch of the first step of the second rollout of three
 
 
+#: What Megatron says before gradients are reduced, unless its check is off.
+CHECK = "found NaN in local grad norm for bucket"
+UNCHECKED = {"no_check_for_nan_in_loss_and_grad": True}
+
+
 def _rollouts(job: Any, bad: bool = False, leave_out: bool = False) -> tuple[Any, list[float]]:
     """Train three rollouts of two steps, and return the job and the gradient norms that were reported."""
     from tests.frameworks.jobs import MICROBATCHES
@@ -154,15 +159,37 @@ def _rollouts(job: Any, bad: bool = False, leave_out: bool = False) -> tuple[Any
     return job, [float(step[norm]) for step in steps]
 
 
-@on_ranks(1, timeout=400)
-def test_a_bad_step_equals_that_step_left_out(framework: str, paths: list[str]) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks(lambda ranks: ranks, timeout=400)
+def test_a_bad_step_equals_that_step_left_out(framework: str, ranks: int, paths: list[str]) -> None:
     job_type = job_of(framework, paths)
+    is_megatron = framework == "megatron.training"
     with applied("reentrant-train"):
-        spoilt, _ = _rollouts(job_type(), bad=True)
-        assert any(parameter.isnan().any() for parameter in spoilt.model[0].parameters())
+        unpatched, _ = _rollouts(job_type(UNCHECKED), bad=True)
+        # slime and miles look at the norm themselves, and say nothing.
+        assert any(p.isnan().any() for p in unpatched.model[0].parameters()) == is_megatron
         with applied("finite-step"):
-            skipped, norms = _rollouts(job_type(), bad=True)
-            expected, _ = _rollouts(job_type(), leave_out=True)
+            with mock.patch.object(logging.getLogger("megatron_rl_patches"), "log") as log:
+                skipped, norms = _rollouts(job_type(UNCHECKED), bad=True)
+            [site] = [site for site in status() if site.target.endswith("ChainedOptimizer.step")]
+            expected, _ = _rollouts(job_type(UNCHECKED), leave_out=True)
+    assert site.detail == "1 of 6 steps skipped"
+    lines = [str(call) for call in log.call_args_list if "step 3 skipped: the norm" in str(call)]
+    assert len(lines) == (torch.distributed.get_rank() == 0)
     assert skipped.checksum() == expected.checksum()
     assert skipped.scheduler.num_steps == expected.scheduler.num_steps > 0
     assert list(map(math.isnan, norms)) == [False, False, True, False, False, False]
+
+
+@on_ranks(1, timeout=400)
+def test_training_ends_after_the_limit_or_by_the_check_of_megatron(framework: str, paths: list[str]) -> None:
+    """With Megatron's check, which is its default, the first bad gradient ends the job before the step."""
+    job_type = job_of(framework, paths)
+    with applied("reentrant-train", "finite-step", settings=Settings(finite_step_limit=3)):
+        for flags, error, steps in ((UNCHECKED, "NonFiniteGradients: 3 steps in a row", 3), ({}, CHECK, 0)):
+            job = job_type(flags)
+            before = job.checksum()
+            job.model[0].module.register_forward_hook(lambda *unused: unused[-1] * math.nan)
+            assert error in outcome(job.train, 5)
+            assert job.checksum() == before
+            assert finite_step.history_of(job.optimizer).skipped == steps

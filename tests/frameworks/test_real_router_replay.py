@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -36,10 +37,11 @@ def imported(name: str) -> Any:
             sys.modules[missing.name] = mock.MagicMock()
 
 
-def make_job(job_type: Any) -> tuple[Any, list[Any]]:
+def make_job(job_type: Any, folder: Path) -> tuple[Any, list[Any]]:
     """Return a job of slime, and a list of what its routers record and read."""
-    config = {"moe_enable_routing_replay": True, **RECOMPUTE}
-    job = job_type(kind="moe", config=config, overlap_param_gather=False)
+    (folder / "core.yaml").write_text("moe_enable_routing_replay: true")
+    flags = RECOMPUTE | {"use_routing_replay": True, "custom_config_path": folder / "core.yaml"}
+    job = job_type(flags, kind="moe", overlap_param_gather=False)
     replay = imported("slime.utils.routing_replay")
     replay.RoutingReplay.all_routing_replays.clear()
     seen: list[Any] = []
@@ -64,10 +66,6 @@ def actor_of(job: Any) -> Any:
     module.get_data_iterator = lambda rollout: None
     module.train = lambda *unused: job.train(1)
     module.timer = module.inverse_timer = lambda name: contextlib.nullcontext()
-    # All other options are off.
-    vars(job.args).update(
-        use_routing_replay=True, compute_advantages_and_returns=True, get_mismatch_metrics=True
-    )
     actor = object.__new__(module.MegatronTrainRayActor)
     vars(actor).update(
         args=job.args,
@@ -91,10 +89,10 @@ def break_off(*unused: Any) -> None:
         raise ArithmeticError
 
 
-def three_rollouts(job_type: Any) -> list[bool]:
+def three_rollouts(job_type: Any, folder: Path) -> list[bool]:
     """Return for the first and the third rollout whether the routes that were read are those recorded."""
     os.environ.update(ENABLE_ROUTING_REPLAY="1", ROUTING_REPLAY_STAGE="fallthrough")
-    job, seen = make_job(job_type)
+    job, seen = make_job(job_type, folder)
     actor = actor_of(job)
     outcomes = []
     for number in range(3):
@@ -116,10 +114,11 @@ def three_rollouts(job_type: Any) -> list[bool]:
 
 
 @on_ranks(1, timeout=400)
-def test_routes_read_are_routes_recorded(framework: str, paths: list[str]) -> None:
+def test_routes_read_are_routes_recorded(framework: str, tmp_path: Path, paths: list[str]) -> None:
     job_type = job_of(framework, paths)
     with mock.patch("torch.Tensor.is_pinned", lambda tensor: True), applied("reentrant-train"):
         imported("slime.backends.megatron_utils.actor")
-        assert three_rollouts(job_type) == [True, False]  # the third reads what the second has recorded
+        # The third reads what the second has recorded.
+        assert three_rollouts(job_type, tmp_path) == [True, False]
         with applied("router-replay"):
-            assert three_rollouts(job_type) == [True, True]
+            assert three_rollouts(job_type, tmp_path) == [True, True]

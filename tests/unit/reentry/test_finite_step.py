@@ -110,3 +110,19 @@ def test_for_callers_that_assert_success_the_schedule_waits(optimizer: Optimizer
     assert [result[0] for result in results] == [True] * 3
     assert [math.isnan(result[1]) for result in results] == [False, True, True]
     assert advanced == [0, 1, 4]
+
+
+def test_a_bad_norm_that_the_caller_asks_for_is_a_skipped_step(optimizer: Optimizer) -> None:
+    """slime and miles do not call ``step`` then."""
+    step, history = optimizer.step, finite_step.history_of(optimizer)
+    vars(optimizer)["step"] = lambda: finite_step.step(optimizer, step)
+    with finite_step.skips_as_successes(optimizer, limit=2):
+        optimizer.result, optimizer.norms = (True, math.nan, None), (1.0,)
+        assert optimizer.get_grad_norm() is math.nan
+        assert optimizer.step()[:2] == (True, 1.0)
+        assert (history.taken, history.skipped, history.in_row) == (1, 1, 0)
+        optimizer.result = True, math.inf, None
+        optimizer.get_grad_norm()
+        with pytest.raises(NonFiniteGradients, match="2 steps in a row"):
+            optimizer.get_grad_norm()
+    assert "get_grad_norm" not in vars(optimizer)
