@@ -5,6 +5,8 @@ Import this on ranks only, inside ``cpu_backend()``.
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib
 import inspect
 import itertools
@@ -68,6 +70,52 @@ def set_parallel_state_of_miles() -> None:
     home.set_parallel_state(home.ParallelState(**infos))
 
 
+def _arguments_of(framework: str, options: dict[str, Any]) -> Any:
+    """Return arguments that the framework reads from a command line; those of stand-ins are set one by one."""
+    module = importlib.import_module(LOSSES[framework])
+    if "stand_in" not in str(module.__file__):
+        args = copy.copy(_parsed(framework, *sorted(options.items())))
+        if options.get("loss_type") == "value_loss":  # no command line has it: the critic sets it
+            args.loss_type = "value_loss"
+        return args
+    args = Arguments(
+        qkv_format="thd",
+        allgather_cp=False,
+        rollout_temperature=1.0,
+        rollout_top_p=1.0,
+        rollout_top_k=-1,
+        log_probs_chunk_size=-1,
+        entropy_coef=0.0,
+        observe_training_entropy=True,
+        loss_type="policy_loss",
+        advantage_estimator="grpo",
+        eps_clip=0.2,
+        eps_clip_high=0.2,
+        recompute_loss_function=False,
+        global_batch_size=3,
+        use_dynamic_global_batch_size=False,
+        multi_lora_n_adapters=0,
+    )
+    vars(args).update(options)
+    return args
+
+
+@functools.cache
+def _parsed(framework: str, *options: tuple[str, Any]) -> Any:
+    from megatron_rl_patches.testing import TinyModel
+    from tests.frameworks.real_jobs import parse_arguments
+
+    flags = {"loss_type": "policy_loss", **dict(options)}
+    if flags["loss_type"] == "value_loss":
+        del flags["loss_type"]
+    if flags.get("use_kl_loss"):
+        flags["ref_load"] = "."  # a folder that is there
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    cp = parallel_state.get_context_parallel_world_size()
+    replicas = parallel_state.get_data_parallel_world_size()
+    return parse_arguments(framework, TinyModel(tp=tp, cp=cp), 3 * replicas, **flags)
+
+
 class LossJob:
     """A microbatch of packed samples, on this rank's share of the vocabulary and of the sequences."""
 
@@ -87,25 +135,7 @@ class LossJob:
         self.framework, self.deferred = framework, deferred
         if "miles" in framework:
             set_parallel_state_of_miles()
-        self.args = Arguments(
-            qkv_format="thd",
-            allgather_cp=False,
-            rollout_temperature=1.0,
-            rollout_top_p=1.0,
-            rollout_top_k=-1,
-            log_probs_chunk_size=-1,
-            entropy_coef=0.0,
-            observe_training_entropy=True,
-            loss_type="policy_loss",
-            advantage_estimator="grpo",
-            eps_clip=0.2,
-            eps_clip_high=0.2,
-            recompute_loss_function=False,
-            global_batch_size=3,
-            use_dynamic_global_batch_size=False,
-            multi_lora_n_adapters=0,
-        )
-        vars(self.args).update(options)
+        self.args = _arguments_of(framework, options)
         generator = torch.Generator().manual_seed(0)
         self.whole = 3 * torch.randn(sum(totals), vocabulary, generator=generator)
         self.tokens = [torch.randint(vocabulary, (length,), generator=generator) for length in totals]

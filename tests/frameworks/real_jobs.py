@@ -13,7 +13,7 @@ import importlib
 import math
 import sys
 from collections.abc import Mapping
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -212,6 +212,8 @@ def parse_arguments(framework: str, model: TinyModel, global_batch_size: int, **
             "debug_train_only": True,
             "spec": "tests.frameworks.real_jobs local_layers" if framework == "miles" and is_local else None,
         }
+    if flags.get("allgather_cp") and framework == "slime":
+        values["hf_checkpoint"] = "none"
     words = [
         word
         for name, value in {**values, **flags}.items()
@@ -252,7 +254,13 @@ def _parse(framework: str) -> Any:
         arguments.validate_args(args)
         return args
     home = importlib.import_module(f"{framework}.utils.arguments")
-    with mock.patch.object(home, "sglang_validate_args", lambda args: None):  # of a stub
+    of_megatron = importlib.import_module(f"{framework}.backends.megatron_utils.arguments")
+    model = SimpleNamespace(architectures=["GlmMoeDsaForCausalLM"])  # --allgather-cp is for such models alone
+    configs = SimpleNamespace(from_pretrained=lambda *unused, **unused_too: model)
+    with (
+        mock.patch.object(home, "sglang_validate_args", lambda args: None),  # of a stub
+        mock.patch.object(of_megatron, "AutoConfig", configs, create=True),
+    ):
         return home.parse_args()
 
 
