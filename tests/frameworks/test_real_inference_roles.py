@@ -59,7 +59,8 @@ def test_policy_and_teacher_side_by_side(
     chunk = build_teacher(model.initialize_model_and_optimizer, args, TEACHER)
     assert type(chunk).__name__ == "Float16Module"
     assert tiny_gpt.checksum(state[0], state[1]) == weights
-    assert len(set(everywhere(weights))) == 1
+    # Ranks have the same parameters, and their own shards of the optimizer's copies.
+    assert len(set(everywhere(tiny_gpt.checksum(state[0], mock.Mock(param_groups=[]))))) == 1
     assert has_weights(chunk, other.state_dict())
     arguments = dict.fromkeys(inspect.signature(model.train).parameters) | {"model": [chunk]}
     with pytest.raises(InferenceOnlyError, match=f"^train: the model of role '{TEACHER}'"):

@@ -248,7 +248,7 @@ class LogitsJob:
         self, entropy: bool, chunks: bool = False, distillation: bool = False, squares: bool = True
     ) -> dict[str, Any]:
         engine = object.__new__(importlib.import_module(VERL_ENGINE).MegatronEngineWithLMHead)
-        engine.engine_config = SimpleNamespace(
+        engine.engine_config = importlib.import_module("verl.workers.config").McoreEngineConfig(
             entropy_from_logits_with_chunking=chunks, entropy_from_logits_chunk_size=4
         )
         logits = self.logits()
