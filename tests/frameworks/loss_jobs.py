@@ -71,7 +71,7 @@ def set_parallel_state_of_miles() -> None:
 
 
 def _arguments_of(framework: str, options: dict[str, Any]) -> Any:
-    """Return arguments that the framework reads from a command line; those of stand-ins are set one by one."""
+    """Return arguments that the framework reads from a command line; stand-ins have those set here."""
     module = importlib.import_module(LOSSES[framework])
     if "stand_in" not in str(module.__file__):
         args = copy.copy(_parsed(framework, *sorted(options.items())))
@@ -144,7 +144,7 @@ class LossJob:
         at_random = torch.rand(sum(responses), vocabulary, generator=generator) < 0.4
         self.keep_mask = at_random.scatter(1, sampled, True) if masked else None
         self.columns = columns_of_rank(vocabulary)
-        self.rows = _rows_of_rank(totals, self.args.allgather_cp)
+        self.rows = _rows_of_rank(totals, getattr(self.args, "allgather_cp", False))  # OpenClaw-RL lacks it
 
     def logits(self, whole_vocabulary: bool = False) -> Tensor:
         """Of the model: a leaf to read the gradient from, and no leaf to the loss."""

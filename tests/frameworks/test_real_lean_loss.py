@@ -79,18 +79,25 @@ def test_sampling_masks(framework: str, ranks: int, layout: dict[str, Any], path
 # --- finite-loss
 
 
+def _losses(framework: str, paths: list[str]) -> dict[str, Any]:
+    """Return the losses that the command line of this release has."""
+    text = Path(paths[0], framework, "utils", "arguments.py").read_text()
+    of_all = finite.LOSSES.items()
+    return {name: loss for name, loss in of_all if loss.get("advantage_estimator", "") in text}
+
+
 @of_slime
 @pytest.mark.parametrize(("ranks", "layout"), [*LAYOUTS, RECOMPUTED])
 @on_ranks(lambda ranks: ranks, timeout=400)
 def test_masked_tokens(framework: str, ranks: int, layout: dict[str, Any], paths: list[str]) -> None:
-    options = _initialize(framework, paths, layout)
+    options, losses = _initialize(framework, paths, layout), _losses(framework, paths)
     with warnings.catch_warnings(action="ignore"):  # that use_reentrant is not given
-        assert finite.check_masked_tokens(framework, **options) > 10
+        assert finite.check_masked_tokens(framework, losses, **options) > 10
         for with_lean_loss in (False, True):
-            finite.check_policy(framework, with_lean_loss, **options)
-        finite.check_counted_tokens(framework, **options)
+            finite.check_policy(framework, with_lean_loss, losses, **options)
+        finite.check_counted_tokens(framework, losses, **options)
         if layout == {}:
-            assert finite.check_masked_tokens(framework, spoilt_by=finite.SPOILT) > 50
+            assert finite.check_masked_tokens(framework, losses, spoilt_by=finite.SPOILT) > 50
             finite.check_value_loss(framework)
 
 
@@ -99,12 +106,14 @@ def test_masked_tokens(framework: str, ranks: int, layout: dict[str, Any], paths
 def test_with_other_patches(framework: str, paths: list[str]) -> None:
     """``lean-loss`` and deferred logits, in either order of application."""
     _initialize(framework, paths, {})
+    losses = _losses(framework, paths)
     with warnings.catch_warnings(action="ignore"), applied("lean-loss"):
-        for deferred in (False, True):
-            assert finite.check_masked_tokens(framework, deferred=deferred, recompute_loss_function=True) > 10
-            finite.check_counted_tokens(framework, deferred=deferred)
+        for way in ({"deferred": False}, {"deferred": True}):
+            recomputed = way | {"recompute_loss_function": True}
+            assert finite.check_masked_tokens(framework, losses, **recomputed) > 10
+            finite.check_counted_tokens(framework, losses, **way)
     with applied(finite.PATCH), applied("lean-loss"):
-        finite.check_policy(framework, True, deferred=True)
+        finite.check_policy(framework, True, losses, deferred=True)
 
 
 @of_slime
