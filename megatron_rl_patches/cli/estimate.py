@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import prod
@@ -27,7 +28,7 @@ _SET_HELP = (
 _OPTIMIZER_HELP = "The distributed optimizer: its states are divided over the replicas."
 _TEACHERS_HELP = "Models of this shape that wait in host memory to score, one at a time."
 _HEADS_HELP = "Their output layers stay on the device, as exact distillation needs them."
-_PLOT_HELP = "Draw stacked bars; needs the extra `plot`."
+_PLOT_HELP = "Draw stacked bars; needs matplotlib."
 
 
 def _option(panel: str, names: str, help: str, metavar: str | None = None, **options: Any) -> Any:
@@ -179,8 +180,10 @@ def _in_cache(name: str) -> Path:
     snapshots = (cache / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json")
     newest = max(snapshots, key=lambda file: file.stat().st_mtime, default=None)
     if newest is None:
-        raise InvalidInputError(
-            f"there is no file or folder {name}, and no such model in {cache}: "
-            f"`hf download {name} config.json` brings its configuration, or pass the path of one"
-        )
+        advice = ""
+        if re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*(?<!\.json)", name):
+            advice = (
+                f", and no such model in {cache}: `hf download {name} config.json` brings its configuration"
+            )
+        raise InvalidInputError(f"there is no file or folder {name}{advice}")
     return newest

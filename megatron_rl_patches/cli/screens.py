@@ -38,7 +38,7 @@ def check_writable(option: str, file: Path) -> None:
 def check_plot(option: str, file: Path) -> None:
     """Raise :class:`InvalidInputError` if matplotlib cannot draw the file."""
     if find_spec("matplotlib") is None:
-        raise InvalidInputError(f"{option} needs matplotlib: pip install 'megatron-rl-patches[plot]'")
+        raise InvalidInputError(f"{option} needs matplotlib: pip install matplotlib")
     if file.suffix not in (".png", ".pdf", ".svg"):
         raise InvalidInputError(f"{option} is {file}; expected a name that ends in .png, .pdf or .svg")
     check_writable(option, file)

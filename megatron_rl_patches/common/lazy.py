@@ -1,11 +1,14 @@
-"""Names that a package offers and loads when they are first used."""
+"""What is imported late: names that a package offers, and torch and megatron-core, which may be absent."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
 from typing import Any
+
+from ..errors import MegatronRLPatchesError
 
 
 def lazy_names(
@@ -26,3 +29,15 @@ def lazy_names(
         return sorted({*vars(sys.modules[package]), *module_of})
 
     return get, list_names, sorted(module_of)
+
+
+def require_megatron(action: str) -> None:
+    """Raise :class:`MegatronRLPatchesError` without torch or megatron-core, which an action needs."""
+    try:
+        is_installed = None not in (find_spec("torch"), find_spec("megatron.core"))
+    except ModuleNotFoundError:  # a parent
+        is_installed = False
+    if not is_installed:
+        raise MegatronRLPatchesError(
+            f"{action} needs torch and megatron-core: pip install torch megatron-core"
+        )

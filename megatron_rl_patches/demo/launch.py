@@ -18,6 +18,7 @@ from functools import partial
 from multiprocessing.context import SpawnContext
 from pathlib import Path
 
+from ..common.lazy import require_megatron
 from ..common.ranks import is_rank_0
 from ..doctor import examine_startup
 from ..engine.settings import VARIABLE, variable_of
@@ -47,8 +48,9 @@ def run_demo(*, rollouts: int, ranks: int, seed: int, without_patches: bool = Fa
         upstream's second ``train()``.
 
     Raises:
-        MegatronRLPatchesError: the environment variable has no effect in this environment.
+        MegatronRLPatchesError: torch or megatron-core is absent, or the environment variable has no effect.
     """
+    require_megatron("the demo")
     variables = {
         # The patches know the train() of frameworks. The program's own must be named.
         variable_of("train_functions"): _TRAIN_FUNCTION,

@@ -175,7 +175,12 @@ def test_output_that_cannot_be_written_is_refused_at_once(command: str, option: 
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     message = refuse("estimate", "--plot", tmp_path / "memory.png")
-    assert "--plot needs matplotlib: pip install 'megatron-rl-patches[plot]'" in message
+    assert "--plot needs matplotlib: pip install matplotlib" in message
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for arguments in (("demo",), ("estimate", *SMALL)):
+        message = refuse(*arguments)
+        assert message.endswith("needs torch and megatron-core: pip install torch megatron-core\n")
+        assert len(message.splitlines()) == 1
 
 
 def test_version_and_help() -> None:
@@ -215,6 +220,8 @@ def test_a_model_by_its_place(counter: Mock, tmp_path: Path, monkeypatch: Monkey
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     message = refuse_estimate("google/gemma")
     assert "`hf download google/gemma config.json`" in message and len(message.splitlines()) == 1
+    for file in ("nope.json", "./google/gemma", "a/b/c"):
+        assert refuse_estimate(file).endswith(f"there is no file or folder {file}\n")
     folder = tmp_path / "hub" / "models--google--gemma" / "snapshots" / "0123"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(GEMMA_3_27B))
@@ -306,7 +313,6 @@ def test_flags_of_the_optimizer(counter: Mock) -> None:
 
 def test_estimates_that_are_refused(counter: Mock, tmp_path: Path) -> None:
     for arguments, message in (
-        (assign(hidden_size=64, num_attention_heads=4), "missing: num_layers, vocab_size"),
         ((*SMALL, "--tp=4", "--world-size=6"), "no multiple of 4"),
         ((*SMALL, "--dp=2", "--world-size=2"), "not both"),
         ((*SMALL, "--dtype=fp8"), "dtype is 'fp8'"),

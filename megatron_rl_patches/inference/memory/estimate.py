@@ -14,7 +14,7 @@ from typing import Any
 
 from ...common.chunks import as_chunks, config_of
 from ...errors import InvalidInputError
-from .parameters import ITEM_SIZES, REQUIRED, GPTArguments, Parameter, Stage, count_parameters, parameters_of
+from .parameters import ITEM_SIZES, GPTArguments, Parameter, Stage, count_parameters, parameters_of
 
 _Fields = Mapping[str, Any]
 _FP32 = ITEM_SIZES["fp32"]
@@ -190,8 +190,6 @@ def _parameters(model: Any, described: _Fields, dtype: str) -> tuple[_Fields, Se
         model = fields_of(model) if isinstance(model, TransformerConfig) else model
     if isinstance(model, Mapping):
         described = {**model, **described}
-        if missing := [name for name in REQUIRED if name not in described]:
-            raise InvalidInputError(f"missing: {', '.join(missing)}")
         return described, count_parameters(described, dtype)
     from torch.nn import Module
 

@@ -48,12 +48,19 @@ def _number(text: _Config, name: str, default: int | None = None, least: int = 1
     value = text.get(name)
     if value is None:
         return default
-    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    is_whole = type(value) is int or (isinstance(value, float) and value.is_integer())
     if not is_whole or not least <= value <= _LARGEST:
         raise InvalidInputError(
             f"{name} is {str(value)[:40]} in the configuration; expected a whole number of at least {least}"
         )
     return int(value)
+
+
+def _flag(text: _Config, name: str, default: bool = False) -> bool:
+    value = text.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidInputError(f"{name} is {value!r:.40} in the configuration; expected true or false")
+    return default if value is None else value
 
 
 class _Family(NamedTuple):
@@ -125,7 +132,7 @@ def _derived(text: _Config, names: Mapping[str, str]) -> dict[str, Any]:
         every, kinds = _number(text, "full_attention_interval", 4), text.get("layer_types")
         are_linear = [kind == "linear_attention" for kind in kinds or ()] or [n % every != 0 for n in layers]
         fields["linear_attention_freq"] = [*map(int, are_linear[: len(layers)])]
-    if text.get("use_qk_norm"):
+    if _flag(text, "use_qk_norm"):
         fields["qk_layernorm"] = True
     return fields
 
@@ -192,14 +199,13 @@ def _by_table(config: _Config, text: _Config, overrides: Mapping[str, Any]) -> d
         raise InvalidInputError(
             f"the configuration leaves {listed} to the defaults of {kind}; pass the numbers"
         )
-    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", family.tied))
     mtp_layers = _number(text, "num_nextn_predict_layers", least=0)
     return {
         "gated_linear_unit": True,
         "add_bias_linear": False,
         "normalization": "RMSNorm",
-        "share_embeddings_and_output_weights": bool(tied),
-        "add_qkv_bias": bool(text.get("attention_bias")),
+        "share_embeddings_and_output_weights": _flag({**config, **text}, "tie_word_embeddings", family.tied),
+        "add_qkv_bias": _flag(text, "attention_bias"),
         **({"mtp_num_layers": mtp_layers} if mtp_layers else {}),
         **{ours: number for ours, number in numbers.items() if number is not None},
         **family.fixed,
@@ -208,8 +214,8 @@ def _by_table(config: _Config, text: _Config, overrides: Mapping[str, Any]) -> d
 
 
 def _beyond_gpt_model(text: _Config, kind: str) -> list[str]:
-    beyond = ["mlp_bias"] if text.get("mlp_bias") else []
-    if text.get("attention_bias") and not kind.startswith(("qwen", "glm4", "gpt_oss")):
+    beyond = ["mlp_bias"] if _flag(text, "mlp_bias") else []
+    if _flag(text, "attention_bias") and not kind.startswith(("qwen", "glm4", "gpt_oss")):
         beyond.append("attention_bias")
     layers = set(text.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if kind == "qwen3_next":

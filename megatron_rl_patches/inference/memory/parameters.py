@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import functools
 import json
 import math
@@ -21,6 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ...common.chunks import unwrap
+from ...common.lazy import require_megatron
 from ...common.text import one_line
 from ...errors import InvalidInputError
 
@@ -95,14 +97,8 @@ def parameters_of(chunk: torch.nn.Module) -> list[Parameter]:
         Parameter(p.numel(), _TORCH_NAMES[str(p.dtype)], not getattr(p, "allreduce", True), id(p) in head)
         for p in chunk.parameters()
     ]
-    # Megatron keeps the biases of routers in fp32: Float16Module converts them, the first forward pass back.
     buffers = [
-        Parameter(
-            buffer.numel(),
-            "fp32" if name.endswith("expert_bias") else _TORCH_NAMES[str(buffer.dtype)],
-            expert=False,
-            trained=False,
-        )
+        Parameter(buffer.numel(), _TORCH_NAMES[str(buffer.dtype)], expert=False, trained=False)
         for name, buffer in chunk.named_buffers()
         if name.endswith(_ROUTER_BUFFERS)
     ]
@@ -124,6 +120,7 @@ def count_parameters(fields: Mapping[str, Any], dtype: str) -> list[Stage]:
 
     ``fields`` are those of ``TransformerConfig`` and of :class:`GPTArguments`.
     """
+    require_megatron("an estimate")
     task = json.dumps([fields, dtype], default=repr)
     # Counting needs no patches, and their messages would confuse.
     variables = {"CUDA_VISIBLE_DEVICES": "", "MEGATRON_RL_PATCHES": "0"}
@@ -156,6 +153,8 @@ def main() -> None:
         answer = " ".join(str(error).split())
     except Exception as error:
         answer = f"Megatron does not build this model: {one_line(error)}"
+        if "divisible by pipeline" in answer:
+            answer += "; num_layers_in_last_pipeline_stage (or _first_) gives one stage another number"
     print(json.dumps(answer))
 
 
@@ -196,14 +195,17 @@ def _check(fields: Mapping[str, Any], config_class: Any) -> None:
     defaults = {field.name: field.default for field in all_fields}
     for name, value in fields.items():
         if name not in defaults:
+            meant = "".join(f"; did you mean {n}?" for n in difflib.get_close_matches(name, defaults, 1))
             raise InvalidInputError(
-                f"{name}: {config_class.__name__} of this megatron-core has no such field"
+                f"{name}: {config_class.__name__} of this megatron-core has no such field{meant}"
             )
         default = defaults[name]
         if None not in (default, value) and isinstance(default, bool) != isinstance(value, bool):
             raise InvalidInputError(f"{name} is {value!r}; expected a value such as {default!r}")
         if type(value) is int and value < (name in REQUIRED):
             raise InvalidInputError(f"{name} is {value}; it must be at least {int(name in REQUIRED)}")
+    if missing := [name for name in REQUIRED if name not in fields]:
+        raise InvalidInputError(f"missing: {', '.join(missing)}")
 
 
 @contextmanager

@@ -148,6 +148,13 @@ def test_the_text_part_counts_and_flags_fill_in_or_come_first() -> None:
         ([LLAMA], "a JSON object, not a list"),
         ({**LLAMA, "hidden_size": "large"}, "hidden_size is large in the configuration; expected a whole"),
         ({**LLAMA, "hidden_size": [1]}, "hidden_size is "),
+        ({**LLAMA, "hidden_size": True}, "hidden_size is True"),
+        (
+            {**LLAMA, "tie_word_embeddings": "false"},
+            "tie_word_embeddings is 'false' .* expected true or false",
+        ),
+        ({**LLAMA, "attention_bias": "false"}, "attention_bias is 'false'"),
+        ({**LLAMA, "mlp_bias": 0.0}, "mlp_bias is 0.0"),
         ({**LLAMA, "hidden_size": math.inf}, "hidden_size is inf"),
         ({**QWEN3_MOE, "decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         ({"text_config": [LLAMA]}, "another type"),
@@ -357,8 +364,17 @@ def test_objections_are_passed_on() -> None:
     model = {"num_layers": 2, "hidden_size": 96, "num_attention_heads": 3, "vocab_size": 100}
     with pytest.raises(InvalidInputError, match=r"does not build this model: .*num_attention_heads"):
         estimate_memory(model, tensor_model_parallel_size=2)
-    with pytest.raises(InvalidInputError, match="num_layers is 0; it must"):
-        estimate_memory(model, num_layers=0)
+    for fields, message in (
+        ({**model, "num_layers": 0}, "num_layers is 0; it must"),
+        (
+            {**model, "num_layers": 5, "pipeline_model_parallel_size": 2},
+            "; num_layers_in_last_pipeline_stage",
+        ),
+        ({"vocab_size": 4}, "missing: num_layers, hidden_size"),
+        ({"hidden_sise": 64}, "hidden_sise: .* no such field; did you mean hidden_size"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            estimate_memory(fields)
     with pytest.raises(InvalidInputError, match="gated_linear_unit is 'False'; expected a value such as Fal"):
         estimate_memory({**model, "gated_linear_unit": "False"})
     assert not torch.distributed.is_initialized()
@@ -414,7 +430,6 @@ EP_8: dict[str, Any] = {"expert_model_parallel_size": 8}
         (lambda: estimate_memory(linear(torch.float8_e5m2)), "parameters of dtype torch.float8_e5m2"),
         (lambda: estimate_memory(linear(), data_parallel_size=0), "data_parallel_size is 0"),
         (lambda: estimate_memory(linear(), data_parallel_size=4, **EP_8), "must be a multiple of 8"),
-        (lambda: estimate_memory({"num_layers": 2}, vocab_size=4), "missing: hidden_size, num_attention_h"),
         (lambda: estimate_memory(linear(), dtype="fp64"), "dtype is 'fp64'"),
         (lambda: estimate_memory(linear(), vocab_size=3), "vocab_size: model chunks take only the sizes"),
         (lambda: estimate_memory("gpt"), "model is a str"),
