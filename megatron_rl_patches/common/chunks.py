@@ -45,6 +45,14 @@ def unwrap(chunk: Chunk) -> Chunk:
     return chunk
 
 
+def has_main_parameter(parameter: Any) -> bool:
+    """Return whether an optimizer has a copy of the weight, which its next step writes over the weight.
+
+    With sharded optimizers, replicas that update other weights have the attribute, too.
+    """
+    return hasattr(parameter, "main_param")
+
+
 def distinct_configs(model: Model, *others: Any) -> list[Any]:
     """Return the configs of the chunks, which may share one, and ``others``, without repetitions."""
     configs = (*map(config_of, model), *others)

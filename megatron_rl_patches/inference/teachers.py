@@ -12,7 +12,7 @@ import torch
 from ..common.chunks import as_chunks
 from ..errors import InvalidInputError
 from ..losses import OutputHead
-from .weights import HostCopy, checksum, describe, differences, layout_of
+from .weights import TURNS_TO_FLOAT32, HostCopy, checksum, describe, differences, layout_of
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 
@@ -60,6 +60,9 @@ class TeacherPool:
         self._resident: HostCopy | None = None
         # A copy into the model began and did not end: its weights are a mix.
         self._partially_written = False
+        for module in (module for chunk in self._chunks for module in chunk.modules()):
+            if hasattr(module, TURNS_TO_FLOAT32):  # otherwise the first pass does it, in memory that is new
+                getattr(module, TURNS_TO_FLOAT32)()
         weights, storages = layout_of(self._chunks)
         # Tensors without memory, to compare with.
         self._expected = {name: weight.to("meta") for name, weight in weights.items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..common.chunks import unwrap
+from ..common.chunks import has_main_parameter, unwrap
 from ..common.text import listed
 from ..errors import InferenceOnlyError, InvalidInputError
 
@@ -17,6 +17,8 @@ _SUMMED_BYTES = 1 << 28  # at a time
 _STRETCH_BYTES = 512
 _MULTIPLIER = 0x1E3779B97F4A7C15  # any large odd number
 
+#: The method by which a router of Megatron turns back to float32 what ``Float16Module`` has rounded.
+TURNS_TO_FLOAT32 = "_maintain_float32_expert_bias"
 #: Weights of one of these dtypes may be loaded into another; a quantized weight would lack its scales.
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
@@ -51,6 +53,11 @@ def describe(differing: Differences) -> str:
     for kind, text in sorted(differing):
         texts.setdefault(kind, []).append(text)
     return "; ".join(f"tensors {kind} ({len(some)}): {listed(some)}" for kind, some in texts.items())
+
+
+def is_of_output_head(name: str) -> bool:
+    """Return whether a weight has the name that Megatron gives to those of an output layer."""
+    return ".output_layer." in f".{name}"
 
 
 class HostCopy:
@@ -101,14 +108,15 @@ def checksum(storages: Sequence[torch.Tensor]) -> list[int]:
 def layout_of(chunks: Sequence[torch.nn.Module]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
     """Return the weights of a model by name, and each storage once, as uint8 ``[bytes]``.
 
-    Weights that train or have no plain memory are refused.
+    Weights that an optimizer overwrites, and those without plain memory, are refused.
     """
     weights = dict(named_weights(chunks))
     storages: dict[int, torch.Tensor] = {}
     for name, weight in weights.items():
-        if weight.requires_grad:
+        if weight.requires_grad or has_main_parameter(weight):
+            reason = "requires grad" if weight.requires_grad else "has a main parameter"
             raise InferenceOnlyError(
-                f"{name} requires grad: a pool overwrites the weights of its model, which must be one that "
+                f"{name} {reason}: a pool overwrites the weights of its model, which must be one that "
                 "does not train. Freeze it (requires_grad_(False)), or pass a model of its own."
             )
         if weight.numel() == 0:

@@ -21,13 +21,17 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 
+from megatron_rl_patches.common.chunks import unwrap
 from megatron_rl_patches.errors import InferenceOnlyError, InvalidInputError
-from megatron_rl_patches.inference import build_inference_model
+from megatron_rl_patches.inference import TeacherPool, build_inference_model, load_inference_checkpoint
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import by_speed, everywhere, on_ranks
+from tests.real import checkpoints
 from tests.references import tiny_gpt
 from tests.references.live_bytes import reachable_bytes
+from tests.worlds.passes import fill_at_random
 from tests.worlds.scoring import scores_of
 from tests.worlds.unchanged import megatron_unchanged
 
@@ -373,6 +377,52 @@ def test_hooks_before_wrapping_and_configs_of_ones_own() -> None:
     with_own = lambda pre_process, post_process: provider(config=OPTIONS.transformer_config())  # noqa: E731
     [fresh] = build_inference_model(with_own, config, dtype="fp32")
     assert fresh.config is fresh.decoder.config is not config
+
+
+@on_ranks(1)
+def test_what_stays_in_float32_keeps_its_bits(tmp_path: Path) -> None:
+    """Biases of routers, from hooks, checkpoints and pools; parameters that modules of Bridge name."""
+    tiny = TinyModel(kind="moe", bf16=True, config=ROUTER)
+    tiny.initialize()
+
+    def provider(*args: Any, **kwargs: Any) -> Any:
+        model = tiny.provider(*args, **kwargs)
+        model.decoder.decay = torch.nn.Module()
+        model.decoder.decay.A_log = torch.nn.Parameter(torch.ones(4))
+        model.decoder.decay._keep_in_float32_parameter_names = ("A_log",)
+        return model
+
+    def in_float32(model: Any) -> list[torch.Tensor]:
+        decoder = unwrap(model[0]).decoder
+        return [decoder.decay.A_log, *(layer.mlp.router.expert_bias for layer in decoder.layers)]
+
+    expected = 9 + torch.arange(4) / 100  # rounded to bfloat16, all would be 9
+
+    def load(chunks: Any) -> None:
+        fill_at_random(chunks)
+        for tensor in in_float32(chunks):
+            tensor.data.copy_(expected)
+
+    def holds(model: Any) -> bool:
+        return all(torch.equal(tensor.data, expected) for tensor in in_float32(model))
+
+    build = partial(build_inference_model, provider, tiny.transformer_config(), dtype="bf16")
+    hooked = build(pre_wrap=load)
+    assert holds(hooked)
+    assert {p.dtype for p in hooked[0].parameters()} == {torch.float32, torch.bfloat16}
+    checkpoints.save_torch_dist(hooked, None, tmp_path, 3)
+    loaded = build()
+    load_inference_checkpoint(loaded, tmp_path, exact=True)
+    assert holds(loaded)
+    # As get_model leaves it: routers turn their buffers back at the first pass.
+    wrapped = Float16Module(hooked[0].config, provider()).requires_grad_(False)
+    wrapped.module.decoder.decay.A_log.data = torch.ones(4)
+    for model in (build(), [wrapped]):
+        pool = TeacherPool(model)
+        pool.add("teacher", tmp_path)
+        for _ in range(2):
+            with pool.use("teacher"):
+                assert holds(pool.model) and scores_of(model)
 
 
 @on_ranks(2)

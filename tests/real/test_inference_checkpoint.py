@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_patches.common.chunks import unwrap
-from megatron_rl_patches.errors import CheckpointError, InvalidInputError
-from megatron_rl_patches.inference import build_inference_model, load_inference_checkpoint
+from megatron_rl_patches.errors import CheckpointError, InferenceOnlyError, InvalidInputError
+from megatron_rl_patches.inference import TeacherPool, build_inference_model, load_inference_checkpoint
 from megatron_rl_patches.testing import TinyModel, tiny_model
 from tests.ranks import by_speed, everywhere, on_ranks
 from tests.real import checkpoints
+from tests.worlds.passes import fill_at_random
 from tests.worlds.scoring import scores_of
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[1, 2])
@@ -88,10 +90,12 @@ def _load_another_dtype_and_a_padded_vocabulary(path: Path, saved: dict[str, tor
 # What is done to the folder of an iteration -> what the error says. Tests of one rank have hostile files.
 DAMAGES: dict[Callable[[Path], object], str] = {
     lambda folder: (folder / ".metadata").unlink(): ".metadata is missing",
-    lambda folder: checkpoints.cut(min(folder.glob("*.distcp")), "decoder."): r"1 truncated \(__0_0.distcp\)",
+    lambda folder: checkpoints.cut(
+        min(folder.glob("*.distcp")), "decoder."
+    ): r"__0_0.distcp is corrupt or truncated",
     # What rank 1 alone reads.
     lambda folder: checkpoints.overwrite(folder, "linear_proj.weight", only_rank=1): (
-        r"cannot read .*__1_\d\.distcp is corrupt"
+        r"cannot load .*__1_\d\.distcp is corrupt"
     ),
 }
 
@@ -187,3 +191,67 @@ def test_layers_of_multi_token_prediction_are_loaded_on_demand(tmp_path: Path) -
     smaller.num_layers = 2
     with pytest.raises(CheckpointError, match="of another model"):
         load_inference_checkpoint(build_inference_model(tiny.provider, smaller, dtype="fp32"), tmp_path)
+
+
+class _ValueHead(torch.nn.Linear):
+    """The head of a critic, as slime and verl put it in place of a GPTModel's output layer."""
+
+
+def _critic(tiny: TinyModel) -> list[Any]:
+    def provider(*args: Any, **kwargs: Any) -> Any:
+        model: Any = tiny.provider(*args, **kwargs)
+        if model.post_process:
+            model.output_layer = _ValueHead(model.config.hidden_size, 1, bias=False)
+        return model
+
+    tiny.initialize()
+    chunks = build_inference_model(provider, tiny.transformer_config(), dtype="fp32")
+    fill_at_random(chunks, scale=1.0)
+    return chunks
+
+
+@on_ranks(2)
+def test_a_head_of_another_kind_is_no_padding_and_can_be_left_out(tmp_path: Path) -> None:
+    """With pipeline stages, the rank that has the head has no embeddings to compare it with."""
+    models: dict[str, Callable[[], Any]] = {}
+    for name, tiny in {"untied": _options(**PP), "tied": _options(tied=True)}.items():
+        models |= {name: partial(checkpoints.scoring, tiny), f"critic, {name}": partial(_critic, tiny)}
+    stored = {}
+    for name, build in models.items():
+        checkpoints.save_torch_dist(chunks := build(), None, tmp_path / name, ITERATION)
+        stored[name] = checkpoints.whole_weights(chunks)
+    for source, target, reason in (
+        ("untied", "critic, untied", r"another kind \(1\): output_layer.weight has 32 rows in .* and 1 in"),
+        ("critic, untied", "untied", "output_layer.weight has 1 rows in the checkpoint and 32 in the model"),
+        ("tied", "critic, tied", r"missing in the checkpoint \(1\): output_layer.weight"),
+        ("critic, tied", "tied", r"unexpected in the checkpoint \(1\): output_layer.weight"),
+    ):
+        chunks = models[target]()
+        refused(f"every rank: .*{reason}.*pass with_output_head=False", tmp_path / source, chunks)
+        before = checkpoints.whole_weights(chunks)
+        assert load_inference_checkpoint(chunks, tmp_path / source, with_output_head=False) == ITERATION
+        after = checkpoints.whole_weights(chunks)
+        head = "output_layer.weight"
+        expected = {name: stored[source].get(name) for name in after if name != head}
+        assert checkpoints.equal({name: after[name] for name in expected}, expected)
+        # The last stage of a tied model has a copy of the embeddings under the name of a head.
+        own = stored[source]["embedding.word_embeddings.weight"] if target == "tied" else before.get(head)
+        assert head not in after or torch.equal(after[head], own)
+    assert load_inference_checkpoint(models["critic, tied"](), tmp_path / "critic, untied") == ITERATION
+
+
+@on_ranks(1)
+def test_weights_that_an_optimizer_would_put_back_are_not_loaded(tmp_path: Path) -> None:
+    for sharded in (True, False):
+        tiny = _options(bf16=True, use_distributed_optimizer=sharded, overlap_param_gather=False)
+        model, _ = tiny.build()
+        if sharded:
+            checkpoints.save_torch_dist(model, None, tmp_path, ITERATION)
+        with pytest.raises(CheckpointError, match=r"has a main par.*optimizer\.reload_model_params\(\)"):
+            load_inference_checkpoint(model, tmp_path)
+        unwrap(model[0]).requires_grad_(False)
+        with pytest.raises(InferenceOnlyError, match="has a main parameter: a pool overwrites"):
+            TeacherPool(model)
+    # The optimizer updates the weights themselves.
+    model, _ = _options().build()
+    assert load_inference_checkpoint(model, tmp_path) == ITERATION

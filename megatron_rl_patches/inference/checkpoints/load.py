@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from ...common.agreement import all_or_none, gathered, world
-from ...common.chunks import as_chunks, unwrap
+from ...common.chunks import as_chunks, has_main_parameter, unwrap
 from ...common.messages import Message
 from ...common.ranks import is_rank_0
 from ...errors import CheckpointError, InvalidInputError
-from ..weights import Differences, describe
+from ..weights import Differences, describe, is_of_output_head, named_weights
 from .location import check_format, iteration_of, locate, reading
 
 _PADDED = Message(
@@ -32,6 +32,11 @@ _WITHOUT_MTP = Message(
     "Ignore it.",
     logging.INFO,
 )
+_HAS_MAIN_PARAMETER = (
+    "{name} has a main parameter, from which the optimizer's next step would write the old weight again: "
+    "load before the optimizer is made, or with Megatron's load_checkpoint, which calls "
+    "optimizer.reload_model_params()"
+)
 _MTP = "mtp."
 _State = dict[str, Any]
 _AS_BEFORE = "Nothing was loaded; the weights are as before."
@@ -44,6 +49,7 @@ def load_inference_checkpoint(
     *,
     ckpt_step: int | None = None,
     exact: bool = False,
+    with_output_head: bool = True,
 ) -> int:
     """Load the weights of a Megatron checkpoint, and nothing else of it, into a model.
 
@@ -56,9 +62,9 @@ def load_inference_checkpoint(
     into host memory, before the first weight is written.
 
     Weights are written in place: storages, dtypes, ``requires_grad`` and train/eval mode of the model stay.
-    Vocabulary padding may differ, by less than 2,048 rows, with a warning: rows beyond those stored become
-    zero, and ``vocab_size`` of scores and losses leaves them out. ``_extra_state`` entries (scales of
-    Transformer Engine for delayed scaling) are not loaded, with a warning if the model has some.
+    Vocabulary padding may differ, by less than 2,048 rows and in embeddings and output layer alike, with a
+    warning: rows beyond those stored become zero, and ``vocab_size`` of scores and losses leaves them out. ``_extra_state`` entries (scales of Transformer Engine for delayed scaling) are not loaded, with a
+    warning if the model has some.
 
     Args:
         model: model chunks of this rank as Megatron's ``get_model`` returns them, or one of them; in
@@ -67,21 +73,24 @@ def load_inference_checkpoint(
             ``release`` folder, or any folder written by ``megatron.core.dist_checkpointing``.
         ckpt_step: the iteration to take from a root instead of the latest, as ``--ckpt-step``.
         exact: refuse other dtypes and another padding of the vocabulary too.
+        with_output_head: ``False`` leaves the output layer as it is, whichever the checkpoint has: for a
+            critic from a policy's checkpoint, or a policy from a critic's.
 
     Returns:
         The iteration at which the checkpoint was saved; 0 for a release, and if there is none.
 
     Raises:
         InvalidInputError: no chunks, a chunk on the meta device, or no process group.
-        CheckpointError: the checkpoint is missing, partial, corrupt, hostile, of another model or format.
-            Every rank raises it, it names the ranks that failed, and all weights are bit for bit as before.
+        CheckpointError: the checkpoint is missing, partial, corrupt, hostile, of another model or format; or
+            an optimizer has main parameters of the model, which its next step would write over it. Every
+            rank raises it, it names the ranks that failed, and all weights are bit for bit as before.
     """
     if world() is None:
         raise InvalidInputError(
             "Megatron loads in a process group: call torch.distributed.init_process_group"
         )
     chunks, source = _bare_chunks(model), os.fspath(path)
-    iteration, states = _read(chunks, source, ckpt_step, exact)
+    iteration, states = _read(chunks, source, ckpt_step, exact, with_output_head)
     # From here on only a device can fail.
     outcome = "Some weights may be new and others not; build the model again."
     with _on_all_ranks_or_none(f"writing the weights of {source}", outcome=outcome):
@@ -105,49 +114,71 @@ def read_iteration(path: str | os.PathLike[str], ckpt_step: int | None = None) -
 
 
 def _read(
-    chunks: Sequence[torch.nn.Module], source: str, ckpt_step: int | None, exact: bool
+    chunks: Sequence[torch.nn.Module], source: str, ckpt_step: int | None, exact: bool, with_output_head: bool
 ) -> tuple[int, _State]:
     """Return the iteration, and the state dicts of the chunks."""
     from .torch_dist import TorchDistCheckpoint
 
     with _on_all_ranks_or_none(f"cannot load {source}"):
+        for name, weight in named_weights(chunks):
+            if has_main_parameter(weight):
+                raise CheckpointError(_HAS_MAIN_PARAMETER.format(name=name))
         folder = locate(source, ckpt_step)
         check_format(folder)
         checkpoint = TorchDistCheckpoint(folder)
         iteration = _iteration(folder, checkpoint.common)
-        request = checkpoint.request(chunks)
+        request = checkpoint.request(chunks, with_output_head)
         requested = request.by_name()
         places = checkpoint.places(requested)
         differing, paddings = checkpoint.compare(requested, exact)
         for index, chunk in enumerate(chunks):
             loaded = {*request.tensors.get(str(index), {}), *request.others.get(str(index), {})}
-            differing |= _missing(chunk, loaded)
+            differing |= _missing(chunk, loaded, with_output_head)
     # Every stored tensor must be requested by some rank. Each rank sends one byte for each stored name: the
     # names themselves would be megabytes from each to each.
-    names = checkpoint.names()
+    names = checkpoint.names(with_output_head)
     flags = bytes(name in requested for name in names)
     ranks = gathered((folder.name, flags, differing, paddings), world())
     folders, all_flags, all_differing, all_paddings = zip(*ranks, strict=True)
     if len(set(folders)) > 1:  # while a run is saving, ranks may read different iterations from the tracker
         each = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(folders))
         raise CheckpointError(f"ranks see different checkpoints ({each}). {_AS_BEFORE}")
-    if is_rank_0():
-        for padding in sorted(set().union(*all_paddings)):
-            # It might be another vocabulary, which shows nowhere else.
-            name, stored, own = padding
-            _PADDED.log(name=name, stored=stored, own=own)
     with ExitStack() as stack:
         with _on_all_ranks_or_none(f"cannot load {source}"):
             by_any_rank = {name for name, *by_rank in zip(names, *all_flags, strict=True) if any(by_rank)}
             unexpected = _without_mtp(set(names) - by_any_rank, by_any_rank)
             differing = {("unexpected in the checkpoint", name) for name in unexpected}.union(*all_differing)
+            differing |= _other_heads(set().union(*all_paddings))
             if text := describe(differing):
+                if any(is_of_output_head(text) for _, text in differing):
+                    text += ". To load all but the output layer, pass with_output_head=False"
                 raise CheckpointError(f"the checkpoint is of another model; {text}")
             links = Path(stack.enter_context(TemporaryDirectory(prefix="megatron_rl_patches_")))
+            checkpoint.check_pieces(request)
             checkpoint.write_index(places, links)
         with _on_all_ranks_or_none(f"cannot read {source}"):
-            states = checkpoint.read(request, places.values(), links)
+            states = checkpoint.read(request, links)
     return iteration, states
+
+
+def _other_heads(vocabularies: set[tuple[str, int, int]]) -> Differences:
+    """Return heads of another kind, as a critic's is; warn of vocabularies with another padding.
+
+    Padding gives an output layer as many rows as the embeddings, which may be on another rank. Of all ranks,
+    ``vocabularies`` has the names, and the rows as stored and as in the model.
+    """
+    rows = {(stored, own) for name, stored, own in vocabularies if name.endswith("word_embeddings.weight")}
+    differing: Differences = set()
+    for name, stored, own in sorted(vocabularies):
+        if stored == own:
+            continue
+        if is_of_output_head(name) and rows and (stored, own) not in rows:
+            text = f"{name} has {stored} rows in the checkpoint and {own} in the model, unlike the embeddings"
+            differing.add(("of another kind", text))
+        elif is_rank_0():
+            # It might be another vocabulary, which shows nowhere else.
+            _PADDED.log(name=name, stored=stored, own=own)
+    return differing
 
 
 def _without_mtp(stored: set[str], requested: Iterable[str]) -> set[str]:
@@ -185,8 +216,8 @@ def _bare_chunks(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[tor
     return chunks
 
 
-def _missing(chunk: torch.nn.Module, names: set[str]) -> Differences:
-    """Return the weights that stay as they are when these are loaded."""
+def _missing(chunk: torch.nn.Module, names: set[str], with_output_head: bool) -> Differences:
+    """Return the weights that stay as they are when these are loaded, but are not left out on purpose."""
     weights = chunk.state_dict(keep_vars=True)
     # Tied weights have several names, and one is enough.
     loaded = {id(weights[name]) for name in weights.keys() & names}
@@ -194,4 +225,5 @@ def _missing(chunk: torch.nn.Module, names: set[str]) -> Differences:
         ("missing in the checkpoint", name)
         for name, weight in weights.items()
         if isinstance(weight, torch.Tensor) and "_extra_state" not in name and id(weight) not in loaded
+        if with_output_head or not is_of_output_head(name)
     }

@@ -10,8 +10,9 @@ import io
 import itertools
 import pickle
 import re
+import reprlib
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -37,6 +38,9 @@ _IN_METADATA = re.compile(
     r"|pathlib(\._local)?\.PosixPath"
     r"|(megatron\.core\.dist_checkpointing|nvidia_resiliency_ext)\..*"
 )
+_IN_PIECE = re.compile(
+    r"torch\._utils\._rebuild_tensor_v[23]|torch\.(storage\.)?\w+|collections\.OrderedDict"
+)
 
 
 class Record:
@@ -61,12 +65,26 @@ class Record:
     __setitem__ = extend = add = append
 
 
+class _Memo(dict[int, Any]):
+    """What a pickle may refer to again: no tuples of tuples, which would take time 2**depth to be hashed."""
+
+    def __getitem__(self, number: int) -> Any:
+        value = super().__getitem__(number)
+        is_nested = isinstance(value, tuple) and any(isinstance(item, tuple) for item in value)
+        return Record() if is_nested else value
+
+
 class _Unpickler(pickle._Unpickler):
     """Puts no object on the stack that exists outside, so that pickle's opcodes can change none."""
 
+    # No pickle is saved with DUP, which refers again to an object without the memo.
+    dispatch: ClassVar = {
+        code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.DUP[0]
+    }
+
     def __init__(self, stream: IO[bytes], allowed: re.Pattern[str]) -> None:
         super().__init__(stream)
-        self._allowed, self._records = allowed, dict[str, type[Record]]()
+        self._allowed, self._records, self.memo = allowed, dict[str, type[Record]](), _Memo()
 
     def find_class(self, module: str, name: str) -> Any:
         qualified_name = f"{module}.{name}"
@@ -76,7 +94,7 @@ class _Unpickler(pickle._Unpickler):
         return self._records.setdefault(qualified_name, record)
 
     def persistent_load(self, pid: Any) -> Any:
-        return Record()
+        return Record(pid)
 
     def get_extension(self, code: int) -> Any:
         raise pickle.UnpicklingError(f"it names {code} in the registry of extensions of this process")
@@ -88,13 +106,38 @@ def unpickle_dict(content: bytes, file: Path) -> dict[str, Any]:
     It also holds the saving program's arguments, whose classes need not exist in this process.
     """
     with reading(file, "is corrupt or truncated:"):
-        pickled = torch._C.PyTorchFileReader(io.BytesIO(content)).get_record("data.pkl")
-        value = _Unpickler(io.BytesIO(pickled), re.compile(".*")).load()
+        value = _unpickle(io.BytesIO(content), re.compile(".*"))
     if isinstance(value, list) and len(value) == 1:  # as Megatron stores objects
         value = value[0]
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} holds a {type(value).__name__} where Megatron saves a dict")
     return value
+
+
+def describe_tensor(stream: Any, nbytes: int) -> torch.Tensor:
+    """Return what a file of ``torch.save`` says of the tensor in it, as a tensor without memory.
+
+    Raises:
+        Exception: of some kind, if it says anything else, or if its storage is not within ``nbytes``.
+    """
+    record = _unpickle(stream, _IN_PIECE)
+    storage, start, size, stride, _, _, *others = record.args
+    _, kind, _, _, stored = storage.args[0]
+    start, stored = _size([start, stored])
+    if record.qualified_name.endswith("_v3"):
+        dtype, unit = getattr(torch, others[0].qualified_name.removeprefix("torch.")), 1
+    else:
+        dtype = torch.storage._storage_type_to_dtype_map()[kind.qualified_name.removeprefix("torch.")]
+        unit = dtype.itemsize
+    tensor = torch.empty_strided(_size(size), _size(stride), dtype=dtype, device="meta")
+    if not start * dtype.itemsize + tensor.untyped_storage().nbytes() <= stored * unit <= nbytes:
+        raise ValueError(f"it has {stored * unit} bytes for {[*tensor.shape]} of {dtype} in {nbytes} bytes")
+    return tensor
+
+
+def _unpickle(stream: Any, allowed: re.Pattern[str]) -> Any:
+    pickled = torch._C.PyTorchFileReader(stream).get_record("data.pkl")
+    return _Unpickler(io.BytesIO(pickled), allowed).load()
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -115,7 +158,7 @@ def read_metadata(folder: Path) -> Metadata:
 def _fields(record: Any, name: str) -> dict[str, Any]:
     """Return the fields of a record of a class of torch's; raise some exception if it is none."""
     if not isinstance(record, Record) or record.qualified_name.rpartition(".")[2] != name:
-        raise TypeError(f"it holds {getattr(record, 'qualified_name', repr(record)[:40])}, no {name}")
+        raise TypeError(f"it holds {getattr(record, 'qualified_name', reprlib.repr(record))}, no {name}")
     return dict(record.state or {})
 
 
@@ -123,14 +166,18 @@ def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if getattr(record, "qualified_name", "").endswith(".BytesStorageMetadata"):
         return BytesStorageMetadata()
     fields = _fields(record, "TensorStorageMetadata")
+    size = _size(fields["size"])
     chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in fields["chunks"]]
+    boxes = [(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
+    if any(len(numbers) != len(size) for box in boxes for numbers in box):
+        raise ValueError(f"pieces of a tensor with {len(size)} dimensions have others")
     dtype = fields["properties"].state[0].qualified_name.removeprefix("torch.")
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise TypeError(f"it holds the dtype {dtype}")
     return TensorStorageMetadata(
         TensorProperties(getattr(torch, dtype)),
-        _size(fields["size"]),
-        [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks],
+        size,
+        list(itertools.starmap(ChunkStorageMetadata, boxes)),
     )
 
 
@@ -139,7 +186,7 @@ def _place(index: Any, place: Any) -> tuple[MetadataIndex, _StorageInfo]:
     file = _text(fields["relative_path"])
     if fields.get("transform_descriptors"):
         raise TypeError(f"{file} is compressed, which is not supported")
-    if not file.endswith(".distcp"):  # beside the index that is written for Megatron's loader
+    if "/" in file or not file.endswith(".distcp"):  # beside the index that is written for Megatron's loader
         raise ValueError(f"it names the file {file!r:.40}, expected *.distcp")
     offset = where.get("offset")
     start, length = _size([fields["offset"], fields["length"]])
@@ -151,7 +198,7 @@ def _place(index: Any, place: Any) -> tuple[MetadataIndex, _StorageInfo]:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"it holds {value!r:.40} where torch saves a text")
+        raise TypeError(f"it holds {reprlib.repr(value)} where torch saves a text")
     return value
 
 

@@ -10,9 +10,10 @@ import itertools
 import pickle
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge, nested_values
@@ -35,11 +36,11 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from ...common.messages import Message
 from ...common.ranks import is_rank_0
-from ...common.text import listed, one_line
+from ...common.text import one_line
 from ...errors import CheckpointError
-from ..weights import Differences, differences
+from ..weights import Differences, differences, is_of_output_head
 from .location import MAX_PADDING, reading
-from .pickles import read_metadata, unpickle_dict
+from .pickles import describe_tensor, read_metadata, unpickle_dict
 
 # What optimizers of every release put in front of the names of their tensors.
 _OPTIMIZER_TENSOR = re.compile(r"(chained_\d+\.)?optimizer\.")
@@ -79,8 +80,10 @@ class TorchDistCheckpoint:
         self.entries = self.metadata.state_dict_metadata
         self.common = self._common_state()
 
-    def request(self, chunks: Sequence[Any]) -> Request:
+    def request(self, chunks: Sequence[Any], with_output_head: bool) -> Request:
         """Ask for the sharded state dict of the model alone, as Megatron's ``generate_state_dict`` does.
+
+        Without the head, embeddings that serve as one are still asked for.
 
         Tensors get host memory of their own, into which the loader writes instead of into the model. Objects
         are left out, which Megatron would unpickle without protection: extra states of Transformer Engine.
@@ -94,6 +97,10 @@ class TorchDistCheckpoint:
         objects, states = extract_matching_values(states, lambda value: isinstance(value, ShardedObject))
         if is_rank_0() and any(getattr(value.data, "nbytes", 0) for value in nested_values(objects)):
             _WITHOUT_SCALES.log()
+        if not with_output_head:
+            _, states = extract_matching_values(
+                states, lambda value: isinstance(value, ShardedTensor) and is_of_output_head(value.key)
+            )
         for value in nested_values(states):
             if isinstance(value, (ShardedTensor, ShardedTensorFactory)):
                 value.data = torch.empty(value.data.shape, dtype=value.data.dtype, device="cpu")
@@ -105,7 +112,8 @@ class TorchDistCheckpoint:
         """Compare what this rank asks for with what is stored.
 
         Unless ``exact``, other floating-point dtypes are no difference, nor are vocabularies that differ as
-        two paddings of one may; the second result has their names, and their rows as stored and as requested.
+        two paddings of one may. The second result has the names of these and of equal ones, and their rows as
+        stored and as requested.
         """
         expected = {name: _shaped(tensor.global_shape, tensor.dtype) for name, tensor in requested.items()}
         stored, paddings = {}, set()
@@ -115,62 +123,58 @@ class TorchDistCheckpoint:
             if isinstance(entry, TensorStorageMetadata):
                 is_padding = requested[name].allow_shape_mismatch and not exact
                 is_padding = is_padding and len(entry.size) == len(shape) and entry.size[1:] == shape[1:]
-                if is_padding and 0 < abs(entry.size[0] - shape[0]) < MAX_PADDING:
+                if is_padding and abs(entry.size[0] - shape[0]) < MAX_PADDING:
                     paddings.add((name, entry.size[0], shape[0]))
                 else:
                     shape = entry.size
                 stored[name] = _shaped(shape, entry.properties.dtype)
         return differences(stored, expected, "the checkpoint", dtypes=exact), paddings
 
-    def names(self) -> list[str]:
+    def names(self, with_output_head: bool) -> list[str]:
         """Return the sorted names of all tensors but the optimizer's: the same list on every rank."""
         return sorted(
             name
             for name, entry in self.entries.items()
-            if isinstance(entry, TensorStorageMetadata) and not _OPTIMIZER_TENSOR.match(name)
+            if isinstance(entry, TensorStorageMetadata)
+            and not _OPTIMIZER_TENSOR.match(name)
+            and (with_output_head or not is_of_output_head(name))
         )
 
-    def places(self, names: Iterable[str]) -> dict[MetadataIndex, Any]:
-        """Return where the pieces of these entries lie.
+    def places(self, requested: Mapping[str, Any]) -> dict[MetadataIndex, Any]:
+        """Return where the pieces of these entries lie; not of tensors with other dimensions than requested.
 
         Raises:
-            CheckpointError: an element of a tensor lies in no piece or in several, or in no existing file.
+            CheckpointError: an element of a tensor lies in no piece or in several, or pieces overlap.
         """
         places: dict[MetadataIndex, Any] = {}
-        for name in names:
+        for name, tensor in requested.items():
             entry = self.entries.get(name)
-            needed = {} if entry is None else {MetadataIndex(name): 0}
+            needed = [] if entry is None else [MetadataIndex(name)]
             if isinstance(entry, TensorStorageMetadata):
-                itemsize = entry.properties.dtype.itemsize
-                needed = {
-                    MetadataIndex(name, chunk.offsets): chunk.sizes.numel() * itemsize
-                    for chunk in entry.chunks
-                }
+                if len(entry.size) != len(tensor.global_shape):
+                    continue  # compare() refuses it, and 20 dimensions have a million corners
+                needed = [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
                 whole = [((0,) * len(entry.size), entry.size)]
                 if _corners((chunk.offsets, chunk.sizes) for chunk in entry.chunks) != _corners(whole):
                     raise CheckpointError(f"{self.folder}: {name} is not stored as a whole, once")
-            for index, size in needed.items():
-                place = self.metadata.storage_data.get(index)
-                if place is None or place.length < size:
-                    raise CheckpointError(f"{self.folder}: a piece of {name} is not stored as a whole")
-                places[index] = place
-        self._check_files(places.values())
+            for index in needed:
+                if index not in self.metadata.storage_data:
+                    raise CheckpointError(f"{self.folder}: a piece of {name} is not stored")
+                places[index] = self.metadata.storage_data[index]
+        ranges = sorted((p.relative_path, p.offset, p.offset + p.length) for p in places.values())
+        for (file, _, end), (other, start, _) in itertools.pairwise(ranges):
+            if file == other and start < end:
+                raise CheckpointError(f"{self.folder / file}: pieces overlap")
         return places
 
-    def _check_files(self, places: Iterable[Any]) -> None:
-        ends = dict[str, int]()
-        for place in places:
-            ends[place.relative_path] = max(place.offset + place.length, ends.get(place.relative_path, 0))
-        files = [file for file in self.folder.iterdir() if file.name in ends and file.is_file()]
-        sizes = {file.name: file.stat().st_size for file in files}
-        missing = sorted(ends.keys() - sizes.keys())
-        short = sorted(name for name, end in ends.items() if sizes.get(name, end) < end)
-        parts = [f"{len(missing)} missing ({listed(missing)})"] * bool(missing)
-        parts += [f"{len(short)} truncated ({listed(short)})"] * bool(short)
-        if parts:
-            raise CheckpointError(
-                f"{self.folder}: of {len(ends)} files that are needed, {' and '.join(parts)}"
-            )
+    @contextmanager
+    def _opened(self, place: Any) -> Iterator[IO[bytes]]:
+        """Yield a stored piece as a file; what goes wrong with it is a ``CheckpointError``."""
+        file = self.folder / place.relative_path
+        if not file.is_file():  # reading a pipe would wait for its writer
+            raise CheckpointError(f"{file} is missing; the checkpoint is incomplete")
+        with reading(file, "is corrupt or truncated:"), file.open("rb") as stream:
+            yield cast(IO[bytes], _create_file_view(stream, place.offset, place.length))
 
     def write_index(self, places: Mapping[MetadataIndex, Any], folder: Path) -> None:
         """Write an index of these pieces into an empty folder, and links to their files."""
@@ -179,24 +183,43 @@ class TorchDistCheckpoint:
         entries = {index.fqn: self.entries[index.fqn] for index in places}
         (folder / ".metadata").write_bytes(pickle.dumps(Metadata(entries, storage_data=dict(places))))
 
-    def read(self, request: Request, places: Iterable[Any], folder: Path) -> _State:
+    def check_pieces(self, request: Request) -> None:
+        """Compare the pieces that this rank reads with the index.
+
+        Raises:
+            CheckpointError: a file is corrupt, or a piece is of another dtype or shape.
+        """
+        checked = set[MetadataIndex]()
+        for tensor in nested_values(request.tensors):
+            entry: Any = self.entries[tensor.key]
+            sizes = (*[1] * tensor.prepend_axis_num, *tensor.local_shape)
+            for chunk in entry.chunks:
+                index = MetadataIndex(tensor.key, chunk.offsets)
+                axes = zip(tensor.global_offset, sizes, chunk.offsets, chunk.sizes, strict=True)
+                if index in checked or not all(a < b + size and b < a + own for a, own, b, size in axes):
+                    continue
+                checked.add(index)
+                place = self.metadata.storage_data[index]
+                with self._opened(place) as stream:
+                    piece = describe_tensor(stream, place.length)
+                stored, expected = (piece.shape, piece.dtype), (chunk.sizes, entry.properties.dtype)
+                if stored != expected:
+                    texts = [f"{[*shape]} of {dtype}" for shape, dtype in (stored, expected)]
+                    text = f"a piece of {tensor.key} is {texts[0]}, and the index says {texts[1]}"
+                    raise CheckpointError(f"{self.folder / place.relative_path}: {text}")
+
+    def read(self, request: Request, folder: Path) -> _State:
         """Read this rank's shards into host memory, as a state dict for each chunk of the request.
 
         Up to megatron-core 0.17 the loader runs collectives of the default process group.
 
         Args:
             request: what :meth:`request` has returned.
-            places: where the pieces of the request lie.
             folder: where :meth:`write_index` has written.
         """
         try:
             states = TorchDistLoadShardedStrategy().load(request.tensors, folder)
         except (Exception, CheckpointException) as error:
-            for place in places:
-                file = self.folder / place.relative_path
-                with reading(file, "is corrupt or truncated:"), file.open("rb") as stream:
-                    piece: Any = _create_file_view(stream, place.offset, place.length)
-                    torch._C.PyTorchFileReader(piece)
             # It may be another rank's failure. After the first sentence, torch advises to load without care.
             [(failure, _), *_] = getattr(error, "failures", {}).values() or [(error, None)]
             raise CheckpointError(f"Megatron's loader fails: {one_line(failure).split('. ')[0]}") from error
@@ -209,11 +232,10 @@ class TorchDistCheckpoint:
             return unpickle_dict(file.read_bytes(), file)
         if not isinstance(self.entries.get(_COMMON_STATE), BytesStorageMetadata):
             raise CheckpointError(f"{file} is missing; the checkpoint is incomplete")
-        [place] = self.places([_COMMON_STATE]).values()
-        file = self.folder / place.relative_path
-        with file.open("rb") as stream:
-            stream.seek(place.offset)
-            return unpickle_dict(stream.read(place.length), file)
+        [place] = self.places({_COMMON_STATE: None}).values()
+        with self._opened(place) as stream:
+            content = stream.read()
+        return unpickle_dict(content, self.folder / place.relative_path)
 
 
 def _shaped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch.nn import Module
 
 from ...common.scopes import replaced
 from ...errors import InferenceOnlyError, InvalidInputError
+from ..weights import TURNS_TO_FLOAT32
 from .frozen import freeze
 from .isolation import preserved_rng, replaced_in_this_thread, rng_tracker_is_seeded
 from .meta_device import NeedsValuesError, construction, materialize
@@ -190,10 +191,27 @@ def _finished(chunks: list[Module], target: torch.device, dtype: str) -> list[Mo
     if target.type != "meta":
         chunks = [chunk.to(target) for chunk in chunks]
     if dtype != "fp32":
-        chunks = [Float16Module(chunk.config, chunk) for chunk in chunks]
+        chunks = [_in_float16_module(chunk) for chunk in chunks]
     correct_amax_history_if_needed(chunks)
     freeze(chunks, role="inference-only", setting="build_inference_model")
     return chunks
+
+
+def _in_float16_module(chunk: Any) -> Module:
+    """Wrap the chunk as Megatron does; what its owner turns back to float32 afterwards keeps its bits."""
+    routers = [(m, dict(m._buffers)) for m in chunk.modules() if hasattr(m, TURNS_TO_FLOAT32)]
+    names = "_keep_in_float32_parameter_names"  # of Megatron-Bridge
+    parameters = [m._parameters[name] for m in chunk.modules() for name in vars(m).get(names, ())]
+    values = [parameter.data for parameter in parameters]
+    wrapped: Module = Float16Module(chunk.config, chunk)
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data = value
+    for router, before in routers:
+        getattr(router, TURNS_TO_FLOAT32)()
+        for name, buffer in router._buffers.items():
+            if buffer is not None and buffer.dtype == before[name].dtype:
+                router._buffers[name] = before[name]
+    return wrapped
 
 
 def _refuse_data_parallel(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -210,6 +228,5 @@ def _finish_as_get_model_does(chunk: Any, stage: int | None) -> None:
     for parameter in chunk.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if chunk.config.bf16 or chunk.config.fp16:
-        # The constructor converts the parameters, except those that Megatron keeps in float32. On the meta
-        # device this costs nothing. The wrapper itself is not needed.
-        Float16Module(chunk.config, chunk)
+        # On the meta device this costs nothing. The wrapper itself is not needed.
+        _in_float16_module(chunk)

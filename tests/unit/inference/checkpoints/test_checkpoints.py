@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import functools
 import io
 import os
 import pickle
@@ -37,7 +38,7 @@ from megatron_rl_patches.errors import CheckpointError, InvalidInputError
 from megatron_rl_patches.inference.checkpoints import pickles
 from megatron_rl_patches.inference.checkpoints.load import load_inference_checkpoint, read_iteration
 from megatron_rl_patches.inference.checkpoints.location import check_format, iteration_of, locate
-from megatron_rl_patches.inference.checkpoints.pickles import read_metadata, unpickle_dict
+from megatron_rl_patches.inference.checkpoints.pickles import describe_tensor, read_metadata, unpickle_dict
 from megatron_rl_patches.inference.weights import describe, differences
 from tests.worlds.files import write
 
@@ -113,6 +114,11 @@ def _of_size(size: Any, dtype: Any = torch.float32, chunks: Any = ()) -> TensorS
 WITHOUT_SIZES = metadata.ChunkStorageMetadata((0,), None)  # type: ignore[arg-type]
 
 
+OF_MANY_DIMENSIONS = metadata.ChunkStorageMetadata(torch.Size([0] * 60), torch.Size([1] * 60))
+#: Whoever hashes or prints it does so 2**60 times.
+NESTED = functools.reduce(lambda inner, _: (inner, inner), range(60), ())
+
+
 def _place(name: Any = "weight", file: Any = "__0_0.distcp", offset: Any = 0) -> Any:
     return {MetadataIndex(name): _StorageInfo(file, offset, 1)}
 
@@ -137,11 +143,16 @@ def _place(name: Any = "weight", file: Any = "__0_0.distcp", offset: Any = 0) ->
         (_index({"weight": _of_size((2,), torch.Size)}, {}), "it holds the dtype Size"),
         (_index({"weight": _of_size((2,), chunks=[3])}, {}), "it holds 3, no ChunkStorageMetadata"),
         (_index({"weight": _of_size((2,), chunks=[WITHOUT_SIZES])}, {}), "TypeError"),
+        (_index({"weight": _of_size((2,), chunks=[OF_MANY_DIMENSIONS])}, {}), "have others"),
+        (_index({"weight": NESTED}, {}), r"it holds \(\("),
+        (lambda file: b"\x80\x02}" + pickle.dumps(NESTED, 2)[2:-1] + b"Ns.", r"it holds \{\(\("),
+        (lambda file: b"\x80\x02})" + b"2\x86" * 60 + b"Ns.", "KeyError: 50"),
         (_index({}, None), "AttributeError"),
         (_index({}, {"weight": 3}), "it holds 3, no _StorageInfo"),
         (_index({}, _place(3)), "it holds 3 where torch saves a text"),
         (_index({}, _place(file=3)), "it holds 3 where torch saves a text"),
         (_index({}, _place(file=".metadata")), r"it names the file '\.metadata', expected \*\.distcp"),
+        (_index({}, _place(file="../__0_0.distcp")), r"it names the file '\.\./__0_0\.distcp'"),
         (_index({}, _place(offset=-1)), r"\[-1, 1\] has negative numbers"),
         (_index({}, _place(offset=1.5)), "TypeError"),
     ],
@@ -169,13 +180,17 @@ def read_index(content: bytes, folder: Path) -> None:
     read_metadata(folder)
 
 
-def read_shard(content: bytes, folder: Path) -> None:
+def described(content: bytes, folder: Path) -> torch.Tensor:
+    return describe_tensor(io.BytesIO(content), len(content))
+
+
+def read_shard(content: bytes, folder: Path, read: Callable[[bytes, Path], Any] = unpickle_dict) -> None:
     """Read a file of ``torch.save`` with a storage, and with another pickle."""
     torch.save({"weight": torch.ones(1)}, plain := io.BytesIO())
     with zipfile.ZipFile(plain) as source, zipfile.ZipFile(changed := io.BytesIO(), "w") as target:
         for name in source.namelist():
             target.writestr(name, content if name.endswith("/data.pkl") else source.read(name))
-    unpickle_dict(changed.getvalue(), folder)
+    read(changed.getvalue(), folder)
 
 
 def state_of(values: Iterable[Any]) -> list[Any]:
@@ -408,7 +423,7 @@ def test_a_dangling_link_is_no_part_of_a_checkpoint(folder: Path, tmp_path: Path
     assert model.weight.eq(1).all()
     (folder / "__0_0.distcp").rename(tmp_path / "moved")
     (folder / "__0_0.distcp").symlink_to("nowhere")
-    with pytest.raises(CheckpointError, match=r"1 missing \(__0_0\.distcp\)"):
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is missing"):
         load_inference_checkpoint(model, folder)
 
 
@@ -443,21 +458,61 @@ def test_every_row_must_be_stored(rows: tuple[tuple[int, int], ...], is_padded: 
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
-        (torch.ones(5, 2), "Megatron's loader fails"),
-        (torch.ones(600, 1), "a piece of weight is not stored as a whole"),
-        (torch.ones(600, 2, dtype=torch.bool), "a piece of weight is not stored as a whole"),
-        (torch.ones(600, 2, dtype=torch.bfloat16), "a piece of weight is not stored as a whole"),
-        ([1.0] * 600, "Megatron's loader fails"),
+        *((torch.ones(shape), f"a piece of weight is {shape}") for shape in ([5, 2], [12, 2], [6, 4], [12])),
+        *((torch.ones(6, 2).to(dtype), str(dtype)) for dtype in (torch.bool, torch.int8, torch.bfloat16)),
+        *((torch.ones(6, 2).to(dtype), str(dtype)) for dtype in (torch.float64, torch.complex64)),
+        (torch.nn.Parameter(torch.ones(6, 2)), "_rebuild_parameter, which does not belong"),
+        ([1.0] * 600, "corrupt or truncated"),
     ],
 )
-def test_a_piece_that_is_not_what_the_index_says(piece: Any, message: str, tmp_path: Path) -> None:
-    rows = max(6, len(piece))
-    folder = _one_rank_checkpoint(tmp_path / "iter_0000007", torch.ones(rows, 2))
-    model = _Embedding(rows)
-    _store_pieces(folder, [(_rows(0, rows), piece)])
-    with pytest.raises(CheckpointError, match=message):
-        load_inference_checkpoint(model, folder)
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_piece_that_is_not_what_the_index_says(
+    piece: Any, message: str, exact: bool, tmp_path: Path
+) -> None:
+    folder = _one_rank_checkpoint(tmp_path / "iter_0000007")
+    model = _Embedding()
+    _store_pieces(folder, [(_rows(0, 6), piece)])
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load_inference_checkpoint(model, folder, exact=exact)
     assert model.weight.eq(9).all()
+
+
+def test_pieces_in_any_memory_layout_and_none_in_the_bytes_of_another(folder: Path) -> None:
+    weight = torch.arange(12.0).view(6, 2)
+    pieces = [(_rows(0, 3), weight[:3].T.contiguous().T), (_rows(3, 3), weight[3:])]  # the second is a view
+    _store_pieces(folder, pieces)
+    model = _Embedding()
+    load_inference_checkpoint(model, folder, exact=True)
+    assert torch.equal(model.weight, weight)
+    index = read_metadata(folder)
+    index.storage_data = dict.fromkeys(index.storage_data, min(index.storage_data.values(), key=str))
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: pieces overlap"):
+        load_inference_checkpoint(model, folder)
+
+
+def test_a_tensor_of_many_dimensions_takes_no_time(folder: Path) -> None:
+    index = read_metadata(folder)
+    box = ChunkStorageMetadata(torch.Size([0] * 60), torch.Size([1] * 60))
+    index.state_dict_metadata["weight"] = _of_size(box.sizes, chunks=[box])
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match=r"weight is \[1, 1, 1, .* and \[6, 2\] in the model"):
+        load_inference_checkpoint(_Embedding(), folder)
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [
+        (b"(K\x02t(K\x01t", r"it has 4 bytes for \[2\] of torch.float32"),  # more than the storage has
+        (b"(J\xff\xff\xff\xfft(K\x01t", "has negative numbers"),
+        (b"(K\x01t", "not enough values"),
+    ],
+)
+def test_tensors_that_their_storage_does_not_hold(size: bytes, reason: str, tmp_path: Path) -> None:
+    with pytest.raises((ValueError, CheckpointError), match=reason):
+        read_shard(
+            b"\x80\x02" + _REBUILD + b"(" + STORAGE + b"K\x00" + size + b"\x89NtR.", tmp_path, described
+        )
 
 
 @pytest.mark.usefixtures("group")
