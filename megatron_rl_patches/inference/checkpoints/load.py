@@ -63,8 +63,9 @@ def load_inference_checkpoint(
 
     Weights are written in place: storages, dtypes, ``requires_grad`` and train/eval mode of the model stay.
     Vocabulary padding may differ, by less than 2,048 rows and in embeddings and output layer alike, with a
-    warning: rows beyond those stored become zero, and ``vocab_size`` of scores and losses leaves them out. ``_extra_state`` entries (scales of Transformer Engine for delayed scaling) are not loaded, with a
-    warning if the model has some.
+    warning: rows beyond those stored become zero, and ``vocab_size`` of scores and losses leaves them out.
+    ``_extra_state`` entries (scales of Transformer Engine for delayed scaling) are not loaded, with a warning
+    if the model has some.
 
     Args:
         model: model chunks of this rank as Megatron's ``get_model`` returns them, or one of them; in
