@@ -14,6 +14,7 @@ from typing import Any
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 _NAMES: dict[type, str] = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg"}
+_LEAVING = (ast.Return, ast.Raise, ast.Break, ast.Continue)
 
 
 @dataclass(frozen=True)
@@ -82,25 +83,34 @@ class TargetSource:
         return _mentions(self.module if in_module else self.function, name)
 
     def asserts(self, name: str, in_loop: bool = False) -> bool:
-        """Return whether the function asserts something of the name; with ``in_loop``, in a ``for`` loop."""
-        scopes = _nodes(self.function, ast.For) if in_loop else [self.function]
+        """Return whether the function asserts something of the name; with ``in_loop``, in a loop."""
+        scopes = _nodes(self.function, ast.For, ast.While) if in_loop else [self.function]
         return any(_mentions(node.test, name) for scope in scopes for node in _nodes(scope, ast.Assert))
 
-    def cleans_up(self, name: str = "") -> bool:
-        """Return whether there is a ``finally`` or an ``except``; with a name, a ``finally`` with it."""
-        attempts = list(_nodes(self.function, ast.Try))
-        if not name:
-            return any(attempt.finalbody or attempt.handlers for attempt in attempts)
-        return any(_mentions(node, name) for attempt in attempts for node in attempt.finalbody)
+    def cleans_up(self, name: str) -> bool:
+        """Return whether the last statement is a ``try`` with the name in its ``finally``."""
+        last = self.function.body[-1] if self.function else None
+        return isinstance(last, ast.Try) and any(_mentions(node, name) for node in last.finalbody)
+
+    def tests_before(self, name: str) -> list[dict[str, bool]]:
+        """Return for each call of the name the tests, as text, whose outcome leads to it.
+
+        Tests of ``and``, ``or`` and loops are left out.
+        """
+        return [
+            {ast.unparse(test): outcome for test, outcome in _tests_before(self.function, call.node)}
+            for call in self.calls(name)
+        ]
 
     def looks_up_unchecked(self, name: str) -> bool:
-        """Return whether a ``for`` loop reads ``name[...]``, with no ``if`` or ``try`` for a missing item."""
-        if any(_mentions(node.test, name) for node in _nodes(self.function, ast.If)):
-            return False
+        """Return whether a ``for`` loop reads ``name[...]``, and no ``if`` about the name decides on it."""
+        loops = _nodes(self.function, ast.For)
+        lookups = [
+            node for loop in loops for node in _nodes(loop, ast.Subscript) if _mentions(node.value, name)
+        ]
         return any(
-            any(_mentions(node.value, name) for node in _nodes(loop, ast.Subscript))
-            and not any(_nodes(loop, ast.If, ast.Try))
-            for loop in _nodes(self.function, ast.For)
+            not any(_mentions(test, name) for test, _ in _tests_before(self.function, lookup))
+            for lookup in lookups
         )
 
     def calls(self, name: str = "", in_module: bool = False) -> list[CallNode]:
@@ -228,6 +238,23 @@ def _own_nodes(tree: ast.AST) -> Iterator[ast.AST]:
         if not isinstance(node, FunctionNode | ast.Lambda):
             yield node
             yield from _own_nodes(node)
+
+
+def _tests_before(tree: ast.AST | None, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
+    """Yield the tests, and the outcome of each, that lead from the beginning of the tree to a node in it.
+
+    These are the tests of each ``if`` around the node, and of each ``if`` before it that leaves the block.
+    """
+    for field, value in ast.iter_fields(tree) if tree else ():
+        parts = value if isinstance(value, list) else [value]
+        for i, part in enumerate(parts):
+            if isinstance(part, ast.AST) and node in ast.walk(part):
+                if isinstance(tree, ast.If | ast.IfExp) and field != "test":
+                    yield tree.test, field == "body"
+                for earlier in parts[:i]:
+                    if isinstance(earlier, ast.If) and isinstance(earlier.body[-1], _LEAVING):
+                        yield earlier.test, False
+                yield from _tests_before(part, node)
 
 
 def _nodes(tree: ast.AST | None, *kinds: type[Any]) -> Iterator[Any]:

@@ -1,6 +1,6 @@
-"""Losses of slime, vime and OpenClaw-RL in which a masked or overflowing token does not poison others.
+"""Losses of slime, vime, OpenClaw-RL and miles in which a masked or overflowing token does not poison others.
 
-The tensors are changed in :mod:`..losses.objectives.finite`; here stands in which order slime computes.
+The tensors are changed in :mod:`..losses.objectives.finite`; here stands in which order they compute.
 """
 
 from __future__ import annotations
@@ -64,11 +64,12 @@ def get_log_probs_and_entropy(call: Call) -> Any:
     if loss is None or (log_probs_n := _joined(scores, "log_probs", len(loss.counted_n))) is None:
         return returned
     log_probs_n = finite.kept_near(log_probs_n, list(loss.log_probs.values()), loss.counted_n)
-    is_rollout = getattr(loss.args, "use_rollout_logprobs", False)
-    old_n = loss.log_probs.get("rollout_log_probs" if is_rollout else "log_probs")
-    if getattr(loss.args, "use_unbiased_kl", False) and old_n is not None:
+    old = "rollout_log_probs" if getattr(loss.args, "use_rollout_logprobs", False) else "log_probs"
+    # Without a pass of the old policy, miles takes the ratio of the log-probs to themselves.
+    is_own = old == "log_probs" and getattr(loss.args, "skip_actor_forward_only", False)
+    if getattr(loss.args, "use_unbiased_kl", False) and old in loss.log_probs and not is_own:
         # This term's ratio is computed in the middle of the framework's function.
-        log_probs_n = finite.near_old(log_probs_n, old_n)
+        log_probs_n = finite.near_old(log_probs_n, loss.log_probs[old])
     scores["log_probs"] = _split_as(log_probs_n, scores["log_probs"])
     if (entropy_n := _joined(scores, "entropy", len(loss.counted_n))) is not None:
         is_metric = loss.args.entropy_coef == 0

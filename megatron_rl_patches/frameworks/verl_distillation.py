@@ -209,16 +209,15 @@ def _topk(
     log_probs, tail = vocab_parallel_log_probs_at(
         rows, ids, with_tail=True, tp_group=tp_group, inplace_backward=True
     )
+    masses = {"student_mass": log_probs.detach().exp().sum(1), "teacher_mass": at_ids.exp().sum(1)}
     log_probs, tail = log_probs.clamp(min=lowest), tail.clamp(min=lowest)
     losses = of_buckets(divergence_named(mode.divergence, mode.beta), log_probs, tail, teacher, old)
-    q, p = teacher.log_probs.exp(), log_probs.detach().exp()
-    of_ids = q * (teacher.log_probs - log_probs.detach())
+    of_ids = teacher.log_probs.exp() * (teacher.log_probs - log_probs.detach())
     most_probable = vocab_parallel_topk(rows.detach(), k, tp_group=tp_group).indices
     overlap = (ids[:, :, None] == most_probable[:, None]).any(2)
     outputs = {
         "distillation_losses": losses,
-        "student_mass": p.sum(1),
-        "teacher_mass": q.sum(1),
+        **masses,  # before the clamp, as since verl#7723
         "overlap_count": overlap.sum(1),
         "overlap_token_advantage": -(of_ids * overlap).sum(1) / overlap.sum(1).clamp(min=1),
         _TRUNCATED: of_ids.sum(1),

@@ -135,9 +135,9 @@ for _framework in WITH_MEGATRON_UTILS:
 
 
 def _counts_the_tail(target: TargetSource) -> str | None:
-    nodes = ast.walk(target.module) if target.module else ()
-    names = [node.id for node in nodes if isinstance(node, ast.Name)]
-    return "verl counts the tail itself" if any("tail" in name for name in names) else None
+    passed = [node for call in target.calls("apply") for node in ast.walk(call.node)]
+    counts = any(isinstance(node, ast.Name) and "tail" in node.id for node in passed)
+    return "verl counts the tail itself" if counts else None
 
 
 def _distills_nothing(target: TargetSource) -> str | None:

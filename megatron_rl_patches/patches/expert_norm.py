@@ -8,7 +8,7 @@ megatron-core  ``copy_tensor_model_parallel_attributes``    copies the note to m
 megatron-core  ``_get_param_groups``                        notes on parameters, when an optimizer is made
 =============  ===========================================  ==============================================
 
-All are left alone where the optimizer knows the expert tensor-parallel group, as from 0.19 on and in miles'
+All are left alone where the first reads the expert tensor-parallel group, as from 0.19 on and in miles'
 fork. What decides is in :mod:`..reentry.expert_norm`.
 
 Not patched: optimizers that are not made by ``get_megatron_optimizer`` or its siblings.
@@ -23,10 +23,11 @@ from ..engine.patch import Patch
 from ..engine.target_source import TargetSource
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
+_COUNTS = ("param_is_not_tensor_parallel_duplicate",)
 
 
 def _knows_the_expert_group(target: TargetSource) -> str | None:
-    knows = target.mentions("expert_tp_group", in_module=True)
+    knows = target.mentions("expert_tp_group")
     return "upstream itself counts experts by their own tensor-parallel group" if knows else None
 
 
@@ -54,7 +55,7 @@ def counts(call: Call) -> bool:
     _LAYERS,
     "copy_tensor_model_parallel_attributes",
     parameters=("destination_tensor", "source_tensor"),
-    skip_if=_knows_the_expert_group,
+    helps=_COUNTS,
 )
 def copy_attributes(call: Call) -> None:
     from ..reentry import expert_norm
@@ -67,7 +68,7 @@ def copy_attributes(call: Call) -> None:
     "megatron.core.optimizer",
     "_get_param_groups",
     parameters=("model_chunks",),
-    skip_if=_knows_the_expert_group,
+    helps=_COUNTS,
 )
 def get_param_groups(call: Call) -> Any:
     from ..reentry import expert_norm

@@ -1,26 +1,25 @@
 """A token that is masked, or whose ratio overflows, does not turn gradients into NaN.
 
-=========  =============================  ========================================  =========================
-framework  function                       what is around it                         left alone when
-=========  =============================  ========================================  =========================
-slime      ``policy_loss_function``       masked tokens that would overflow leave   it leaves out masked
-                                          the batch                                 tokens itself
-slime      ``value_loss_function``        the same                                  the same
-slime      ``get_log_probs_and_entropy``  the same for the log-probs in training
-slime      ``compute_approx_kl``          the ratio is bounded; no gradient if the  it bounds the exponent
-                                          coefficient is 0                          itself
-slime      ``compute_policy_loss``        the ratio is bounded                      the same
-miles      ``compute_approx_kl``,         the same                                  the same
-           ``compute_policy_loss``
-core       ``roll_tensor``                counts at least one token, by which MTP   it clamps the number of
-                                          divides its loss                          tokens
-=========  =============================  ========================================  =========================
+===============  =============================  ========================================================
+framework        function                       what is around it
+===============  =============================  ========================================================
+slime and miles  ``policy_loss_function``       masked tokens that would overflow leave the batch
+slime and miles  ``value_loss_function``        the same
+slime and miles  ``get_log_probs_and_entropy``  the same for the log-probs in training
+slime and miles  ``compute_approx_kl``          the ratio is bounded; no gradient if the coefficient is 0
+slime and miles  ``compute_policy_loss``        the ratio is bounded
+megatron-core    ``roll_tensor``                counts at least one token, by which MTP divides its loss
+===============  =============================  ========================================================
+
+No site of slime and miles is left alone because of a bound or a mask in their code: where nothing overflows,
+a site does nothing, as in miles' ``compute_policy_loss``, which bounds its ratio itself. A framework's own
+``where(mask, kl, 0)`` behind the exponential repairs the value, and the gradient is still 0 times infinity.
+``roll_tensor`` is left alone where megatron-core clamps the number of tokens, as from 0.17 on.
 
 vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. What happens is in
 :mod:`..frameworks.finite_losses`.
 
-Not patched: slime's ``compute_cispo_loss``, which takes no gradient of its ratio; the policy loss of miles,
-which leaves out masked tokens itself; verl and NeMo-RL.
+Not patched: slime's ``compute_cispo_loss``, which takes no gradient of its ratio; verl and NeMo-RL.
 """
 
 from __future__ import annotations
@@ -33,30 +32,12 @@ from ..frameworks import SLIME_LIKE
 
 _SLIME = [f"{framework}.backends.megatron_utils.loss" for framework in SLIME_LIKE]
 _SLIME_UTILS = [f"{framework}.utils.ppo_utils" for framework in SLIME_LIKE]
-_MILES = [f"miles.backends.training_utils.{hub}.math_utils" for hub in ("loss_hub", "loss.hub")]
+#: miles before and after September 2026.
+_MILES, _MILES_SCORES, _MILES_MATH = (
+    [f"miles.backends.training_utils.{hub}.{module}" for hub in ("loss_hub", "loss.hub")]
+    for module in ("losses", "logit_processors", "math_utils")
+)
 _ADAPTERS = ".frameworks.finite_losses"
-
-
-# --- reasons why a site is left alone, judged from the target's code
-
-
-def _leaves_out_masked_tokens(target: TargetSource) -> str | None:
-    selects = [*target.calls("where"), *target.calls("masked_fill"), *target.calls("masked_select")]
-    return "it leaves out masked tokens itself" if selects else None
-
-
-def _bounds_the_exponent(target: TargetSource) -> str | None:
-    """Return why the site is left alone; ``None`` if it clamps nothing before the first ``exp``."""
-    exponentials = [_end(call.node) for call in target.calls("exp")]
-    if not exponentials:
-        return "it exponentiates nothing itself"
-    clamps = [_end(call.node) for call in target.calls() if "clamp" in call.name or call.name == "clip"]
-    return "it bounds the exponent itself" if clamps and min(clamps) < min(exponentials) else None
-
-
-def _end(node: ast.Call) -> tuple[int, int]:
-    return node.end_lineno or 0, node.end_col_offset or 0
-
 
 # --- sites
 
@@ -72,15 +53,14 @@ for _name, _parameters in (
     ("value_loss_function", ("batch", "sum_of_sample_mean")),
 ):
     patch.wrap(
-        _SLIME,
+        [*_SLIME, *_MILES],
         _name,
         f"{_ADAPTERS}:{_name}",
         parameters=_parameters,
-        skip_if=_leaves_out_masked_tokens,
         introduced_with=_name,
     )
 patch.wrap(
-    _SLIME,
+    [*_SLIME, *_MILES_SCORES],
     "get_log_probs_and_entropy",
     f"{_ADAPTERS}:get_log_probs_and_entropy",
     helps=("policy_loss_function",),
@@ -91,11 +71,10 @@ _RATIOS: dict[str, tuple[str, ...]] = {
 }
 for _name, _ratios in _RATIOS.items():
     patch.wrap(
-        [*_SLIME_UTILS, *_MILES],
+        [*_SLIME_UTILS, *_MILES_MATH],
         _name,
         f"{_ADAPTERS}:{_name}",
         parameters=_ratios,
-        skip_if=_bounds_the_exponent,
     )
 
 

@@ -23,7 +23,7 @@ wait; AReaL, which reports success as a metric; verl before its engine, which ra
 
 from __future__ import annotations
 
-import ast
+import re
 from dataclasses import dataclass
 
 from ..engine.patch import Patch
@@ -32,7 +32,10 @@ from ..errors import PatchError
 from ..frameworks import WITH_MEGATRON_UTILS
 
 _OPTIMIZERS = ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
-_NORMS = ("grad_norm", "total_norm", "norm")
+#: A test that is true of each gradient norm that is not finite.
+_NOT_FINITE = re.compile(
+    r"not \w+\.isfinite\(\w*norm\)( or .*)?|\w+\.isnan\(\w*norm\) or \w+\.isinf\(\w*norm\)( or .*)?"
+)
 _NEMO_RL = "nemo_rl.models.policy.workers.megatron_policy_worker"
 _NEMO_RL_VALUES = "nemo_rl.models.value.workers.megatron_value_worker"
 
@@ -60,9 +63,11 @@ class FiniteStepOptions:
 
 
 def _looks_at_the_norm(target: TargetSource) -> str | None:
-    calls = [*target.calls("isfinite"), *target.calls("isnan")]
-    looks = any(ast.unparse(call.node.args[0]) in _NORMS for call in calls if call.node.args)
-    return "upstream itself skips a step whose gradient norm is not finite" if looks else None
+    steps = target.tests_before("step_with_ready_grads")
+    skips = steps and all(
+        any(_NOT_FINITE.fullmatch(test) and not outcome for test, outcome in tests.items()) for tests in steps
+    )
+    return "upstream itself skips a step whose gradient norm is not finite" if skips else None
 
 
 def _does_not_assert_success(target: TargetSource) -> str | None:

@@ -67,7 +67,8 @@ def _framework_leaves_ddp_out(target: TargetSource) -> str | None:
 
 
 def _passes_wrap_with_ddp(target: TargetSource) -> str | None:
-    passes = any("wrap_with_ddp" in call.keywords for call in target.calls())
+    builds = target.calls("get_model")
+    passes = builds and all("wrap_with_ddp" in call.keywords for call in builds)
     return "it passes wrap_with_ddp itself" if passes else None
 
 
@@ -151,6 +152,6 @@ patch.wrap(
     ".frameworks.inference_roles:initialize_engine",
     requires_names=("make_mcore_model", "mcore_config"),
     skip_if=lambda target: (
-        "the engine decides about DDP itself" if target.mentions("wrap_with_ddp", in_module=True) else None
+        "the engine decides about DDP itself" if target.mentions("wrap_with_ddp") else None
     ),
 )

@@ -48,9 +48,9 @@ _VERL_LOG_PROBS = "vocab_parallel_log_probs_from_logits"
 
 def _checkpoints_without_reentrance(target: TargetSource) -> str | None:
     checkpoints = target.calls("checkpoint")
-    if not checkpoints:
+    if not target.mentions("checkpoint"):
         return "it does not checkpoint the loss"
-    passes = all("use_reentrant" in call.keywords for call in checkpoints)
+    passes = checkpoints and all(call.keywords.get("use_reentrant") is False for call in checkpoints)
     return "it passes use_reentrant itself" if passes else None
 
 
@@ -59,8 +59,10 @@ def _placeholder_follows_values(target: TargetSource) -> str | None:
 
     That placeholder's backward starts a collective that the other ranks may not start.
     """
-    always = any(call.keywords.get("requires_grad") is True for call in target.calls())
-    return None if always else "its placeholder requires grad when the values do"
+    passed = {call.keywords.get("requires_grad") for call in target.calls()}
+    return (
+        "its placeholder requires grad when the values do" if ... in passed and True not in passed else None
+    )
 
 
 # --- sites

@@ -18,7 +18,7 @@ from megatron_rl_patches import applied, apply
 from tests.frameworks.rollouts import states_of
 from tests.ranks import on_ranks
 
-pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
+pytestmark = pytest.mark.usefixtures("newest_miles_on_the_path", "stand_ins_on_the_path")
 
 PATCH = "finite-loss"
 KL = {"use_kl_loss": True, "kl_loss_type": "low_var_kl"}
@@ -34,6 +34,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "k2": {**KL, "kl_loss_type": "k2"},
     "k3": {**KL, "kl_loss_type": "k3"},
     "unbiased KL": {**KL, "use_unbiased_kl": True, "entropy_coef": 0.1},
+    "unbiased k1": {**KL, "kl_loss_type": "k1", "use_unbiased_kl": True},
+    "unbiased k2": {**KL, "kl_loss_type": "k2", "use_unbiased_kl": True},
     "unbiased k3": {**KL, "kl_loss_type": "k3", "use_unbiased_kl": True},
     "GSPO": {"advantage_estimator": "gspo", **KL},
     "CISPO": {"advantage_estimator": "cispo", **KL},
@@ -41,9 +43,12 @@ LOSSES: dict[str, dict[str, Any]] = {
     "TIS": {"use_tis": True, **KL, "use_unbiased_kl": True},
     "old policy of the rollout": {"use_rollout_logprobs": True, **KL, "use_unbiased_kl": True},
 }
-#: What the stand-in has.
-IN_SHORT = ("with the entropy", "KL with the coefficient 0", "low_var_kl", "unbiased k3", "TIS")
-NOT_COMPARABLE = (math.inf, -math.inf, math.nan, 1e3, -1e3, -1e30)
+#: What the stand-ins have.
+IN_SHORT = {
+    "slime": ("with the entropy", "KL with the coefficient 0", "low_var_kl", "unbiased k3", "TIS"),
+    "newest miles": ("with the entropy", "KL with the coefficient 0", "k3", "unbiased KL", "unbiased k3"),
+}
+NOT_COMPARABLE = (math.inf, -math.inf, math.nan, 101.0, -101.0, -1e30)
 SCORES = ("log_probs", "ref_log_probs", "rollout_log_probs")
 #: What may be wrong with masked tokens: values of tensors of the batch.
 SPOILT = [
@@ -122,14 +127,16 @@ def check_masked_tokens(
 def check_policy(
     framework: str, with_lean_loss: bool, losses: dict[str, Any] = LOSSES, **layout: Any
 ) -> None:
-    """The policy itself gives masked tokens a log-prob of -1000 or of minus infinity.
+    """The policy itself gives masked tokens a log-prob of -101 or of minus infinity.
 
     slime's own entropy of logits that are minus infinity has no gradient but NaN; that of ``lean-loss`` has.
     """
     cases = []
     with applied("lean-loss") if with_lean_loss else nullcontext():
         for label, options in losses.items():
-            for value in (-1e3, -math.inf) if with_lean_loss or "entropy_coef" not in options else (-1e3,):
+            for value in (
+                (-101.0, -math.inf) if with_lean_loss or "entropy_coef" not in options else (-101.0,)
+            ):
                 job = make_job(framework, **layout, **options)
                 batch = microbatch(job)
                 cases.append(((label, value), job, batch, job.loss(batch=batch)))
@@ -158,6 +165,18 @@ def check_counted_tokens(framework: str, losses: dict[str, Any] = LOSSES, **layo
                 assert changed.sum() <= len(COUNTED), (label, name)
 
 
+def check_metrics(framework: str, losses: dict[str, Any] = LOSSES, **layout: Any) -> None:
+    """Each number that a loss reports is the framework's own, whichever patch computes it again."""
+    for label, options in losses.items():
+        job = make_job(framework, **layout, **options)
+        expected = job.loss(batch=microbatch(job))["metrics"]
+        for patches in ([PATCH], ["lean-loss"], ["lean-loss", PATCH]):
+            with applied(*patches):
+                job = make_job(framework, deferred=len(patches) == 2, **layout, **options)
+                metrics = job.loss(batch=microbatch(job))["metrics"]
+            assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6), (label, patches)
+
+
 def check_value_loss(framework: str) -> None:
     """Returns and old values of masked tokens may be anything."""
     job = make_job(framework, vocabulary=1, loss_type="value_loss", value_clip=0.2)
@@ -177,18 +196,21 @@ def check_value_loss(framework: str) -> None:
             assert is_same(run(), clean)
 
 
+@pytest.mark.parametrize("framework", IN_SHORT)
 @on_ranks(1)
-def test_tokens() -> None:
+def test_tokens(framework: str) -> None:
     from tests.frameworks.loss_jobs import initialize
 
     initialize()
-    losses = {name: LOSSES[name] for name in IN_SHORT}
-    assert check_masked_tokens("slime", losses) > 10
-    check_policy("slime", True, losses)
-    check_counted_tokens("slime", losses)
+    losses = {name: LOSSES[name] for name in IN_SHORT[framework]}
+    assert check_masked_tokens(framework, losses) > 5
+    check_policy(framework, True, losses)
+    check_counted_tokens(framework, losses)
+    check_metrics(framework, losses)
     with applied("lean-loss"):
-        only_tis = {"TIS": LOSSES["TIS"]}
-        check_masked_tokens("slime", only_tis, deferred=True, recompute_loss_function=True)
-    check_value_loss("slime")
+        last = {name: losses[name] for name in IN_SHORT[framework][-1:]}
+        check_masked_tokens(framework, last, deferred=True, recompute_loss_function=True)
+    check_value_loss(framework)
     apply(PATCH)
-    assert set(states_of("slime", patch=PATCH).values()) == {"applied"}
+    states = set(states_of(framework.split()[-1], patch=PATCH).values())
+    assert states == {"applied"} | ({"not needed"} if "miles" in framework else set())  # of other releases

@@ -31,6 +31,7 @@ RECOMPUTED = pytest.param(
     1, {"recompute_loss_function": True, "calculate_per_token_loss": True}, id="recomputed"
 )
 of_slime = pytest.mark.parametrize("framework", ["slime", "vime"])
+of_losses = pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
 
 
 def _initialize(framework: str, paths: list[str], layout: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def _losses(framework: str, paths: list[str]) -> dict[str, Any]:
     return {name: loss for name, loss in of_all if loss.get("advantage_estimator", "") in text}
 
 
-@of_slime
+@of_losses
 @pytest.mark.parametrize(("ranks", "layout"), [*LAYOUTS, RECOMPUTED])
 @on_ranks(lambda ranks: ranks, timeout=400)
 def test_masked_tokens(framework: str, ranks: int, layout: dict[str, Any], paths: list[str]) -> None:
@@ -97,11 +98,19 @@ def test_masked_tokens(framework: str, ranks: int, layout: dict[str, Any], paths
             finite.check_policy(framework, with_lean_loss, losses, **options)
         finite.check_counted_tokens(framework, losses, **options)
         if layout == {}:
-            assert finite.check_masked_tokens(framework, losses, spoilt_by=finite.SPOILT) > 50
+            checked = finite.check_masked_tokens(framework, losses, spoilt_by=finite.SPOILT)
+            assert checked > (30 if framework == "miles" else 50)  # miles has fewer losses
             finite.check_value_loss(framework)
 
 
-@of_slime
+@of_losses
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+@on_ranks(lambda ranks: ranks, timeout=400)
+def test_metrics(framework: str, ranks: int, layout: dict[str, Any], paths: list[str]) -> None:
+    finite.check_metrics(framework, **_initialize(framework, paths, layout))
+
+
+@of_losses
 @on_ranks(1, timeout=400)
 def test_with_other_patches(framework: str, paths: list[str]) -> None:
     """``lean-loss`` and deferred logits, in either order of application."""
@@ -157,11 +166,11 @@ def test_no_step_is_skipped(framework: str, tmp_path: Path, paths: list[str]) ->
         assert trained(*others, finite.PATCH) == clean == trained(*others, finite.PATCH, old_log_prob=-1e3)
 
 
-@of_slime
+@of_losses
 @on_ranks(1, timeout=400)
 def test_compiled(framework: str, paths: list[str]) -> None:
-    """slime compiles the functions of which two are patched."""
+    """slime and miles compile the functions of which two are patched."""
     _initialize(framework, paths, {})
-    losses = {name: finite.LOSSES[name] for name in ("low_var_kl", "unbiased k3")}
-    assert finite.check_masked_tokens(framework, losses) > 5
+    losses = {name: finite.LOSSES[name] for name in ("k3", "unbiased k3")}
+    assert finite.check_masked_tokens(framework, losses) > 3
     finite.check_counted_tokens(framework, losses)

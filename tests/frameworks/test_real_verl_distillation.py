@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -100,6 +102,36 @@ def test_forward_kl_counts_the_tail(verl: list[str], ranks: int) -> None:
         [line] = [line for line in lines if "forward_kl_topk" in line]
         numbers = f"{losses.mean():.4g}", f"{of_verl.mean():.4g}"
         assert all(number in line for number in numbers), (line, numbers)
+
+
+@with_each_tp
+@on_ranks(lambda ranks: ranks, timeout=300)
+def test_metrics_are_those_of_verl(verl: list[str], ranks: int) -> None:
+    """All that verl's function returns but the loss; masses are sums before the clamp, as since verl#7723."""
+    jobs = prepare(verl)
+    from tests.frameworks.loss_jobs import columns_of_rank, initialize
+
+    initialize(tp=ranks)
+    module = importlib.import_module("verl.trainer.distillation.megatron.losses")
+    table = jobs.teacher_table(VOCABULARY).float()
+    log_probs, ids = (torch.nested.nested_tensor([one[:8]], layout=torch.jagged) for one in table.topk(K, 1))
+    student = (0.5 * table[:8] + table[1:9])[None, :, columns_of_rank(VOCABULARY)]
+
+    def metrics(clamp: float | None) -> dict[str, Tensor]:
+        options = SimpleNamespace(loss_mode="forward_kl_topk", log_prob_min_clamp=clamp, topk=K)
+        config = SimpleNamespace(distillation_loss=options)
+        outputs = module.compute_forward_kl_topk(student.clone(), log_probs, ids, config, "thd")
+        return {name: values.flatten()[:8] for name, values in outputs.items() if "losses" not in name}
+
+    without_clamp = metrics(None)
+    masses = {name: without_clamp[name] for name in ("student_mass", "teacher_mass")}
+    for clamp in (None, -1.5):
+        expected = metrics(clamp) | masses
+        with applied("distillation"):
+            patched = metrics(clamp)
+        assert patched.keys() == expected.keys()
+        for name, values in expected.items():
+            torch.testing.assert_close(patched[name].to(values.dtype), values, rtol=1e-5, atol=1e-6)
 
 
 @with_each_tp

@@ -103,6 +103,7 @@ OF_MILES = {
     "backends/training_utils/loss.py": "backends/megatron_utils/loss.py",
     "backends/training_utils/cp_utils.py": "backends/megatron_utils/cp_utils.py",
     "backends/training_utils/loss_hub/logit_processors.py": "backends/megatron_utils/loss.py",
+    "backends/training_utils/loss_hub/losses.py": "backends/megatron_utils/loss.py",
     "backends/training_utils/loss_hub/math_utils.py": "utils/ppo_utils.py",
 }
 

@@ -26,6 +26,16 @@ WANTED_EVERYWHERE = {
         "load_checkpoint": {"megatron.training"},
         "get_megatron_optimizer": {"megatron.core"},
     },
+    # Where nothing overflows, it changes nothing, not even a bit.
+    "finite-loss": {
+        name: {"slime", "vime", "miles"}
+        for name in (
+            "policy_loss_function",
+            "value_loss_function",
+            "compute_approx_kl",
+            "compute_policy_loss",
+        )
+    },
     # What they replace holds more memory than it needs in every release.
     "lean-head": {f"{model}Model.forward": {"megatron.core"} for model in ("GPT", "Mamba", "Hybrid")},
     "lean-loss": {

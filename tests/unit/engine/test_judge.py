@@ -86,11 +86,21 @@ def test_questions_of_the_function_and_of_its_module() -> None:
     assert target.mentions("enable") and not target.mentions("chunks")
     assert target.mentions("chunks", in_module=True)
     assert target.asserts("no_sync_func", in_loop=True) and not target.asserts("model")
-    assert target.cleans_up("enable") and target.cleans_up() and not target.cleans_up("step")
+    assert target.cleans_up("enable") and not target.cleans_up("step")
     assert target.looks_up_unchecked("handles") and not target.looks_up_unchecked("model")
-    for checked in ("handles.get(chunk) and handles[chunk]", "handles[chunk] if handles else None"):
-        text = f"def train(model):\n    for chunk in model:\n        if handles: {checked}\n"
+    for checked in ("if handles: handles[chunk]", "if not handles: return\n        handles[chunk]"):
+        text = f"def train(model):\n    for chunk in model:\n        {checked}\n"
         assert not read(text).looks_up_unchecked("handles")
+    for text, expected in (
+        ("step()", {}),
+        ("if a: step()\n    elif b: c", {"a": True}),
+        ("if a: pass\n    elif b: pass\n    else: step()", {"a": False, "b": False}),
+        ("if a: return\n    if b: pass\n    if c: d = step()", {"a": False, "c": True}),
+        ("for b in c:\n        if a: continue\n        step()", {"a": False}),
+        ("if a:\n        if b: return\n    c if d else step()", {"d": False}),
+        ("step()\n    if a: return", {}),
+    ):
+        assert read(f"def train(model):\n    {text}").tests_before("step") == [expected], text
     assert target.defines("save") and not target.defines("enable")
     [call] = target.calls("step")
     assert (call.function, call.keywords) == ("optimizer.step", {"wait": ...})

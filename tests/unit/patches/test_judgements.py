@@ -32,59 +32,42 @@ ENGINE = "verl.workers.engine.megatron.transformer_impl"
 def expert_norm() -> list[Case]:
     layers = "megatron.core.tensor_parallel.layers"
     duplicate, copy = "param_is_not_tensor_parallel_duplicate", "copy_tensor_model_parallel_attributes"
-    module = f"def {duplicate}({{}}): ...\ndef {copy}(destination_tensor, source_tensor): ...\n"
-    optimizer = """
-        def _get_param_groups(model_chunks, config, config_overrides): ...
-        def _get_megatron_optimizer_based_on_param_groups(optimizer, group): optimizer.{} = group
-    """
-    groups, counts = "megatron.core.optimizer._get_param_groups", "not needed: upstream itself counts experts"
+    groups, both = "megatron.core.optimizer._get_param_groups", "param, tp_group=None, expert_tp_group=None"
+    rank, ours = "return tp_group.rank() == 0", "if not param.allreduce: tp_group = expert_tp_group"
+    counts, helps = "not needed: upstream itself counts experts", "fits: helps param_is_not_tensor_parallel"
     return [
         *(
-            (f"{layers}.{name}", MODULE, module.format(parameters), state)
-            for name in (duplicate, copy)
-            for parameters, state in (
-                ("param", "fits"),  # up to 0.15
-                ("param, tp_group=None", "fits"),  # up to 0.18
-                ("param, tp_group=None, expert_tp_group=None", counts),
-                ("p", "drifted" if name == duplicate else "fits"),
+            (f"{layers}.{duplicate}", parameters, body, state)
+            for parameters, body, state in (
+                ("param", "return get_rank() == 0", "fits"),  # up to 0.15
+                ("param, tp_group=None", rank, "fits"),  # up to 0.18
+                (both, f"{ours}\n    {rank}", counts),
+                ("p", rank, "drifted"),
             )
         ),
-        (groups, MODULE, optimizer.format("tp_group"), "fits"),
-        (groups, MODULE, optimizer.format("expert_tp_group"), counts),
+        (f"{layers}.{copy}", "destination_tensor, source_tensor", "...", helps),
+        (groups, "model_chunks, config, config_overrides", "...", helps),
     ]
 
 
 def finite_loss() -> list[Case]:
-    kl = "return torch.clamp(log_ratio.exp() - 1, max=10)"  # clamped afterwards, so not bounded
-    policy, masks = "args, batch, logits, sum_of_sample_mean", "not needed: leaves out masked tokens"
-    difference, value_loss = "old_log_probs - log_probs", "value_loss_function"
+    # A bound of one branch, or a mask, which may come too late for the gradient, is no reason.
+    kl = "if kl_loss_type == 'low_var_kl': x = clamp(x, max=10)\n    return x.exp()"
+    policy, masks = "args, batch, logits, sum_of_sample_mean", "return policy(where(active, kl, 0.0))"
+    value_loss, ratio = "value_loss_function", "return torch.clamp(-ppo_kl, -20, 20).exp()"
     return [
         *(
             case
             for utils in (PPO_UTILS, f"{MILES}.loss_hub.math_utils", f"{MILES}.loss.hub.math_utils")
             for case in (
-                *(
-                    (f"{utils}.compute_policy_loss", "ppo_kl, eps", body, expected)
-                    for body, expected in (
-                        ("ratio = (-ppo_kl).exp()\n    return ratio.clamp(1 - eps, 1 + eps)", "fits"),
-                        ("ratio = torch.exp(-ppo_kl)\n    return torch.clamp(ratio, 1 - eps)", "fits"),
-                        ("return torch.clamp(-ppo_kl, -20, 20).exp()", "not needed: bounds"),
-                        ("kl = (-ppo_kl).clip(max=20)\n    return kl.exp()", "not needed: bounds"),
-                        ("kl = _safe_clamp_log_ratio(-ppo_kl)\n    torch.exp(kl)", "not needed: bounds"),
-                        ("return _safe_exp(-ppo_kl)", "not needed: exponentiates nothing"),
-                    )
-                ),
+                (f"{utils}.compute_policy_loss", "ppo_kl, eps", ratio, "fits"),
                 (f"{utils}.compute_approx_kl", "log_probs, log_probs_base, kl_loss_type", kl, "fits"),
                 (f"{utils}.compute_approx_kl", "log_probs, ref, kl_loss_type", kl, "drifted"),
             )
         ),
         *(
-            (f"{LOSS}.policy_loss_function", policy, f"return compute_policy_loss({ppo_kl}, 1)", state)
-            for ppo_kl, state in (
-                (difference, "fits"),
-                (f"torch.where(active, {difference}, 0.0)", masks),
-                (f"({difference}).masked_fill(~active, 0.0)", masks),
-            )
+            (f"{losses}.policy_loss_function", policy, masks, "fits")
+            for losses in (LOSS, f"{MILES}.loss_hub.losses", f"{MILES}.loss.hub.losses")
         ),
         # Releases without a value loss.
         (f"{LOSS}.{value_loss}", MODULE, f"def policy({policy}): ...", f"{WITHOUT} {value_loss}"),
@@ -105,6 +88,15 @@ def finite_step() -> list[Case]:
         (chained, "self", norm.format("math.isfinite(threshold) and grad_norm > threshold"), "fits"),
         (chained, "self", norm.format("not math.isfinite(grad_norm)"), skips),
         (chained, "self", norm.format("math.isnan(grad_norm) or math.isinf(grad_norm)"), skips),
+        (chained, "self", norm.format("math.isnan(grad_norm) or a"), "fits"),
+        *(
+            (chained, "self", f"norm = get()\n    if {test}\n    return self.step_with_ready_grads()", state)
+            for test, state in (
+                ("not torch.isfinite(norm) or a: return False", skips),
+                ("not torch.isfinite(norm): log(1)", "fits"),
+                ("torch.isfinite(norm): return False", "fits"),
+            )
+        ),
         (slime, its, f"{step}assert update_successful", "fits"),
         (slime, its, advances, "not needed: does not assert that a step succeeds"),
         (verl, "self", f"{step}if not update_successful: raise NotImplementedError('failed')", "fits"),
@@ -148,6 +140,7 @@ def inference_only() -> list[Case]:
             for body, state in (
                 ("model = get_model(model, ddp)", "fits"),
                 (passes, "not needed: it passes wrap_with_ddp itself"),
+                (f"if a: {passes}\n    else: model = get_model(model)", "fits"),
             )
         ),
         (areal, "self, addr", make, "fits"),
@@ -175,6 +168,8 @@ def lean_loss() -> list[Case]:
                 ("checkpoint(func, args, batch, logits)", "fits"),
                 ("torch.utils.checkpoint.checkpoint(func, args, batch, logits)", "fits"),
                 ("checkpoint(func, args, use_reentrant=False)", "not needed: it passes use_reentrant itself"),
+                ("checkpoint(func, args, use_reentrant=True)", "fits"),
+                ("partial(checkpoint, func)(args)", "fits"),
                 ("func(args, batch, logits)", "not needed: it does not checkpoint the loss"),
             )
         ),
@@ -238,6 +233,12 @@ def reentrant_train() -> list[Case]:
                 checked,
             )
         ),
+        (
+            f"{DDP}.disable_forward_pre_hook",
+            "self, param_sync=True",
+            f"{uses}if {handles}: log(1)\n    {loop}",
+            FITS,
+        ),
         (f"{DDP}.disable_forward_pre_hook", "self", loop, "drifted: it no longer takes param_sync"),
         (f"{DDP}.enable_forward_pre_hook", "self", f"{uses}assert len({handles}) == 0", FITS),
         (f"{DDP}.enable_forward_pre_hook", "self", f"{uses}if {handles}: return", f"{MENDED} off"),
@@ -248,6 +249,9 @@ def reentrant_train() -> list[Case]:
                 (train.format("", "assert config.no_sync_func is None; "), FITS),
                 (guarded, FITS),  # an exception still leaves everything behind
                 (guarded + clears, "not needed: it does not fail after an earlier call"),
+                (f"try: import a\n    except ImportError: pass\n    {guarded}", FITS),
+                (f"{guarded}\n    if a:{clears.replace('    ', '        ')}", FITS),
+                (f"{guarded}{clears}\n    train_one_step(model)", FITS),
             )
         ),
         (save, saved, body.format("if 1", "if 1"), FITS),
@@ -256,6 +260,7 @@ def reentrant_train() -> list[Case]:
         (timed, "iteration, model", synced, "not needed: it does not switch forward pre-hooks"),
         # The first iteration of a call ends no interval.
         (logs, logged, reset, FITS),
+        (logs, logged, f"if a: should_reset = True\n    else: {reset}", FITS),
         (logs, logged, f"{reset} or iteration % args.log_interval == 0", f"not needed: {MAY_END}"),
         (logs, "total_loss_dict, iteration", "pass", f"not needed: {MAY_END}"),  # up to 0.15
         (logs, MODULE, "def train(): pass", f"{WITHOUT} is_first_iteration"),
@@ -284,6 +289,7 @@ def router_replay() -> list[Case]:
         (f"{new}.__init__", "self, transformer_config", "pass", "drifted: it no longer takes config"),
         (slime, "self, rollout_id", f"{train}\n    {clears}", "fits"),
         (slime, "self, rollout_id", cleans_up, "not needed: it clears its routes when it raises"),
+        (slime, "self, rollout_id", f"try: a()\n    finally: {clears}\n    {train}", "fits"),
         (slime, "self, rollout_id", train, f"not needed: {replays_none}"),
         # A slime without replay needs no function that clears routes.
         (slime, MODULE, f"def train(self, rollout_id): {clears}", "missing"),
@@ -318,6 +324,7 @@ def distillation() -> list[Case]:
     return [
         (target, new, kl.format(""), "fits"),
         (target, new, kl.format(tail), "not needed: verl counts the tail itself"),
+        (target, new, f"if a: log(tail)\n    {kl.format('')}", "fits"),
         (target, inputs, kl.format(""), "drifted"),
         (target, new, f"{both}topk_divergence(student_logits)", "drifted"),
     ]

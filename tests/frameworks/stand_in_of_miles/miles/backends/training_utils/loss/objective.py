@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .hub.logit_processors import get_log_probs_and_entropy
-from .hub.math_utils import compute_policy_loss
-
-
-def policy_loss_function(
-    args: Any, batch: dict[str, Any], logits: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    scores = get_log_probs_and_entropy(
-        logits,
-        args=args,
-        unconcat_tokens=batch["unconcat_tokens"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-        with_entropy=True,
-        entropy_requires_grad=args.entropy_coef != 0,
-        rollout_sampling_mask=batch.get("rollout_sampling_mask"),
-    )
-    log_probs, old = torch.cat(scores["log_probs"]), torch.cat(batch["log_probs"])
-    pg_loss, _ = compute_policy_loss(
-        old - log_probs, torch.cat(batch["advantages"]), args.eps_clip, args.eps_clip_high
-    )
-    entropy = torch.cat(scores["entropy"]).sum()
-    loss = pg_loss.sum() - args.entropy_coef * entropy
-    return loss, {"loss": loss.detach(), "entropy_loss": entropy.detach()}
+from ..data.context_parallel import slice_log_prob_with_cp
+from .hub.losses import policy_loss_function, value_loss_function
 
 
 def loss_function(
     args: Any, batch: dict[str, Any], num_microbatches: int, logits: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    lengths = batch["total_lengths"], batch["response_lengths"]
+    masks = [*map(slice_log_prob_with_cp, batch["loss_masks"], *lengths)]
+
+    def sum_of_sample_mean(x: Tensor) -> Tensor:
+        parts = zip(x.split([*map(len, masks)]), masks, batch["rollout_mask_sums"], strict=True)
+        return torch.stack([(part * mask).sum() / n.clamp(min=1) for part, mask, n in parts]).sum()
+
+    own = policy_loss_function if args.loss_type == "policy_loss" else value_loss_function
+    function = partial(own, sum_of_sample_mean=sum_of_sample_mean)
     if args.recompute_loss_function:
-        loss, log = checkpoint(policy_loss_function, args, batch, logits)
+        loss, log = checkpoint(function, args, batch, logits)
     else:
-        loss, log = policy_loss_function(args, batch, logits)
+        loss, log = function(args, batch, logits)
     return loss, torch.tensor(1), {"keys": list(log), "values": torch.tensor([1.0, *log.values()])}

@@ -14,9 +14,14 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from torch import Tensor
 
 
-def compute_approx_kl(log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: str) -> Tensor:
-    difference = (log_probs_base - log_probs).clamp(-20, 20)
-    return difference.exp() - 1 - difference
+def compute_approx_kl(
+    log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: str, importance_ratio: Tensor | None = None
+) -> Tensor:
+    difference = log_probs_base - log_probs
+    if kl_loss_type == "low_var_kl":
+        difference = difference.clamp(-20, 20)
+    kl = difference.exp() - 1 - difference
+    return kl if importance_ratio is None else importance_ratio * kl
 
 
 def compute_policy_loss(
