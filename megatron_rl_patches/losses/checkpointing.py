@@ -98,9 +98,8 @@ def _bound(
     What is bound are clones: other code may read or overwrite the logits before backward, which makes them
     ordinary ones, and the loss of these saves other tensors.
     """
-    args = tuple(x.clone() if hasattr(x, "loss_source") else x for x in args)
-    kwargs = {name: x.clone() if hasattr(x, "loss_source") else x for name, x in kwargs.items()}
-    deferred = {place: x for place, x in enumerate(args) if hasattr(x, "loss_source")}
+    kwargs = {name: x.clone() if _is_deferred(x) else x for name, x in kwargs.items()}
+    deferred = {place: x.clone() for place, x in enumerate(args) if _is_deferred(x)}
 
     def function(*others: Any) -> R:
         remaining = iter(others)
@@ -108,6 +107,10 @@ def _bound(
         return loss_fn(*arguments, **kwargs)
 
     return function, [x for place, x in enumerate(args) if place not in deferred]
+
+
+def _is_deferred(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and hasattr(x, "loss_source")
 
 
 def _several_ranks() -> bool:
