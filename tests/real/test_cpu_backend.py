@@ -130,7 +130,7 @@ def test_adam_in_host_memory(tmp_path: Path) -> None:
         assert (bool(inner.cpu_optimizers), bool(inner.gpu_optimizer)) == (share > 0, share < 1)
         own = train(0, 1)
         torch.testing.assert_close(main_parameters(optimizer), expected, rtol=1e-6, atol=1e-8)
-        folder, sharding = tmp_path / f"{share} {overlap}", checkpoints._sharding()
+        folder, sharding = tmp_path / f"{share} {overlap}", checkpoints.sharding()
         checkpoints.on_rank_0(folder.mkdir)
         state = checkpoints._sharded(model, optimizer)
         dist_checkpointing.save(state, str(folder), content_metadata=sharding)
