@@ -127,7 +127,7 @@ def _numbers_in(command: str) -> Iterator[Problem]:
 
 
 def _in_command(problem: Problem, variables: Collection[str]) -> Problem:
-    """Return the problem; if it is of a variable that stands in the command, with what to change there."""
+    """Return the problem, whose remedy is a change of the command if the command sets the variable."""
     if not set(re.findall(r"\w+", problem.remedy)).intersection(variables):
         return problem
     remedy = problem.remedy.replace("unset ", "leave out ").replace("export ", "write ")
@@ -182,9 +182,8 @@ def choice_of(environ: Mapping[str, str] = os.environ) -> Choice:
     patches, unknown = parse_selection(value)
     if unknown:
         message = f"{VARIABLE}: {registry.unknown_names(unknown)}"
-        problems.append(
-            Problem(message, _export(VARIABLE, ",".join(dict.fromkeys(_corrected(value, unknown))) or "1"))
-        )
+        corrected = ",".join(dict.fromkeys(_corrected(value, unknown)))
+        problems.append(Problem(message, _export(VARIABLE, corrected or "1")))
     return Choice(tuple(patch.name for patch in patches), settings, tuple(problems), ours)
 
 

@@ -16,7 +16,6 @@ from ..common.scopes import replaced
 from ..doctor import OUT_OF_REACH, choice_of, examine
 from ..engine import registry
 from ..engine.judge import judge_all
-from ..engine.settings import Settings
 from ..engine.sources import Environment, open_source
 from ..engine.statuses import SiteStatus
 from ..errors import MegatronRLPatchesError
@@ -119,14 +118,13 @@ def check(
     - 2: a source cannot be read, or there is no framework in any of them, or in this environment
     """
     choice, patches = choice_of(), registry.patches().values()
-    settings = choice.settings
-    if sources:
-        judged = _judge(sources, settings)
-    else:
-        here = Environment()
-        judged = {here.name: judge_all(here, patches, settings)}
-        for patch in () if json else patches:
-            typer.echo(f"{patch.name} ({patch.selected_by}): {patch.summary}")
+    opened = [open_source(source) for source in sources] if sources else [Environment()]
+    twice = [name for name, count in Counter(source.name for source in opened).items() if count > 1]
+    if twice:
+        raise MegatronRLPatchesError(f"more than one source is called {twice[0]!r}; name them: NAME=SOURCE")
+    judged = {source.name: judge_all(source, patches, choice.settings) for source in opened}
+    for patch in () if sources or json else patches:
+        typer.echo(f"{patch.name} ({patch.selected_by}): {patch.summary}")
     empty = [name for name, statuses in judged.items() if all(s.state == "absent" for s in statuses)]
     if len(empty) == len(judged):
         raise MegatronRLPatchesError(
@@ -168,15 +166,6 @@ def demo(
 
     ranks = ranks or (1 if without_patches else 2)
     raise typer.Exit(run_demo(rollouts=rollouts, ranks=ranks, seed=seed, without_patches=without_patches))
-
-
-def _judge(sources: Sequence[str], settings: Settings) -> dict[str, list[SiteStatus]]:
-    patches = registry.patches().values()
-    opened = [open_source(source) for source in sources]
-    twice = [name for name, count in Counter(source.name for source in opened).items() if count > 1]
-    if twice:
-        raise MegatronRLPatchesError(f"more than one source is called {twice[0]!r}; name them: NAME=SOURCE")
-    return {source.name: judge_all(source, patches, settings) for source in opened}
 
 
 def _complain(message: str) -> None:

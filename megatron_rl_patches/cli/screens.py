@@ -76,8 +76,7 @@ def show_table(
     lines = []
     for number, row in enumerate(rows):
         style = "bold" if header and number == 0 else ""
-        cells = (cell if isinstance(cell, Text) else Text(cell, STYLES.get(cell, style)) for cell in row)
-        lines.append([*cells])
+        lines.append([c if isinstance(c, Text) else Text(c, STYLES.get(c, style)) for c in row])
     words = [max(map(len, " ".join(map(str, column)).split())) for column in zip(*rows, strict=True)]
     if header and sum(words) + 2 * len(words) - 2 > console.width:
         # Columns would split names, so rows are broken between names.
@@ -126,8 +125,8 @@ def show_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None
     if diagnosis.selected and not diagnosis.startup.fires and not diagnosis.hook:
         where = "The variable does not reach these; megatron_rl_patches.apply() in the program does:"
         _show(console, "\n- ".join([f"\n{where}", *OUT_OF_REACH]))
-    _show(console)
     if diagnosis.problems:
+        _show(console)
         show_problems(diagnosis.problems, console)
     else:
         _show(console, "no problems in this Python with these variables", "bold green")
@@ -180,11 +179,8 @@ def _shortened(path: str) -> str:
 def _show_selected(console: Console, diagnosis: Diagnosis) -> None:
     variable, names = diagnosis.variables.get(VARIABLE), diagnosis.selected
     value = f"{VARIABLE}={variable}" if variable else f"{VARIABLE} is not set"
-    if diagnosis.hook:
-        _show(
-            console,
-            f"The command names {diagnosis.hook}, which applies what the variable selects, by default 1.",
-        )
+    if hook := diagnosis.hook:
+        _show(console, f"The command names {hook}, which applies what the variable selects, by default 1.")
     if names:
         _show(console, f"{value} selects {', '.join(sorted(names))}")
         others = (patch for name, patch in registry.patches().items() if name not in names)

@@ -392,7 +392,6 @@ def test_a_row_for_each_patch_and_framework_and_reasons_for_the_rest() -> None:
         "without a framework: distillation",
         "lean-head: GPT.forward is drifted: it is gone",
         "why a function needs no patch: megatron-rl-patches check",
-        "",
         "no problems in this Python with these variables",
     ]
 
