@@ -13,7 +13,7 @@ def is_stale(group: Any) -> bool:
     return group.param_gather_handle is not None or not group.param_gather_dispatched
 
 
-def size(group: Any) -> int:
+def data_parallel_size(group: Any) -> int:
     """Return how many data-parallel ranks reduce the gradients of a bucket group."""
     name = "intra_distributed_optimizer_instance_group"
     process_group = getattr(group, name, None) or getattr(group, "data_parallel_group", None)

@@ -60,7 +60,8 @@ def copy_note(destination: Any, source: Any) -> None:
 def _counts(module: Any, name: str, parameter: Any) -> bool | None:
     """Return whether this rank counts the parameter of a layer; ``None`` if Megatron's answer stands."""
     is_marked = bool(getattr(parameter, "tensor_model_parallel", False))
-    is_divided = name.startswith(_names_of_divided(module))
+    divided = (_DIVIDED.get(base.__name__) for base in type(module).__mro__)
+    is_divided = name.startswith(next(filter(None, divided), ()))
     if not getattr(parameter, "allreduce", True):
         # An expert, of a model with expert parallelism.
         group = _group_of(module, is_expert=True)
@@ -80,11 +81,6 @@ def _counts(module: Any, name: str, parameter: Any) -> bool | None:
     return None
 
 
-def _names_of_divided(module: Any) -> tuple[str, ...]:
-    names = (_DIVIDED.get(base.__name__) for base in type(module).__mro__)
-    return next(filter(None, names), ())
-
-
 def _group_of(module: Any, is_expert: bool) -> Any:
     """Return the process group over which the layer is divided or duplicated; ``None`` if there is none."""
     for name in ("_tp_group", "tp_group"):
@@ -92,9 +88,6 @@ def _group_of(module: Any, is_expert: bool) -> Any:
             return group
     from megatron.core import parallel_state
 
-    get_group = (
-        parallel_state.get_expert_tensor_parallel_group
-        if is_expert
-        else parallel_state.get_tensor_model_parallel_group
-    )
-    return get_group(check_initialized=False)
+    if is_expert:
+        return parallel_state.get_expert_tensor_parallel_group(check_initialized=False)
+    return parallel_state.get_tensor_model_parallel_group(check_initialized=False)

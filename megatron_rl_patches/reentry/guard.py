@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
-from ..common.chunks import Model, as_chunks, config_of
+from ..common.chunks import as_chunks, config_of
 from ..common.messages import Message
 from ..common.text import one_line
 from ..errors import MegatronRLPatchesError
@@ -80,7 +80,11 @@ class TrainGuard:
         if watch is not None:
             watch.end(failed=error is not None)
         if error is None:
-            _put_back_what_was_not_installed(call)
+            for config in call.configs:
+                found = call.found(config)["no_sync_func"]
+                if config.no_sync_func is None and belongs_to(call.model, found, "no_sync_func"):
+                    config.no_sync_func = found
+                    _NOT_INSTALLED.log()
             call.end(failed=False)
             return
         clean_ups: tuple[Callable[[], None], ...] = (
@@ -94,14 +98,6 @@ class TrainGuard:
             except Exception as failure:
                 # Only a warning, since the caller has to see the exception of the training step.
                 _CLEAN_UP_FAILED.log(failure=one_line(failure))
-
-
-def _put_back_what_was_not_installed(call: RunningCall) -> None:
-    for config in call.configs:
-        found = call.found(config)["no_sync_func"]
-        if config.no_sync_func is None and belongs_to(call.model, found, "no_sync_func"):
-            config.no_sync_func = found
-            _NOT_INSTALLED.log()
 
 
 @overload
@@ -151,7 +147,12 @@ def reentrant_train(target: Any, **options: Any) -> Any:
         )
     if not callable(target) or hasattr(target, "modules"):
         chunks = as_chunks(target)
-        _check_chunks(chunks)
+        for chunk in chunks:
+            if not hasattr(chunk, "modules") and config_of(chunk) is None:
+                raise MegatronRLPatchesError(
+                    f"{type(chunk).__qualname__} is no model chunk, since it has neither modules nor a "
+                    "config; give the list of model chunks, or a function that takes it as 'model'"
+                )
         return TrainGuard(chunks, **options)
     signature = _signature_with_model(target)
 
@@ -164,15 +165,6 @@ def reentrant_train(target: Any, **options: Any) -> Any:
             return target(*args, **kwargs)
 
     return train
-
-
-def _check_chunks(chunks: Model) -> None:
-    for chunk in chunks:
-        if not hasattr(chunk, "modules") and config_of(chunk) is None:
-            raise MegatronRLPatchesError(
-                f"{type(chunk).__qualname__} is no model chunk, since it has neither modules nor a config; "
-                "give the list of model chunks, or a function that takes it as 'model'"
-            )
 
 
 def _signature_with_model(target: Any) -> inspect.Signature:

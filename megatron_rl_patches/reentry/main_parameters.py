@@ -15,9 +15,7 @@ _GROUPS = (
     ("float16_groups", "fp32_from_float16_groups", "float16_groups"),
 )
 #: So many elements are compared at once, in a copy of the type of the weights.
-_BATCH = 1 << 26
-
-Pair = tuple[torch.Tensor, torch.Tensor]
+_AT_ONCE = 1 << 26
 
 
 @torch.no_grad()
@@ -30,30 +28,14 @@ def differ_from_weights(optimizer: Any) -> bool:
     that has been freed or moved away.
     """
     differences = []
-    for batch in _batches(optimizer):
-        weights, main_parameters = zip(*batch, strict=True)
-        rounded = [torch.empty_like(weight) for weight in weights]
-        torch._foreach_copy_(rounded, main_parameters)
-        torch._foreach_sub_(rounded, weights)
-        torch._foreach_abs_(rounded)
-        differences += [largest.float() for largest in torch._foreach_max(rounded)]
+    for pair in _pairs(optimizer):
+        for weight, main in zip(*(torch.split(each, _AT_ONCE) for each in pair), strict=True):
+            rounded = torch.empty_like(weight).copy_(main)
+            differences.append(rounded.sub_(weight).abs_().max().float())
     return bool(differences) and bool((torch.stack(differences) > 0).any())  # NaN is no difference
 
 
-def _batches(optimizer: Any) -> Iterator[list[Pair]]:
-    batch, size = list[Pair](), 0
-    for weight, main in _pairs(optimizer):
-        for pair in zip(torch.split(weight, _BATCH), torch.split(main, _BATCH), strict=True):
-            if size + pair[0].numel() > _BATCH:
-                yield batch
-                batch, size = [], 0
-            batch.append(pair)
-            size += pair[0].numel()
-    if batch:
-        yield batch
-
-
-def _pairs(optimizer: Any) -> Iterator[Pair]:
+def _pairs(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield each weight, or this rank's part of it, and what the optimizer updates in its place."""
     if (parts := getattr(optimizer, "chained_optimizers", None)) is not None:
         for part in parts:

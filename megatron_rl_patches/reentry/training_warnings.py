@@ -22,7 +22,7 @@ from ..common.chunks import Model, bucket_groups, config_of, distinct_configs, u
 from ..common.messages import Message
 from ..common.ranks import is_first_of_stage, is_rank_0
 from ..common.text import one_line
-from .bucket_states import is_stale, is_unreduced, size
+from .bucket_states import data_parallel_size, is_stale, is_unreduced
 
 _UNREDUCED = Message(
     "finalize_model_grads_func=None: the config that Megatron's schedules read, get_model_config(model[0]), "
@@ -170,10 +170,11 @@ class Watch:
         stepped = getattr(self._optimizer, "model_chunks", None) or self.chunks
         chunks = [chunk for chunk in self.chunks if any(chunk is other for other in stepped)]
         is_elsewhere = any(getattr(config, setting, None) for config in self._other_configs)
-        groups = [group for chunk in chunks for group in bucket_groups(chunk) if size(group) > 1]
-        if any(is_unreduced(group, is_elsewhere) for group in groups):
+        groups = [group for chunk in chunks for group in bucket_groups(chunk)]
+        ranks = max(map(data_parallel_size, groups), default=1)
+        if any(data_parallel_size(group) > 1 and is_unreduced(group, is_elsewhere) for group in groups):
             which = "another config has one" if is_elsewhere else "no other config has one"
-            report(setting, _UNREDUCED, elsewhere=which, ranks=max(map(size, groups)))
+            report(setting, _UNREDUCED, elsewhere=which, ranks=ranks)
 
     def _check_token_weights(self) -> None:
         """Report microbatches of different lengths, each of whose losses is divided by its own length."""

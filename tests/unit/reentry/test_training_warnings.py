@@ -38,7 +38,7 @@ def test_main_parameters_are_compared_as_a_step_rounds_them(
     shard: slice, offloads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What this rank does not update does not count, nor what is freed; offloading has copies of its own."""
-    monkeypatch.setattr(main_parameters, "_BATCH", 6)
+    monkeypatch.setattr(main_parameters, "_AT_ONCE", 6)
     weight = torch.randn(5, 8).bfloat16()
     part = weight.view(-1)[shard]
     main = part.float()
