@@ -118,15 +118,15 @@ def replacements() -> list[Replacements]:
     adapted["_make_nccl_premul_sum"] = _ScaledSum
     # P2POp compares its operation with the defining module's by identity, so all modules get the same one.
     modules = (torch.distributed, distributed_c10d, device_mesh)
-    replaced: list[Replacements] = [(module, adapted) for module in modules]
-    replaced.append((DeviceMesh, {"__init__": _adapted(DeviceMesh.__init__, _on_cpu("device_type"))}))
-    # torch adds a default device after the redirect.
-    set_default = _adapted(torch.set_default_device, _on_cpu("device"))
-    # What torch.load puts on a GPU because of the file, or of ``map_location``.
+    # torch.load puts on a GPU what the file, or ``map_location``, says.
     restore = _adapted(torch.serialization.default_restore_location, _on_cpu("location"))
-    replaced.append((torch, {"set_default_device": set_default}))
-    replaced.append((torch.serialization, {"default_restore_location": restore}))
-    return replaced
+    return [
+        *((module, adapted) for module in modules),
+        (DeviceMesh, {"__init__": _adapted(DeviceMesh.__init__, _on_cpu("device_type"))}),
+        # torch adds a default device after the redirect.
+        (torch, {"set_default_device": _adapted(torch.set_default_device, _on_cpu("device"))}),
+        (torch.serialization, {"default_restore_location": restore}),
+    ]
 
 
 # --- what megatron-core lacks, or does wrong, where TransformerEngine is not installed

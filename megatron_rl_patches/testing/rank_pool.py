@@ -12,8 +12,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection, parent_process
 from multiprocessing.process import BaseProcess
@@ -170,6 +170,7 @@ class RankPool:
         sys.stderr.flush()
         with _environ_lock:
             inherited = dict(os.environ)
+        method = self.context.get_start_method()
         own = {**group_variables(self.size, _free_port()), **self.env}
         for number in range(self.size):
             own |= {"RANK": str(number), "LOCAL_RANK": str(number)}
@@ -178,29 +179,20 @@ class RankPool:
             stack_file.touch()
             arguments = (theirs, {**inherited, **own}, self.folder, stack_file, self.work)
             process = self.context.Process(target=_serve, args=arguments, name=f"rank {number}")
-            with self._environ_for_start(own):
-                process.start()
+            # A new interpreter needs its variables from the start. A fork gets them when it serves: the
+            # server of forks, which may start now, belongs to the whole program.
+            needed = own if method == "spawn" else {}
+            # A fork of this process would keep the lock.
+            with nullcontext() if method == "fork" else _environ_lock:
+                os.environ.update(needed)
+                try:
+                    process.start()
+                finally:
+                    for name in needed.keys() - inherited.keys():
+                        os.environ.pop(name, None)
+                    os.environ.update({name: inherited[name] for name in needed.keys() & inherited.keys()})
             theirs.close()
             self.ranks.append(_Rank(number, process, ours, stack_file))
-
-    @contextmanager
-    def _environ_for_start(self, variables: Mapping[str, str]) -> Iterator[None]:
-        """Have in ``os.environ`` what a process needs from its start, and change nothing else there.
-
-        A new interpreter needs all variables. A fork gets them when it serves: the server of forks, which may
-        start now, belongs to the whole program, and a fork of this process would keep the lock.
-        """
-        method = self.context.get_start_method()
-        with nullcontext() if method == "fork" else _environ_lock:
-            needed = variables if method == "spawn" else {}
-            before = {name: os.environ[name] for name in needed.keys() & os.environ.keys()}
-            try:
-                os.environ.update(needed)
-                yield
-            finally:
-                for name in needed.keys() - before.keys():
-                    os.environ.pop(name, None)
-                os.environ.update(before)
 
 
 def _serve(
