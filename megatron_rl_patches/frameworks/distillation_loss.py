@@ -141,9 +141,8 @@ def _stored_topk(
         )
     indices = _local(batch, _IDS, lengths, device).long()
     log_probs = _local(batch, _LOG_PROBS, lengths, device).float()
-    return with_tail(
-        indices, log_probs, _local(batch, _TAIL, lengths, device).float() if batch.get(_TAIL) else None
-    )
+    tail = _local(batch, _TAIL, lengths, device).float() if batch.get(_TAIL) else None
+    return with_tail(indices, log_probs, tail)
 
 
 def with_tail(

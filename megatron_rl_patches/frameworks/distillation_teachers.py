@@ -39,6 +39,8 @@ from .distillation_arguments import LOSS_PATH
 from .distillation_loss import KEYS, OLD, TEACHERS, layout_of, temperature_of
 
 _ACTOR = "actor"
+#: The framework keeps a teacher's weights under its name after this prefix.
+_TAG = "opd_"
 #: The key of slime's rollout data with a name per sample: its ``source``, or its ``metadata["source_name"]``.
 SOURCES = "source_names"
 Forward = Callable[[Callable[..., Any]], Mapping[str, Sequence[Any]]]
@@ -90,7 +92,7 @@ class TeacherScorer:
             InvalidInputError: one rank does not find a teacher's folder, or has samples that name no teacher
                 or an unknown one; on every rank, before any forward.
         """
-        raise_on_all(self._missing_teacher() or self._problem_with_routes(rollout_data))
+        raise_on_all(self._problem_of_this_rank(rollout_data))
         names = list(map(str, rollout_data[SOURCES])) if self.actor.args.opd_combine == "route" else None
         self._put_actor_in()
         try:
@@ -103,14 +105,11 @@ class TeacherScorer:
             for key in KEYS:
                 rollout_data.pop(key, None)
 
-    def _missing_teacher(self) -> str | None:
-        for name, path in self.actor.args.opd_teachers.items():
-            if _tag(name) not in self.actor.weights_backuper.backup_tags and not os.path.isdir(path):
-                return f"teacher {name!r}: {platform.node()} has no folder {path}; all nodes must see it"
-        return None
-
-    def _problem_with_routes(self, rollout_data: Mapping[str, Any]) -> str | None:
+    def _problem_of_this_rank(self, rollout_data: Mapping[str, Any]) -> str | None:
         args = self.actor.args
+        for name, path in args.opd_teachers.items():
+            if _TAG + name not in self.actor.weights_backuper.backup_tags and not os.path.isdir(path):
+                return f"teacher {name!r}: {platform.node()} has no folder {path}; all nodes must see it"
         if args.opd_combine != "route":
             return None
         names = rollout_data.get(SOURCES)
@@ -152,7 +151,7 @@ class TeacherScorer:
         scored: list[Sequence[Any]] = []
         try:
             for name, path in args.opd_teachers.items():
-                self._switch_to_teacher(_tag(name), path)
+                self._switch_to_teacher(_TAG + name, path)
                 one = self._full(forward) if is_full else forward(self._at_ids).get("distributions", [])
                 scored.append(one if names is None or not one else _own_samples(one, names, name))
         finally:
@@ -214,11 +213,6 @@ class TeacherScorer:
             self._problem = str(error)
             hidden = torch.empty(len(layout.response_rows), 0)
         return layout.split_responses(hidden)
-
-
-def _tag(name: str) -> str:
-    """Return the name under which the framework keeps a teacher's weights."""
-    return f"opd_{name}"
 
 
 def _own_samples(distributions: Sequence[Any], names: Sequence[str], name: str) -> list[Any]:

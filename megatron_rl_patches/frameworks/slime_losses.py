@@ -32,11 +32,7 @@ _KNOWN |= {"log_prob_keep_mask", "sampling_mask", "true_on_policy", "vocab_size"
 
 @dataclass
 class ScoringContext:
-    """What is known while ``get_log_probs_and_entropy`` runs.
-
-    Attributes:
-        entropy_grad: whether any loss depends on the entropy.
-    """
+    """What is known while ``get_log_probs_and_entropy`` runs: whether any loss depends on the entropy."""
 
     entropy_grad: bool = True
 

@@ -42,7 +42,7 @@ METHODS: dict[str, Callable[..., None]] = {
 
 
 def replace(chunk: Chunk) -> None:
-    """Let this thread switch forward pre-hooks in any order, and have an error where Megatron would crash."""
+    """Let this thread switch forward pre-hooks in any order, and get an error where Megatron would crash."""
     thread = weakref.ref(threading.current_thread())
     for name, method in METHODS.items() if hasattr(chunk, "use_forward_hook") else ():
         # A partial, unlike a function, is copied with its chunk.

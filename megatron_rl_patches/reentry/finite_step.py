@@ -153,8 +153,8 @@ def summary() -> str:
 def skips_as_successes(optimizer: Any, limit: int = LIMIT) -> Iterator[None]:
     """Let ``optimizer.step`` return success for a step that was skipped, for callers that assert it.
 
-    If the loss scaler skips the step, no norm exists, and NaN is returned for it. A caller that asks for the
-    norm itself skips the step if the norm is not finite: that counts as in :func:`step`, which raises alike.
+    If the loss scaler skips the step, no norm exists, and NaN is returned for it. A caller that computes the
+    norm itself takes no step if the norm is not finite. That counts as a skipped step, up to ``limit``, too.
     """
     take, get = optimizer.step, optimizer.get_grad_norm
 

@@ -20,7 +20,7 @@ _AT_ONCE = 1 << 26
 
 @torch.no_grad()
 def differ_from_weights(optimizer: Any) -> bool:
-    """Return whether some main parameter, rounded to the type of its weight, is not that weight.
+    """Return whether some main parameter, rounded to the type of its weight, differs from that weight.
 
     Only what this rank updates is compared, so there is no collective, and parameters that have not been
     gathered do not matter. Both are read once, and a GPU is waited for once, where the optimizer is on it.

@@ -63,10 +63,6 @@ def _gloo_by_default(call: Arguments) -> None:
     _gloo_in_place_of_nccl(call)
 
 
-def _without_device_ids(call: Arguments) -> None:
-    call.pop("device_ids", None)
-
-
 def _sending_a_view(call: Arguments) -> None:
     # Pipeline schedules free ``tensor.data`` right after an asynchronous send. NCCL's stream keeps the memory
     # alive until it is sent. Gloo would send what has replaced it (NaN in interleaved runs), unless it holds
@@ -104,10 +100,10 @@ def _with_listed_splits(call: Arguments) -> None:
 
 def replacements() -> list[Replacements]:
     """Return the functions that are adapted while the redirect is on."""
-    changes = {
+    changes: dict[str, Callable[[Arguments], Any]] = {
         "init_process_group": _gloo_by_default,
         "new_group": _gloo_in_place_of_nccl,
-        "barrier": _without_device_ids,
+        "barrier": lambda call: call.pop("device_ids", None),
         "isend": _sending_a_view,
         "all_reduce": _scaling_first,
         "reduce_scatter_tensor": _scaling_first,
@@ -145,7 +141,7 @@ def _if_te_is_installed(original: Any) -> bool:
 
 
 class _HostCopies(TorchFunctionMode):
-    """Tells copies in host memory, and what is computed of them, from what is on the GPU."""
+    """Function mode in which ``is_cuda`` is true but for copies in host memory and what they turn into."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ class MockProcessGroup:
 
 @dataclass
 class MockHandle:
-    """What an asynchronous collective returns: a wait for it switches the mark of its bucket group off.
+    """What an asynchronous collective returns. Waiting for it switches off a mark of its bucket group.
 
     A mark that was set while the collective was in flight stays on.
     """

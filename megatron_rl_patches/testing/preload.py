@@ -1,6 +1,6 @@
 """Imports Megatron with the stand-in of TransformerEngine in place, for fork servers, whose forks have both.
 
-A fork server imports it if ``multiprocessing.set_forkserver_preload`` names it.
+A fork server imports this module if ``multiprocessing.set_forkserver_preload`` names it.
 """
 
 from __future__ import annotations

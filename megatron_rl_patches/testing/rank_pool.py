@@ -48,9 +48,9 @@ class Outcome:
 
     @property
     def failed(self) -> list[int]:
-        """Ranks that died or have sent a failure, the first to fail first.
+        """Ranks that died, and then ranks that have sent a failure, each in the order of time.
 
-        Deaths come first: they are noticed late, and ranks that lose their connections to a dead one fail.
+        A death is noticed late, and other ranks fail since they lose their connection to the dead one.
         """
         return sorted(self.failed_at, key=lambda rank: (rank not in self.died, self.failed_at[rank]))
 
@@ -88,7 +88,10 @@ class _Rank(NamedTuple):
         except (EOFError, ConnectionResetError):
             has_ended = True
         if has_ended:
-            outcome.died[self.number] = self.death()
+            self.process.join(1.0)
+            code = self.process.exitcode
+            what = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
+            outcome.died[self.number] = f"died with {what}, no traceback\n{self.stack_file.read_text()}"
             outcome.failed_at.setdefault(self.number, time.monotonic())
         return has_ended
 
@@ -101,13 +104,6 @@ class _Rank(NamedTuple):
             time.sleep(0.02)
         time.sleep(0.02)
         return self.stack_file.read_text() or "(starting)"
-
-    def death(self) -> str:
-        """Return how the process ended, and what it wrote in a crash."""
-        self.process.join(1.0)
-        code = self.process.exitcode
-        what = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
-        return f"died with {what}, no traceback\n{self.stack_file.read_text()}"
 
     def kill(self) -> None:
         self.pipe.close()
@@ -184,8 +180,8 @@ class RankPool:
             needed = own if method == "spawn" else {}
             # A fork of this process would keep the lock.
             with nullcontext() if method == "fork" else _environ_lock:
-                os.environ.update(needed)
                 try:
+                    os.environ.update(needed)
                     process.start()
                 finally:
                     for name in needed.keys() - inherited.keys():
@@ -238,7 +234,7 @@ def _end_with_parent(folder: Path) -> None:
 
 
 def _kill_children(pid: int) -> None:
-    """Kill what a process that lives has started, also in another process group."""
+    """Kill the processes that a live process has started, also those in other process groups."""
     import psutil
 
     with suppress(psutil.Error):

@@ -47,8 +47,8 @@ def spawn_ranks(
 
     Each rank is a fresh interpreter with ``torch.distributed`` initialized on gloo, one torch thread, and
     ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set;
-    runs do not disturb each other. No process outlives the call, nor a caller that is killed, but one in a
-    session of its own whose rank has died.
+    runs do not disturb each other. No process outlives the call, or a caller that is killed, except one that
+    a rank has started in a session of its own before the rank died.
 
     With ``forkserver`` as the program's start method (``multiprocessing.set_start_method``) and
     ``set_forkserver_preload(["megatron_rl_patches.testing.preload"])``, a rank is a fork of a process that
