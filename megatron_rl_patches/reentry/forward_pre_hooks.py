@@ -38,7 +38,9 @@ def disable(original: Callable[..., Any], chunk: Chunk, param_sync: bool = True)
             original(param_sync=param_sync)
             return
         except (KeyError, AssertionError) as error:
-            if not _is_mismatch(error, chunk):
+            # Upstream stops where handles and modules differ. Any other error comes from the gather after it.
+            lacks_handle = isinstance(error, KeyError) and error.args[0] in {*chunk.module.modules()}
+            if not (handles or lacks_handle):  # handles of a submodule that was removed are left
                 raise
     _remove(handles)
     if param_sync:
@@ -140,13 +142,6 @@ def preserved_hooks(model: Model) -> Iterator[None]:
                 chunk.enable_forward_pre_hook()
             elif not was_on and chunk.remove_forward_pre_hook_handles:
                 _remove(chunk.remove_forward_pre_hook_handles)
-
-
-def _is_mismatch(error: KeyError | AssertionError, chunk: Chunk) -> bool:
-    """Return whether upstream stopped because handles and modules differ, not in the all-gather after it."""
-    if chunk.remove_forward_pre_hook_handles:  # handles of a submodule that was removed are left
-        return True
-    return isinstance(error, KeyError) and any(error.args[0] is module for module in chunk.module.modules())
 
 
 def _remove(handles: dict[Any, Any]) -> None:

@@ -116,10 +116,7 @@ class RunningCall:
         return value is not None and place in self._foreign and value is not self._foreign[place]
 
     def end(self, failed: bool) -> None:
-        """End the call, and put back what it found.
-
-        That is garbage collection and methods of chunks, and after an exception all else.
-        """
+        """End the call. Put back garbage collection and methods, and after an exception all that it found."""
         with _lock:
             calls = [*_running.values()]
             later = calls[calls.index(self) + 1 :]

@@ -143,6 +143,7 @@ class MockDDP(_BaseDataParallel):
                 self.param_to_bucket_group[param].finish_param_sync(skip_next_bucket_dispatch=skip_next)
 
     def _enter(self, module: torch.nn.Module, *unused: Any) -> None:
+        """Count a forward pass once if a module in it has parameters that are stale."""
         if self._outermost is None:
             self._outermost, self._is_counted = module, False
         groups = map(self.param_to_bucket_group.get, module.parameters(recurse=False))
