@@ -47,6 +47,11 @@ def _on_cpu(name: str) -> Callable[[Arguments], None]:
     return change
 
 
+def _autocast_on_cpu(call: Arguments) -> None:
+    if names_cuda(call["device_type"]):
+        call["device_type"], call["dtype"] = "cpu", call.get("dtype") or torch.float16  # a GPU's default
+
+
 # --- torch.distributed written for NCCL, on gloo
 
 
@@ -119,6 +124,7 @@ def replacements() -> list[Replacements]:
     return [
         *((module, adapted) for module in modules),
         (DeviceMesh, {"__init__": _adapted(DeviceMesh.__init__, _on_cpu("device_type"))}),
+        (torch.autocast, {"__init__": _adapted(torch.autocast.__init__, _autocast_on_cpu)}),
         # torch adds a default device after the redirect.
         (torch, {"set_default_device": _adapted(torch.set_default_device, _on_cpu("device"))}),
         (torch.serialization, {"default_restore_location": restore}),

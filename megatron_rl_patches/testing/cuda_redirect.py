@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
@@ -22,9 +22,6 @@ import wrapt
 from torch.autograd import Variable
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import DefaultDeviceType
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 #: An object, and the values that its attributes have while the redirect is on.
 Replacements = tuple[Any, dict[str, Any]]
@@ -34,6 +31,10 @@ _TENSOR_TYPES = ("Bool", "Byte", "Char", "Short", "Int", "Long", "Half", "BFloat
 
 def _constant(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
+
+
+def _itself(x: Any, *args: object, **kwargs: object) -> Any:
+    return x
 
 
 def names_cuda(device: object) -> bool:
@@ -82,14 +83,8 @@ class _Engine(wrapt.ObjectProxy):  # type: ignore[type-arg]
 class _Nothing:
     """A context that does nothing, any number of times."""
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
+    __init__ = __exit__ = _constant(None)
+    __enter__ = _itself
 
 
 class _Context(_Nothing, ContextDecorator):
@@ -102,8 +97,7 @@ class Stream(_Nothing):
     It is not callable: Megatron calls what is, to get a stream.
     """
 
-    cuda_stream = 0
-    priority = 0
+    cuda_stream = priority = 0
     device = torch.device("cpu")
     wait_stream = wait_event = synchronize = _constant(None)
     query = _constant(True)
@@ -148,10 +142,6 @@ class _Generator(torch.Generator, metaclass=_GeneratorType):
         return cls.__base__()
 
 
-def _itself(tensor: Any, *args: object, **kwargs: object) -> Any:
-    return tensor
-
-
 def _tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``Tensor.type()`` name CUDA types, and ``Tensor.type(dtype)`` accept them.
 
@@ -167,6 +157,11 @@ def _tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, dtype, *args, **kwargs)
 
     return type
+
+
+def _of_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function answer for the CPU's autocast where it is asked for a GPU's, the default."""
+    return lambda device_type="cuda": original("cpu" if names_cuda(device_type) else device_type)
 
 
 def _eager(model: Any = None, **options: object) -> Any:
@@ -193,18 +188,20 @@ def replacements() -> list[Replacements]:
         "record_stream": _constant(None),
         "type": _tensor_type(torch.Tensor.type),
     }
+    autocast_dtype = _of_cpu(torch.get_autocast_dtype)
     return [
         (cuda, cuda_functions),
         (torch.accelerator, accelerator_functions),
         # Or else torch would write the accelerator into this class, where it would stay after the block.
         (DefaultDeviceType, {"_default_device_type": "cuda"}),
         (cuda.random, {"current_device": _constant(0), "device_count": _device_count}),
-        (cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _constant(0))),
-        (cuda.nvtx, {"range": _Context}),
+        (cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _constant(0)) | {"range": _Context}),
         (cuda.nccl, {"version": _constant((2, 0, 0))}),
         (torch.Tensor, tensor_methods),
         (torch.nn.Module, {"cuda": _itself}),
         (Variable, {"_execution_engine": _Engine(Variable._execution_engine)}),
+        (torch, {"is_autocast_enabled": _of_cpu(torch.is_autocast_enabled)}),
+        (torch, {"get_autocast_dtype": autocast_dtype, "get_autocast_gpu_dtype": autocast_dtype}),
         (torch, {"compile": _eager, "Generator": _Generator, "Stream": Stream, "Event": Event}),
     ]
 

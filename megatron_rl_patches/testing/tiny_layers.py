@@ -8,19 +8,20 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
 )
 from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.transformer import TransformerConfig, transformer_layer
+from megatron.core.transformer import TransformerConfig, transformer_layer, utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from ..errors import InvalidInputError
 from .transformer_engine.attention import DotProductAttention
+from .transformer_engine.layers import normalized
 
 #: Layers of a hybrid model, repeated: attention, experts, attention, MLP.
 _HYBRID_PATTERN = "*E*-"
@@ -41,6 +42,7 @@ def layer_of(
         "moe_grouped_gemm": transformer_engine,
         "multi_latent_attention": config.multi_latent_attention,
         "qk_layernorm": config.qk_layernorm,
+        "qk_l2_norm": getattr(config, "qk_l2_norm", False),
     }
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
@@ -52,8 +54,12 @@ def layer_of(
             )
         return get_gpt_layer_with_transformer_engine_spec(**options), TENorm
     layer = get_gpt_layer_local_spec(**options)
+    attention = layer.submodules.self_attention.submodules
     if config.context_parallel_size > 1 or config.multi_latent_attention:
-        layer.submodules.self_attention.submodules.core_attention = GatheredAttention
+        attention.core_attention = GatheredAttention
+    if config.qk_layernorm and not options["qk_l2_norm"]:
+        names = ("q_layernorm", "kv_layernorm" if config.multi_latent_attention else "k_layernorm")
+        vars(attention).update(dict.fromkeys(names, SequenceParallelNorm))
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
     return layer, SequenceParallelNorm
 
@@ -72,7 +78,13 @@ def mtp_block(
 
 def hybrid_model(config: TransformerConfig, transformer_engine: bool, options: dict[str, Any]) -> Any:
     """Return a model whose layers are those of Megatron's ``hybrid_stack_spec``, or local ones."""
-    model_class, block = _hybrid_modules()
+    try:
+        models = import_module("megatron.core.models.hybrid.hybrid_model")
+        block = import_module("megatron.core.models.hybrid.hybrid_block")
+    except ModuleNotFoundError:
+        models = import_module("megatron.core.models.mamba.mamba_model")
+        block = import_module("megatron.core.ssm.mamba_block")
+    model_class = getattr(models, "HybridModel", None) or models.MambaModel
     stack = getattr(block, "HybridStack", None) or block.MambaStack
     submodules = getattr(block, f"{stack.__name__}Submodules")
     dense, norm = layer_of(config, transformer_engine, has_experts=False)
@@ -96,19 +108,9 @@ def hybrid_model(config: TransformerConfig, transformer_engine: bool, options: d
     params = {} if transformer_engine else {"post_layer_norm": False}
     model = model_class(config, ModuleSpec(stack, params, submodules(**specs)), **options)
     if params and options["post_process"]:
-        model.decoder.final_norm = norm(config, config.hidden_size)
+        model.decoder.final_norm = norm(config, config.hidden_size, config.layernorm_epsilon)
         model.decoder.post_layer_norm = True
     return model
-
-
-def _hybrid_modules() -> tuple[Any, Any]:
-    """Return the class of the hybrid model, and the module of its stack of layers."""
-    try:
-        model = import_module("megatron.core.models.hybrid.hybrid_model")
-    except ModuleNotFoundError:
-        model = import_module("megatron.core.models.mamba.mamba_model")
-        return model.MambaModel, import_module("megatron.core.ssm.mamba_block")
-    return model.HybridModel, import_module("megatron.core.models.hybrid.hybrid_block")
 
 
 def _part(module: Any, layer: ModuleSpec, names: Sequence[str]) -> ModuleSpec:
@@ -117,34 +119,54 @@ def _part(module: Any, layer: ModuleSpec, names: Sequence[str]) -> ModuleSpec:
     return ModuleSpec(module, submodules=TransformerLayerSubmodules(**parts))
 
 
-class GatheredAttention(torch.nn.Module):
-    """Causal attention of the stand-in of TransformerEngine, for context parallelism and wide values.
+class GatheredAttention(DotProductAttention):
+    """Attention of the stand-in of TransformerEngine, for context parallelism and wide values.
 
     Megatron's local core attention refuses context parallelism, and the widths of multi-latent attention.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
+    # Checkpoints of local layers have no extra state.
+    get_extra_state, set_extra_state = torch.nn.Module.get_extra_state, torch.nn.Module.set_extra_state
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Return ``[s / cp, b, heads * channels]``; arguments are ``[s / cp, b, heads, channels]``.
-
-        Keys and values may have fewer heads than queries, as with ``num_query_groups``.
-        """
-        attention = DotProductAttention(
-            *query.shape[2:],
-            num_gqa_groups=key.shape[2],
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, attn_mask_type: Any, *args: Any, **options: Any
+    ) -> None:
+        dropout, width = options.get("attention_dropout"), config.kv_channels
+        has_window = getattr(utils, "is_layer_window_attention", lambda size, *of_layer: size is not None)
+        skipped = getattr(config, "window_attn_skip_freq", None)
+        super().__init__(
+            config.num_attention_heads,
+            (options.get("k_channels") or width, options.get("v_channels") or width),
+            num_gqa_groups=config.num_query_groups,
+            attention_dropout=config.attention_dropout if dropout is None else dropout,
+            attn_mask_type=attn_mask_type.name,
+            window_size=config.window_size if has_window(config.window_size, skipped, layer_number) else None,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            sequence_parallel=config.sequence_parallel,
+            get_rng_state_tracker=tensor_parallel.get_cuda_rng_tracker,
             cp_group=parallel_state.get_context_parallel_group(),
+            softmax_scale=options.get("softmax_scale"),
+            softmax_type=getattr(config, "softmax_type", "vanilla"),
         )
-        return attention(query, key, value)
+
+    def forward(self, *qkv: torch.Tensor, packed_seq_params: Any = None, **options: Any) -> Any:
+        """Return ``[s / cp, b, heads * channels]``; arguments are ``[s / cp, b, heads, channels]``."""
+        if packed_seq_params is not None or options.get("attention_bias") is not None:
+            raise InvalidInputError("packed samples and attention_bias need layers='transformer_engine'")
+        return super().forward(*qkv[:3])
 
 
-class SequenceParallelNorm(torch.nn.LayerNorm):
-    """Layer norm whose parameters are marked for sequence parallelism; Megatron's torch norm refuses it."""
+class SequenceParallelNorm(torch.nn.Module):
+    """Norm of the kind that the configuration names, marked for sequence parallelism as Megatron's is not."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
-        super().__init__(hidden_size, eps)
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.eps, self.is_zero_centered = eps, config.layernorm_zero_centered_gamma
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), float(not self.is_zero_centered)))
+        has_bias = config.normalization == "LayerNorm"
+        self.bias = torch.nn.Parameter(torch.zeros(hidden_size)) if has_bias else None
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return normalized(x, self.weight, self.bias, self.eps, self.is_zero_centered)

@@ -157,7 +157,7 @@ class TinyModel:
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.expert_tp,
             "moe_grouped_gemm": has_te,
-            "qk_layernorm": has_te and "mla" in self.kind,
+            "qk_layernorm": "mla" in self.kind,
             "sequence_parallel": self.sequence_parallel,
             "bf16": self.bf16,
             "params_dtype": self.dtype,

@@ -33,6 +33,7 @@ _MOE: dict[str, Any] = {
     "moe_router_load_balancing_type": "none",
     "gated_linear_unit": True,
 }
+_NORMS: dict[str, Any] = {"layernorm_zero_centered_gamma": True, "layernorm_epsilon": 1e-2}
 #: The kind of ``tiny_model()``, and further fields of its configuration.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {}),
@@ -40,8 +41,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fused RoPE": ("dense", {"num_query_groups": 2, **SWIGLU, "apply_rope_fusion": True}),
     "grouped experts": ("moe", _MOE),
     "grouped experts, fused permutation": ("moe", {**_MOE, "moe_permute_fusion": True}),
-    # The attention of the local layers knows no other scale.
-    "latent attention": ("mla", {**SWIGLU, "qk_layernorm": True, "rotary_scaling_factor": 1.0}),
+    "latent attention": ("mla", SWIGLU),
+    "zero-centered norms": ("dense", {**_NORMS, "normalization": "RMSNorm"}),
+    "zero-centered norms with means": ("dense", {**_NORMS, "qk_layernorm": True}),
+    "latent attention, window": ("mla", {**SWIGLU, "window_size": (4, 0), "softmax_type": "off-by-one"}),
 }
 LAYOUTS: dict[str, dict[str, int]] = {
     "1 rank": {},
@@ -51,26 +54,6 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "TP 2, expert TP 1": {"tp": 2, "expert_tp": 1},
     "TP 2, EP 2": {"tp": 2, "ep": 2, "expert_tp": 1},
 }
-
-
-class SequenceParallelRMSNorm(torch.nn.RMSNorm):
-    """As the package's norm with mean and bias, since Megatron's own one refuses sequence parallelism."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__(hidden_size, eps)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
-class TorchAttention(torch.nn.Module):
-    """Causal attention by torch, since Megatron's own one refuses the widths of latent attention."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        by_head = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        context = torch.nn.functional.scaled_dot_product_attention(*by_head, is_causal=True)
-        return context.permute(2, 0, 1, 3).flatten(2)
 
 
 def initialize(layout: str = "1 rank") -> None:
@@ -100,13 +83,6 @@ def build(case: str, transformer_engine: bool, **options: Any) -> Any:
         config={"num_layers": 2, **fields, **options},
     ).transformer_config()
     layer, norm = tiny_layers.layer_of(config, transformer_engine)
-    if not transformer_engine and config.normalization == "RMSNorm":
-        norm = SequenceParallelRMSNorm
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-    if not transformer_engine and config.multi_latent_attention:
-        attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = attention.kv_layernorm = norm
-        attention.core_attention = TorchAttention
     model = GPTModel(
         config,
         TransformerBlockSubmodules(layer_specs=[layer] * 2, layer_norm=norm),
@@ -198,7 +174,7 @@ def build_local(case: str, layout: str) -> Any:
     Latent attention is undivided. Megatron's local layers divide the down-projections over ranks, and the
     rotary part of keys then gets gradients from the heads of one rank only.
     """
-    initialize("1 rank" if case == "latent attention" else layout)
+    initialize("1 rank" if "latent" in case else layout)
     plain = {"apply_rope_fusion": False, "moe_permute_fusion": False}
     return build(case, False, **plain)
 
@@ -291,11 +267,30 @@ def compare_split_with_whole_sequences(packed: bool) -> None:
     check(name, losses[is_valid], expected[places][is_valid], gradients(model), gradients(undivided))
 
 
+def check_norms_that_are_returned() -> None:
+    """LoRA asks for the norm that a layer has gathered, whose gradient TransformerEngine drops."""
+    initialize("TP 2")
+    layer = build("grouped queries", True).decoder.layers[0].self_attention.linear_qkv
+    grads = []
+    for is_gathered in (False, True):
+        layer.return_layernorm_output, layer.return_layernorm_output_gathered = True, is_gathered
+        x_sbh = torch.arange(128.0).view(4, 1, 32).add(dist.get_rank()).sin().requires_grad_()
+        (product, norm), _ = layer(x_sbh)
+        own = norm.chunk(2)[dist.get_rank()] if is_gathered else norm
+        assert len(norm) == (8 if is_gathered else 4) and len(product) == 8
+        rms = x_sbh.square().mean(-1, keepdim=True) + 1e-5
+        torch.testing.assert_close(own, x_sbh * rms.rsqrt() * layer.layer_norm_weight)
+        (product.sum() + norm.square().sum()).backward()
+        grads.append(x_sbh.grad)
+    assert not torch.allclose(*grads)
+
+
 @on_ranks(2, megatron=False, env=FRESH)
 def test_layers_on_two_ranks() -> None:
     """Several cases in one test, since fresh interpreters import Megatron for seconds."""
     with cpu_backend(transformer_engine=True):
-        compare_with_local_layers("TP 2", "grouped queries", "latent attention")
+        compare_with_local_layers("TP 2", "grouped queries", "latent attention", "zero-centered norms")
+        check_norms_that_are_returned()
         compare_packed_with_one_by_one("TP 2", "grouped queries")
         compare_with_local_layers("EP 2", "grouped experts, fused permutation", fused=True)
         compare_split_with_whole_sequences(packed=True)
@@ -305,7 +300,7 @@ def test_layers_on_two_ranks() -> None:
 @on_ranks(2, megatron=False, env=FRESH)
 def test_more_layouts_on_two_ranks() -> None:
     with cpu_backend(transformer_engine=True):
-        compare_with_local_layers("TP 2", "dense", "grouped experts")
+        compare_with_local_layers("TP 2", "dense", "grouped experts", "zero-centered norms with means")
         compare_with_local_layers("TP 2", "grouped queries", "latent attention", fused=True)
         compare_with_local_layers("EP 2", "grouped experts")
         for layout in ("TP 2, expert TP 1", "TP 2, EP 2"):
@@ -317,10 +312,14 @@ def test_more_layouts_on_two_ranks() -> None:
 @on_ranks(1, megatron=False, env=FRESH)
 def test_layers_on_one_rank() -> None:
     with cpu_backend(transformer_engine=True):
-        compare_with_local_layers("1 rank", *CASES)
+        from megatron.core.transformer import MLATransformerConfig
+
+        known = vars(MLATransformerConfig)["__dataclass_fields__"].keys()  # softmax_type from 0.15 on
+        cases = [case for case in CASES if CASES[case][1].keys() <= known]
+        compare_with_local_layers("1 rank", *cases)
         for case in ("grouped queries", "fused RoPE"):
             compare_packed_with_one_by_one("1 rank", case)
-        for case in CASES:
+        for case in cases:
             check_model_on_the_device_meta(case)
         check_what_megatron_knows_to_be_missing()
 

@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import communication
-from .refusals import refuse
+from . import distributed
+from .refusals import check_options, require
+
+
+def activation_dtype(default: torch.dtype) -> torch.dtype:
+    """Return the precision of results: that of autocast where it is on."""
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled() else default
 
 
 class ResettableModule(torch.nn.Module):
@@ -27,6 +32,12 @@ class ResettableModule(torch.nn.Module):
     def _add_parameter(self, name: str, init: Any, *shape: int, context: Any = nullcontext) -> None:
         setattr(self, name, Parameter(torch.empty(shape, dtype=self._dtype, device=self._device)))
         self._initial[name] = init, context
+
+    def _add_norm(self, prefix: str, size: int, has_bias: bool, zero_centered: bool) -> None:
+        init = torch.nn.init.zeros_ if zero_centered else torch.nn.init.ones_
+        self._add_parameter(f"{prefix}weight", init, size)
+        if has_bias:
+            self._add_parameter(f"{prefix}bias", torch.nn.init.zeros_, size)
 
     def _initialize(self) -> None:
         """Initialize new parameters; those on the device ``meta`` get neither values nor marks yet."""
@@ -56,15 +67,20 @@ class ResettableModule(torch.nn.Module):
 class TransformerEngineBaseModule(ResettableModule):
     """Base of layers with products. Megatron sets attributes before ``__init__``, which must keep them."""
 
-    def __init__(self, *of_parameters: Any) -> None:
+    def __init__(self, tp_size: int, tp_group: Any, *of_parameters: Any) -> None:
         super().__init__(*of_parameters)
         self.fp8 = self.fp8_calibration = self.fp8_initialized = self.primary_weights_in_fp8 = False
         self.fp8_meta = {"fp8_checkpoint": False, "recipe": None}
-        self.tp_group: Any = None
+        self.tp_size = tp_size if tp_group is None else tp_group.size()
+        self.set_tensor_parallel_group(tp_group)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the group of tensor parallelism, which may come after the layer is made."""
         self.tp_group = tp_group
+
+    def _check_group(self) -> None:
+        unset = f"tp_size is {self.tp_size}, and set_tensor_parallel_group() was not called"
+        require((self.tp_size == 1 or self.tp_group is not None, unset))
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Do nothing: there is no FP8."""
@@ -75,6 +91,7 @@ class LinearBase(TransformerEngineBaseModule):
 
     def __init__(
         self,
+        owner: str,
         in_features: int,
         out_features: int,
         *,
@@ -83,28 +100,24 @@ class LinearBase(TransformerEngineBaseModule):
         tp_group: Any = None,
         tp_size: int = 1,
         get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
         bias: bool = True,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
         device: Any = "cuda",
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        **userbuffers: Any,  # do not change results
+        **others: Any,
     ) -> None:
-        super().__init__(params_dtype, device)
-        if delay_wgrad_compute or symmetric_ar_type:
-            refuse("delay_wgrad_compute or symmetric_ar_type")
-        if unknown := [name for name in userbuffers if not name.startswith("ub_")]:
-            raise TypeError(f"unexpected arguments: {', '.join(unknown)}")
-        self.parallel_mode = parallel_mode
+        super().__init__(tp_size, tp_group, params_dtype, device)
+        check_options(owner, others)
+        self.parallel_mode, self._tracker = parallel_mode, get_rng_state_tracker
         self._init_method = init_method or partial(torch.nn.init.normal_, std=0.023)
-        self._tracker = get_rng_state_tracker
-        self._tracker_names = [rng_tracker_name] if rng_tracker_name else []
-        self.tp_size = tp_size if tp_group is None else tp_group.size()
-        self.set_tensor_parallel_group(tp_group)
+        self._tracker_names = [name] if (name := others.get("rng_tracker_name")) else []
+        divided = {"row": in_features, "column": out_features}.get(parallel_mode or "", 0)
+        require(
+            (parallel_mode in ("column", "row", None), f"parallel_mode is {parallel_mode!r}"),
+            (divided % self.tp_size == 0, f"{divided} features are not divisible by {self.tp_size} ranks"),
+        )
         self.in_features = in_features // (self.tp_size if parallel_mode == "row" else 1)
         self.out_features = out_features // (self.tp_size if parallel_mode == "column" else 1)
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
@@ -132,44 +145,52 @@ class LinearBase(TransformerEngineBaseModule):
         elif self.use_bias and self.parallel_mode == "column":
             _mark_tensor_parallel(getattr(self, f"bias{suffix}"), 0)
 
-    def _product(self, x: Tensor, suffix: str = "", mode: str | None = None) -> Tensor:
-        group = self.tp_group if self.tp_size > 1 else None
-        if mode is not None and self.tp_size > 1 and group is None:
-            raise AssertionError(f"tp_size is {self.tp_size}, and set_tensor_parallel_group() was not called")
-        if group is not None and mode == "column":
-            x = communication.enter(x, group, self.sequence_parallel)
-        weight = getattr(self, f"weight{suffix}")
-        y: Tensor = _Product.apply(x, weight, self.fuse_wgrad_accumulation)  # type: ignore[no-untyped-call]
-        if group is not None and mode == "row":
-            y = communication.leave(y, group, self.sequence_parallel)
-        return y + getattr(self, f"bias{suffix}") if self.apply_bias else y
+    def _prepared(self, x: Tensor) -> Tensor:
+        """Return the input of a call in the precision of its products."""
+        self._check_group()
+        wrong = f"the input has {x.shape[-1]} features, not {self.in_features}"
+        require((x.shape[-1] == self.in_features, wrong))
+        for name, parameter in () if torch.is_autocast_enabled() else self.named_parameters():
+            require((parameter.dtype == x.dtype, f"the input is {x.dtype}, and {name} is {parameter.dtype}"))
+        return x.to(activation_dtype(x.dtype))
+
+    def _product(self, x: Tensor, is_first: bool | None, suffix: str = "", mode: str | None = None) -> Any:
+        """Return the product, with the bias unless that is returned by the layer, and the bias."""
+        if self.tp_size > 1 and mode == "column":
+            x = distributed.enter(x, self.tp_group, self.sequence_parallel)
+        weight, fuse = getattr(self, f"weight{suffix}"), self.fuse_wgrad_accumulation
+        y: Tensor = _Product.apply(x, weight, fuse, is_first)  # type: ignore[no-untyped-call]
+        if self.tp_size > 1 and mode == "row":
+            y = distributed.leave(y, self.tp_group, self.sequence_parallel)
+        bias = getattr(self, f"bias{suffix}").to(y.dtype)
+        return y + bias if self.apply_bias else y, bias
 
 
 class _Product(torch.autograd.Function):
-    """``x @ weight.T``; the gradient of the weight may go into its ``main_grad``."""
+    """``x @ weight.T``. The gradient of the weight may be added to its ``main_grad``, or overwrite it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, fuse: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, fuse: bool, is_first: bool | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.fuse = weight, fuse  # main_grad belongs to this very object
-        return x @ weight.t()
+        ctx.weight, ctx.fuse, ctx.is_first = weight, fuse, is_first  # main_grad belongs to this very object
+        return x @ weight.to(x.dtype).t()
 
     @staticmethod
+    @torch.autocast("cpu", enabled=False)  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return grad_x, None, None
-        if not ctx.fuse:
-            return grad_x, grad.flatten(0, -2).t() @ x.flatten(0, -2), None
-        if getattr(ctx.weight, "overwrite_main_grad", False):
-            ctx.weight.main_grad.zero_()
-        add_to_main_grad(x, grad, ctx.weight.main_grad)
-        dummy = None
-        if hasattr(ctx.weight, "grad_added_to_main_grad"):
-            ctx.weight.grad_added_to_main_grad = True  # and the hooks of DDP still want a gradient
-            dummy = get_dummy_wgrad(list(weight.shape), weight.dtype)
-        return grad_x, dummy, None
+        grad_x = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1] and not ctx.fuse:
+            grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        elif ctx.needs_input_grad[1]:
+            if ctx.is_first or getattr(ctx.weight, "overwrite_main_grad", False):
+                ctx.weight.main_grad.zero_()
+            add_to_main_grad(x, grad, ctx.weight.main_grad)
+            if hasattr(ctx.weight, "grad_added_to_main_grad"):
+                ctx.weight.grad_added_to_main_grad = True  # and the hooks of DDP still want a gradient
+                grad_weight = get_dummy_wgrad(list(weight.shape), weight.dtype)
+        return grad_x, grad_weight, None, None
 
 
 def add_to_main_grad(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:

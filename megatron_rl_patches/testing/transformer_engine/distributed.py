@@ -1,4 +1,7 @@
-"""States of random numbers, and activation checkpoints that restore them."""
+"""States of random numbers, activation checkpoints that restore them, and communication, which is Megatron's.
+
+Sequences lie along the first dimension. Megatron must not be imported before the stand-in is in place.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+
+from .refusals import refuse
 
 
 class CudaRNGStatesTracker:
@@ -32,10 +37,7 @@ class CudaRNGStatesTracker:
         if seed in self.seeds_ or name in self.states_:
             raise RuntimeError(f"state {name!r} with seed {seed}: the name or the seed is there already")
         self.seeds_.add(seed)
-        before = torch.cuda.get_rng_state()
-        torch.cuda.manual_seed(seed)
-        self.states_[name] = torch.cuda.get_rng_state()
-        torch.cuda.set_rng_state(before)
+        self.states_[name] = torch.Generator().manual_seed(seed).get_state()
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
@@ -59,21 +61,22 @@ def checkpoint(
     **kwargs: Any,
 ) -> Any:
     """Call the function again in the backward pass, with the states that the tracker has now."""
+    if {"context_fn", "determinism_check", "debug"} & kwargs.keys():
+        refuse("context_fn, determinism_check or debug of checkpoint()")
     tracker = get_rng_state_tracker() if get_rng_state_tracker else CudaRNGStatesTracker()
-    states = tracker.get_states()
-    is_first = True
+    first: dict[str, Any] | None = None
 
     def call(*inputs: Any) -> Any:
-        nonlocal is_first
-        if is_first:
-            is_first = False
+        nonlocal first
+        now = tracker.get_states()
+        if first is None:
+            first = now
             return function(*inputs, **kwargs)
-        current = tracker.get_states()
-        tracker.set_states(states)
+        tracker.set_states(first)
         try:
             return function(*inputs, **kwargs)
         finally:
-            tracker.set_states(current)
+            tracker.set_states(now)
 
     return torch.utils.checkpoint.checkpoint(call, *args, use_reentrant=use_reentrant)
 
@@ -85,5 +88,17 @@ def activation_recompute_forward(
     return nullcontext()
 
 
-def is_fp8_activation_recompute_enabled() -> bool:
-    return False
+def enter(x: Tensor, group: Any, is_split: bool) -> Tensor:
+    """Return all of a sequence, of which each rank has a part or all; gradients are sums over the ranks."""
+    from megatron.core.tensor_parallel import mappings as m
+
+    gather, copy = m.gather_from_sequence_parallel_region, m.copy_to_tensor_model_parallel_region
+    return (gather if is_split else copy)(x, group=group)
+
+
+def leave(x: Tensor, group: Any, is_split: bool) -> Tensor:
+    """Return the sum over the ranks: a rank's part of the sequence, or all of it."""
+    from megatron.core.tensor_parallel import mappings as m
+
+    scatter, reduce = m.reduce_scatter_to_sequence_parallel_region, m.reduce_from_tensor_model_parallel_region
+    return (scatter if is_split else reduce)(x, group=group)

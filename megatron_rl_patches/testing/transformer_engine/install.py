@@ -76,19 +76,12 @@ def stand_in(requested: str | None = None) -> Iterator[None]:
     finally:
         _blocks -= 1
         # Functions of Megatron import from TransformerEngine when they are called.
-        if _blocks == 0 and "megatron.core" not in sys.modules:
-            _take_away()
-
-
-def _take_away() -> None:
-    global _in_place
-    if _in_place is None:
-        return
-    for name, module in _in_place.modules.items():
-        if sys.modules.get(name) is module:
-            del sys.modules[name]
-    sys.meta_path.remove(_in_place)
-    _in_place, version.current = None, version.DEFAULT
+        if _in_place is not None and _blocks == 0 and "megatron.core" not in sys.modules:
+            for name, module in _in_place.modules.items():
+                if sys.modules.get(name) is module:
+                    del sys.modules[name]
+            sys.meta_path.remove(_in_place)
+            _in_place, version.current = None, version.DEFAULT
 
 
 def _check_absence() -> None:

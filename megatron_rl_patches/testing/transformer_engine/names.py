@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from . import distributed, ops, optimizers, permutation, refusals, version
+from . import ops, optimizers, permutation, refusals, version
 from .attention import DotProductAttention
 from .base import TransformerEngineBaseModule, add_to_main_grad, get_dummy_wgrad
-from .linear import GroupedLinear, LayerNormLinear, Linear
-from .norms import LayerNorm, RMSNorm
+from .distributed import CudaRNGStatesTracker, activation_recompute_forward, checkpoint
+from .layers import GroupedLinear, LayerNorm, LayerNormLinear, Linear, RMSNorm
 from .rope import apply_rotary_pos_emb
 
 
@@ -29,7 +29,8 @@ def modules() -> dict[str, dict[str, Any]]:
     fp8 = _named(refusals.FP8GlobalStateManager) | dict.fromkeys(contexts, refusals.fp8_autocast)
     formats_checked = ("fp8", "mxfp8", "nvfp4", "fp8_block_scaling")
     fp8 |= {f"check_{name}_support": refusals.is_available for name in formats_checked}
-    router = ("topk_with_score_function", "compute_score_for_moe_aux_loss", "moe_aux_loss")
+    router = ("fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss")
+    padding = ("Fp8Padding", "Fp8Unpadding")
     root = "transformer_engine"
     return {
         root: {"__version__": version.current},
@@ -38,12 +39,12 @@ def modules() -> dict[str, dict[str, Any]]:
         f"{root}.pytorch": {
             **linear,
             **fp8,
-            **_named(DotProductAttention, distributed.CudaRNGStatesTracker, distributed.checkpoint),
-            **dict.fromkeys(("Fp8Padding", "Fp8Unpadding"), refusals.Fp8Padding),
+            **_named(DotProductAttention, CudaRNGStatesTracker, checkpoint),
+            **dict.fromkeys(padding, refusals.refused(f"padding for FP8 ({', '.join(padding)})")),
         },
         f"{root}.pytorch.attention": _named(DotProductAttention, apply_rotary_pos_emb),
         f"{root}.pytorch.attention.rope": _named(apply_rotary_pos_emb),
-        f"{root}.pytorch.distributed": _defined_in(distributed),
+        f"{root}.pytorch.distributed": _named(CudaRNGStatesTracker, activation_recompute_forward, checkpoint),
         f"{root}.pytorch.float8_tensor": {"Float8Tensor": refusals.QuantizedTensor},
         f"{root}.pytorch.fp8": fp8,
         f"{root}.pytorch.quantization": fp8,
@@ -52,7 +53,7 @@ def modules() -> dict[str, dict[str, Any]]:
         f"{root}.pytorch.ops": _defined_in(ops) | ops.ACTIVATIONS,
         f"{root}.pytorch.permutation": _defined_in(permutation),
         f"{root}.pytorch.optimizers": _defined_in(optimizers) | {"FusedSGD": torch.optim.SGD},
-        f"{root}.pytorch.router": {f"fused_{name}": refusals.fused_router for name in router},
+        f"{root}.pytorch.router": dict.fromkeys(router, refusals.refused("fused router (moe_router_fusion)")),
         f"{root}.pytorch.tensor": _named(refusals.QuantizedTensor),
         # Of apex: with it, Megatron's own layers add gradients of weights to main_grad, too.
         "fused_weight_gradient_mlp_cuda": dict.fromkeys(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
+from .base import activation_dtype
 from .refusals import refuse
 
 
@@ -28,23 +29,20 @@ class _Activation(FusibleOperation):
     function: Callable[[Tensor], Tensor]
     gated: bool
 
-    def __init__(self, cache_quantized_input: bool = False) -> None:
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.to(activation_dtype(x.dtype))
         if not self.gated:
             return self.function(x)
         first, second = x.chunk(2, -1)
         return self.function(first) * second
 
 
-_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "ReLU": relu,
-    "GELU": partial(gelu, approximate="tanh"),
-    "SiLU": silu,
-}
-_GATED = {"ReGLU": relu, "GEGLU": _FUNCTIONS["GELU"], "SwiGLU": silu}
+_PLAIN: dict[str, Any] = {"ReLU": relu, "GELU": partial(gelu, approximate="tanh"), "SiLU": silu}
+_GATED = {"ReGLU": relu, "GEGLU": _PLAIN["GELU"], "SwiGLU": silu}
 ACTIVATIONS = {
     name: type(name, (_Activation,), {"function": staticmethod(function), "gated": name in _GATED})
-    for name, function in {**_FUNCTIONS, **_GATED}.items()
+    for name, function in {**_PLAIN, **_GATED}.items()
 }

@@ -7,15 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .refusals import refuse
+from .refusals import check_options, refuse, require
 
 
 def moe_permute(
-    inp: Tensor, routing_map: Tensor, num_out_tokens: Any = -1, *, map_type: str = "mask"
+    inp: Tensor, routing_map: Tensor, num_out_tokens: Any = -1, **others: Any
 ) -> tuple[Tensor, Tensor]:
     """Return a row for each token of each expert, and a map: of which expert and which token each row is."""
-    if map_type != "mask":
-        refuse(f"permutation with map_type {map_type!r}")
+    check_options("moe_permute", others)
+    require((len(inp) == len(routing_map), f"there are {len(inp)} tokens, and routes of {len(routing_map)}"))
+    routes = int(routing_map.sum())
+    if num_out_tokens != routes and inp.numel():  # the kernel would write past its output, or leave it unset
+        refuse(f"num_out_tokens={num_out_tokens} for {routes} routes")
     row_map = routing_map.t().nonzero()
     return inp[row_map[:, 1]], row_map
 
@@ -24,30 +27,26 @@ def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: Any = -1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the rows of ``moe_permute``, the probability of each, and the map."""
-    rows, row_map = moe_permute(inp, routing_map)
+    rows, row_map = moe_permute(inp, routing_map, num_out_tokens)
     return rows, probs.t()[tuple(row_map.t())], row_map
 
 
 def moe_unpermute(
-    inp: Tensor,
-    row_id_map: Tensor,
-    merging_probs: Tensor | None = None,
-    *,
-    restore_shape: Any,
-    pad_offsets: None = None,
+    inp: Tensor, row_id_map: Tensor, merging_probs: Any = None, restore_shape: Any = None, **others: Any
 ) -> Tensor:
     """Sum the rows of each token in float32, times their probabilities if there are any."""
-    if pad_offsets is not None:
-        refuse("padded permutation (moe_router_padding_for_quantization)")
+    check_options("moe_unpermute", others)
     experts, tokens = row_id_map.unbind(1)
     rows = inp.float()
     if merging_probs is not None:
         rows = rows * merging_probs[tokens, experts, None].float()
-    return rows.new_zeros(restore_shape).index_add(0, tokens, rows).to(inp.dtype)
+    shape = inp.shape if restore_shape is None else restore_shape
+    return rows.new_zeros(shape).index_add(0, tokens, rows).to(inp.dtype)
 
 
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
     """Cut rows into chunks and put these into another order."""
+    require((len(split_sizes) == len(sorted_index), "split_sizes and sorted_index differ in length"))
     chunks = torch.split(inp, split_sizes.tolist())
     return torch.cat([chunks[index] for index in sorted_index.tolist()])
 

@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .refusals import refuse
+from .refusals import check_options, refuse, require
 
 
 def positions_of(rank: int, size: int, rows: int) -> Tensor:
     """Return the positions of a rank's rows: a piece from either end, as Megatron cuts sequences."""
     if size == 1:
         return torch.arange(rows)
-    if rows % 2:
-        raise AssertionError(f"{rows} rows on a rank; expected two pieces of the same length")
+    require((rows % 2 == 0, f"{rows} rows on a rank, which are not two pieces of the same length"))
     pieces = torch.arange(rows * size).chunk(2 * size)
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
 
@@ -24,34 +23,41 @@ def apply_rotary_pos_emb(
     t: Tensor,
     freqs: Tensor,
     tensor_format: str = "sbhd",
+    *,
+    interleaved: bool = False,
     cu_seqlens: Any = None,
     cp_size: int = 1,
     cp_rank: int = 0,
-    interleaved: bool = False,
-    **options: Any,
+    **others: Any,
 ) -> Tensor:
     """Rotate the first channels of each head by ``freqs``, ``[positions, 1, 1, channels]`` in float32.
 
-    Packed samples (``thd``) start at position 0 each, and ranks have two pieces of each of them.
+    Packed samples (``thd``) start at position 0 each, and ranks have two pieces of each of them. What is not
+    ``fused`` is computed in the type of ``t``.
     """
-    if options.get("start_positions") is not None:
-        refuse("start_positions of rotary embeddings")
-    if tensor_format == "thd":
+    check_options("apply_rotary_pos_emb", others)
+    is_packed = tensor_format == "thd"
+    size = len(t) if is_packed else t.shape[tensor_format.find("s")]
+    require(
+        (tensor_format in ("sbhd", "bshd", "thd"), f"tensor_format is {tensor_format!r}"),
+        (not is_packed or cu_seqlens is not None, "packed samples have no cu_seqlens"),
+        (is_packed or len(freqs) >= size, f"there are {len(freqs)} positions for {size} rows"),
+    )
+    if cp_size > 1 and not is_packed:
+        refuse("rotary embeddings in context parallelism unless samples are packed")
+    if is_packed:
         rows = (cu_seqlens.diff() // cp_size).tolist()
         places = torch.cat([positions_of(cp_rank, cp_size, length) for length in rows])
         # What follows the last sample is padding.
-        places = torch.nn.functional.pad(places, (0, len(t) - len(places)))
-        return _rotated(t, freqs[places][:, 0], interleaved)
-    freqs = freqs[: t.shape[tensor_format.index("s")]]
-    return _rotated(t, freqs if tensor_format == "sbhd" else freqs.transpose(0, 1), interleaved)
-
-
-def _rotated(t: Tensor, freqs: Tensor, interleaved: bool) -> Tensor:
+        freqs = freqs[torch.nn.functional.pad(places, (0, size - len(places)))][:, 0]
+    else:
+        freqs = freqs[:size] if tensor_format == "sbhd" else freqs[:size].transpose(0, 1)
     turned, kept = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]
     if interleaved:
         other = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
     else:
         first, second = turned.chunk(2, -1)
         other = torch.cat((-second, first), -1)
-    x = turned.float() * freqs.cos() + other.float() * freqs.sin()
+    dtype = torch.float32 if others.get("fused") else t.dtype
+    x = turned.to(dtype) * freqs.cos().to(dtype) + other.to(dtype) * freqs.sin().to(dtype)
     return torch.cat((x.to(t.dtype), kept), -1)
