@@ -63,15 +63,9 @@ def _difference(ranks: Iterable[tuple[int, Any]]) -> str | None:
 
 
 def agreed(value: T, problem: str | None, group: dist.ProcessGroup | None) -> list[T]:
-    """Return the values of all ranks of a group, in their order. One collective.
+    """Return the values of all ranks of a group, in their order; of this rank without one. One collective.
 
-    Args:
-        value: of this rank, picklable.
-        problem: why this rank has no value, if it has none.
-        group: ``None``: this rank is alone.
-
-    Raises:
-        InvalidInputError: some rank has a problem; on every rank, with the problem of the first that has one.
+    If a rank has a problem in place of a value, every rank raises that of the first in ``InvalidInputError``.
     """
     values, problems = zip(*gathered((value, problem), group), strict=True)
     if any(problems):

@@ -27,12 +27,17 @@ def as_chunks(model: Any) -> Model:
 
 
 def config_of(chunk: Chunk) -> Any:
-    """Return the chunk's ``TransformerConfig``, looked up through any wrappers; ``None`` if there is none."""
+    """Return the chunk's ``TransformerConfig``; ``None`` if there is none."""
+    return attribute_of(chunk, "config")
+
+
+def attribute_of(chunk: Chunk, name: str, default: Any = None) -> Any:
+    """Return an attribute of the chunk that is not ``None``, looked up through any wrappers."""
     while chunk is not None:
-        if (config := getattr(chunk, "config", None)) is not None:
-            return config
+        if (value := getattr(chunk, name, None)) is not None:
+            return value
         chunk = getattr(chunk, "module", None)
-    return None
+    return default
 
 
 def unwrap(chunk: Chunk) -> Chunk:
@@ -43,14 +48,6 @@ def unwrap(chunk: Chunk) -> Chunk:
     while is_data_parallel(chunk) or has_base(chunk, "Float16Module"):
         chunk = chunk.module
     return chunk
-
-
-def has_main_parameter(parameter: Any) -> bool:
-    """Return whether an optimizer has a copy of the weight, which its next step writes over the weight.
-
-    With sharded optimizers, replicas that update other weights have the attribute, too.
-    """
-    return hasattr(parameter, "main_param")
 
 
 def distinct_configs(model: Model, *others: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -33,11 +34,7 @@ def lazy_names(
 
 def require_megatron(action: str) -> None:
     """Raise :class:`MegatronRLPatchesError` without torch or megatron-core, which an action needs."""
-    try:
-        is_installed = None not in (find_spec("torch"), find_spec("megatron.core"))
-    except ModuleNotFoundError:  # a parent
-        is_installed = False
-    if not is_installed:
-        raise MegatronRLPatchesError(
-            f"{action} needs torch and megatron-core: pip install torch megatron-core"
-        )
+    with suppress(ModuleNotFoundError):  # of megatron
+        if find_spec("torch") and find_spec("megatron.core"):
+            return
+    raise MegatronRLPatchesError(f"{action} needs torch and megatron-core: pip install torch megatron-core")

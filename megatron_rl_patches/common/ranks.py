@@ -25,8 +25,5 @@ def is_first_of_stage() -> bool:
 
     if not parallel_state.model_parallel_is_initialized():
         return False
-    ranks = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(with_context_parallel=True),
-    )
-    return not any(ranks)
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return not (parallel_state.get_tensor_model_parallel_rank() or replica)

@@ -172,7 +172,7 @@ class TeacherPool:
         """
         copy = self._teacher(name)
         head, summed = self._heads.get(copy, (None, None))
-        is_damaged = head is not None and summed is not None and _checksum_of(head) != summed
+        is_damaged = head is not None and summed is not None and checksum(head.tensors) != summed
         if copy not in self._heads or is_damaged:
             from .scoring.forward import output_head
 
@@ -183,7 +183,7 @@ class TeacherPool:
                         mine.copy_(tensor)
                 elif own is not None:
                     head = own.copied_to(device or own.weight.device)
-                    summed = _checksum_of(head) if head.weight.device == own.weight.device else None
+                    summed = checksum(head.tensors) if head.weight.device == own.weight.device else None
                 self._heads[copy] = head, summed
         return head
 
@@ -251,7 +251,3 @@ class TeacherPool:
     def _set_resident(self, copy: HostCopy) -> None:
         self._resident = copy if copy in self._teachers.values() else None
         self._partially_written = False
-
-
-def _checksum_of(head: OutputHead) -> list[int]:
-    return checksum([tensor.contiguous().view(torch.uint8).flatten() for tensor in head.tensors])

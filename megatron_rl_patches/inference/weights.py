@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..common.chunks import has_main_parameter, unwrap
+from ..common.chunks import unwrap
 from ..common.text import listed
 from ..errors import InferenceOnlyError, InvalidInputError
 
@@ -82,19 +82,20 @@ class HostCopy:
             storage.copy_(block, non_blocking=True)
 
 
-def checksum(storages: Sequence[torch.Tensor]) -> list[int]:
-    """Return for each storage a sum, modulo 2**64, of stretches of 64 words.
+def checksum(tensors: Sequence[torch.Tensor], stretch: int = _STRETCH_BYTES) -> list[int]:
+    """Return for each tensor a sum, modulo 2**64, of stretches of so many bytes, a multiple of 8.
 
-    Each stretch is multiplied by an odd number of its own, so that rows which change places are noticed.
+    Each stretch is multiplied by an odd number of its own, so that stretches which change places are noticed.
     """
     sums = []
-    for storage in storages:
+    for tensor in tensors:
+        storage = tensor.contiguous().flatten().view(torch.uint8)
         total = storage.new_zeros((), dtype=torch.int64)
         for start in range(0, len(storage), _SUMMED_BYTES):
             block = storage[start : start + _SUMMED_BYTES]
-            whole = len(block) // _STRETCH_BYTES * _STRETCH_BYTES
-            stretches = block[:whole].view(torch.int64).view(-1, _STRETCH_BYTES // 8).sum(1)
-            number = start // _STRETCH_BYTES
+            whole = len(block) // stretch * stretch
+            stretches = block[:whole].view(torch.int64).view(-1, stretch // 8).sum(1)
+            number = start // stretch
             places = torch.arange(number, number + len(stretches), device=storage.device)
             total += (stretches * (places * _MULTIPLIER | 1)).sum() + block[whole:].sum()
         sums.append(total)
@@ -113,7 +114,7 @@ def layout_of(chunks: Sequence[torch.nn.Module]) -> tuple[dict[str, torch.Tensor
     weights = dict(named_weights(chunks))
     storages: dict[int, torch.Tensor] = {}
     for name, weight in weights.items():
-        if weight.requires_grad or has_main_parameter(weight):
+        if weight.requires_grad or hasattr(weight, "main_param"):
             reason = "requires grad" if weight.requires_grad else "has a main parameter"
             raise InferenceOnlyError(
                 f"{name} {reason}: a pool overwrites the weights of its model, which must be one that "

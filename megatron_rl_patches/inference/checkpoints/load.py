@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...common.agreement import all_or_none, gathered, world
-from ...common.chunks import as_chunks, has_main_parameter, unwrap
+from ...common.chunks import as_chunks, unwrap
 from ...common.messages import Message
 from ...common.ranks import is_rank_0
 from ...errors import CheckpointError, InvalidInputError
@@ -31,11 +31,6 @@ _WITHOUT_MTP = Message(
     "This is harmless: a model that only scores has no such layers.",
     "Ignore it.",
     logging.INFO,
-)
-_HAS_MAIN_PARAMETER = (
-    "{name} has a main parameter, from which the optimizer's next step would write the old weight again: "
-    "load before the optimizer is made, or with Megatron's load_checkpoint, which calls "
-    "optimizer.reload_model_params()"
 )
 _MTP = "mtp."
 _State = dict[str, Any]
@@ -122,8 +117,12 @@ def _read(
 
     with _on_all_ranks_or_none(f"cannot load {source}"):
         for name, weight in named_weights(chunks):
-            if has_main_parameter(weight):
-                raise CheckpointError(_HAS_MAIN_PARAMETER.format(name=name))
+            if hasattr(weight, "main_param"):  # with sharded optimizers also where another replica updates it
+                raise CheckpointError(
+                    f"{name} has a main parameter, from which the optimizer's next step would write the old "
+                    "weight again: load before the optimizer is made, or with Megatron's load_checkpoint, "
+                    "which calls optimizer.reload_model_params()"
+                )
         folder = locate(source, ckpt_step)
         check_format(folder)
         checkpoint = TorchDistCheckpoint(folder)

@@ -208,9 +208,8 @@ def _in_float16_module(chunk: Any) -> Module:
         parameter.data = value
     for router, before in routers:
         getattr(router, TURNS_TO_FLOAT32)()
-        for name, buffer in router._buffers.items():
-            if buffer is not None and buffer.dtype == before[name].dtype:
-                router._buffers[name] = before[name]
+        own = router._buffers
+        own |= {name: old for name, old in before.items() if old is not None and old.dtype == own[name].dtype}
     return wrapped
 
 

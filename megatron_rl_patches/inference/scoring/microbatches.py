@@ -58,7 +58,6 @@ class Limits:
     positions: int | None = None
 
 
-_ODD = 0x1E3779B97F4A7C15  # any large number
 #: What the model gets from this package, unless a `forward` of the caller's runs it.
 _FOR_THE_MODEL = ("position_ids", "attention_mask")
 
@@ -160,15 +159,6 @@ def range_of_wrong_ids(ids: torch.Tensor, vocabulary: int | None) -> str:
     if lowest >= 0 and (vocabulary is None or highest < vocabulary):
         return ""
     return f"{lowest} to {highest}. Expected: 0 to {'?' if vocabulary is None else vocabulary - 1}"
-
-
-def digests(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Return a text for each tensor of integers that depends on its shape, its values and their places."""
-    places = [torch.arange(tensor.numel(), device=tensor.device) for tensor in tensors]
-    sums = [((t.flatten() + 1) * (p * _ODD | 1)).sum() for t, p in zip(tensors, places, strict=True)]
-    # Together, so that the CPU waits for a GPU once.
-    totals = torch.stack([total.to(sums[0].device) for total in sums]).tolist() if sums else []
-    return [f"{[*x.shape]} with checksum {n % 2**32:x}" for x, n in zip(tensors, totals, strict=True)]
 
 
 def described(value: Any) -> str:

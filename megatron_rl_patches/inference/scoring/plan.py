@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed
 from megatron.core import parallel_state
-from megatron.core.utils import get_attr_wrapped_model
 
 from ...common.agreement import gathered, raise_on_all
-from ...common.chunks import as_chunks, config_of
+from ...common.chunks import as_chunks, attribute_of, config_of
 from ...common.devices import on_device
 from ...errors import InvalidInputError
 from ...losses.logits.arguments import VocabParallelOptions, is_integer
 from ...reentry.forward_pre_hooks import why_not_gathered
-from .microbatches import Limits, ScoringBatch, digests, parse_microbatches
+from ..weights import checksum
+from .microbatches import Limits, ScoringBatch, parse_microbatches
 
 Forward = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]
 #: The tensor-parallel group over which the vocabulary is split, or ``None`` if it is not.
@@ -106,14 +106,20 @@ def plan_of(
 def _data_of(batches: Sequence[ScoringBatch], options: ScoreOptions) -> dict[str, Any]:
     """Return what ranks that score the same samples must have in common, by name."""
     data: dict[str, Any] = {"the number of microbatches": len(batches)}
-    for number, tokens in enumerate(digests([batch.tokens_bs for batch in batches])):
+    for number, tokens in enumerate(_digests([batch.tokens_bs for batch in batches])):
         layout, of_microbatch = batches[number].layout, f"of microbatch {number}"
         data[f"tokens {of_microbatch}"] = tokens
         data[f"lengths {of_microbatch}"] = layout.total_lengths
         data[f"response_lengths {of_microbatch}"] = layout.response_lengths
     data |= {"temperature": float(options.temperature), "vocab_size": options.vocab_size}
     own = options.of_last_stage if is_last_stage() else {}
-    return data | {name: digests(x) if isinstance(x, Sequence) else x for name, x in own.items()}
+    return data | {name: _digests(x) if isinstance(x, Sequence) else x for name, x in own.items()}
+
+
+def _digests(ids: Sequence[torch.Tensor]) -> list[str]:
+    """Return a text for each int64 tensor that depends on its shape, its values and their places."""
+    sums = checksum(ids, stretch=8)
+    return [f"{[*x.shape]} with checksum {n % 2**32:x}" for x, n in zip(ids, sums, strict=True)]
 
 
 def _groups_that_wait(chunks: Sequence[torch.nn.Module], config: Any) -> list[Any]:
@@ -173,7 +179,7 @@ def _limits(
 ) -> Limits:
     """Return what microbatches must fit."""
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
-    embedding = attribute_of(chunks[0], "position_embedding_type", None)
+    embedding = attribute_of(chunks[0], "position_embedding_type")
     looks_up_positions = embedding == "learned_absolute" and options.forward is None
     return Limits(
         packing=options.forward is not None,
@@ -183,13 +189,13 @@ def _limits(
         cp_size=context_parallel.size,
         device=next(chunks[-1].parameters()).device,
         every_token=options.every_token,
-        positions=attribute_of(chunks[0], "max_sequence_length", None) if looks_up_positions else None,
+        positions=attribute_of(chunks[0], "max_sequence_length") if looks_up_positions else None,
     )
 
 
 def vocabulary_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> int | None:
     """Return the number of ids of the model, padding included; ``None`` if the model does not say."""
-    size: int | None = attribute_of(as_chunks(model)[0], "vocab_size", None)
+    size: int | None = attribute_of(as_chunks(model)[0], "vocab_size")
     return size
 
 
@@ -258,11 +264,3 @@ def _without_float32_copy(chunk: Any) -> dict[str, bool]:
             return {"fp32_output": False}
         chunk = getattr(chunk, "module", None)
     return {}
-
-
-def attribute_of(chunk: torch.nn.Module, name: str, default: Any) -> Any:
-    """Return an attribute of the model inside any wrappers."""
-    try:
-        return get_attr_wrapped_model(chunk, name)
-    except RuntimeError:
-        return default

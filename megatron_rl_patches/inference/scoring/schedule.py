@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_attr_wrapped_model
 from tqdm import tqdm
 
 from ...common.agreement import raise_on_all
-from ...common.chunks import SYNC_FUNCTIONS, distinct_configs, modules_with_modes, unwrap
+from ...common.chunks import SYNC_FUNCTIONS, attribute_of, distinct_configs, modules_with_modes, unwrap
 from ...common.devices import copied_together
 from ...common.ranks import is_rank_0
 from ...common.scopes import replaced
@@ -26,7 +25,7 @@ from ...losses.output_layer import deferring
 from ...reentry.forward_pre_hooks import gathered_parameters
 from ..models.isolation import rng_tracker_is_seeded, rng_tracker_that_does_not_fork
 from .microbatches import ScoringBatch, described
-from .plan import Check, Group, Plan, ScoreOptions, attribute_of, is_last_stage, plan_of
+from .plan import Check, Group, Plan, ScoreOptions, is_last_stage, plan_of
 
 #: Computes tensors ``[n, ...]`` for the ``n`` response tokens of a microbatch from that microbatch and its
 #: logits ``[T, vocabulary / tp]``.
@@ -109,7 +108,7 @@ def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
             module.training = training
         for chunk in chunks:
             # The stage keeps the last activation that it received. This frees it.
-            get_attr_wrapped_model(chunk, "set_input_tensor")([None])
+            attribute_of(chunk, "set_input_tensor")([None])
 
 
 def _run(plan: Plan, score: Score) -> tuple[list[Any], str | None]:
