@@ -53,8 +53,8 @@ def load_inference_checkpoint(
     sizes may change even where Megatron-LM's ``load_checkpoint`` refuses that because of the optimizer.
 
     A collective: every rank of the default process group calls it, and either all of them load or all of
-    them raise. Keys, shapes and file sizes are checked before any tensor is read, and all tensors are read,
-    into host memory, before the first weight is written.
+    them raise. Keys, shapes and what the files say of their tensors are checked before any tensor is read,
+    and all tensors are read, into host memory, before the first weight is written.
 
     Weights are written in place: storages, dtypes, ``requires_grad`` and train/eval mode of the model stay.
     Vocabulary padding may differ, by less than 2,048 rows and in embeddings and output layer alike, with a
@@ -78,8 +78,8 @@ def load_inference_checkpoint(
     Raises:
         InvalidInputError: no chunks, a chunk on the meta device, or no process group.
         CheckpointError: the checkpoint is missing, partial, corrupt, hostile, of another model or format; or
-            an optimizer has main parameters of the model, which its next step would write over it. Every
-            rank raises it, it names the ranks that failed, and all weights are bit for bit as before.
+            an optimizer has main parameters, which its next step would write over the weights. Every rank
+            raises it, it names the ranks that failed, and all weights are bit for bit as before.
     """
     if world() is None:
         raise InvalidInputError(
@@ -129,7 +129,6 @@ def _read(
         iteration = _iteration(folder, checkpoint.common)
         request = checkpoint.request(chunks, with_output_head)
         requested = request.by_name()
-        places = checkpoint.places(requested)
         differing, paddings = checkpoint.compare(requested, exact)
         for index, chunk in enumerate(chunks):
             loaded = {*request.tensors.get(str(index), {}), *request.others.get(str(index), {})}
@@ -154,6 +153,7 @@ def _read(
                     text += ". To load all but the output layer, pass with_output_head=False"
                 raise CheckpointError(f"the checkpoint is of another model; {text}")
             links = Path(stack.enter_context(TemporaryDirectory(prefix="megatron_rl_patches_")))
+            places = checkpoint.places(requested)
             checkpoint.check_pieces(request)
             checkpoint.write_index(places, links)
         with _on_all_ranks_or_none(f"cannot read {source}"):
@@ -164,8 +164,8 @@ def _read(
 def _other_heads(vocabularies: set[tuple[str, int, int]]) -> Differences:
     """Return heads of another kind, as a critic's is; warn of vocabularies with another padding.
 
-    Padding gives an output layer as many rows as the embeddings, which may be on another rank. Of all ranks,
-    ``vocabularies`` has the names, and the rows as stored and as in the model.
+    Padding gives an output layer as many rows as the embeddings, which may be on another rank. Of all ranks'
+    vocabularies, the argument has the names, and the rows as stored and as in the model.
     """
     rows = {(stored, own) for name, stored, own in vocabularies if name.endswith("word_embeddings.weight")}
     differing: Differences = set()

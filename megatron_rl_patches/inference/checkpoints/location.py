@@ -35,8 +35,11 @@ def locate(path: str | os.PathLike[str], ckpt_step: int | None = None) -> Path:
         return root
     if ckpt_step is not None:
         name = f"iter_{ckpt_step:07d}"
-    elif (root / TRACKER).is_file():
-        name = _tracked(root / TRACKER)
+    elif (tracker := root / TRACKER).is_file():
+        text = tracker.read_text(errors="replace").strip()
+        if text != "release" and not re.fullmatch("[0-9]{1,18}", text):  # file systems refuse longer names
+            raise CheckpointError(f"{tracker} holds {text[:40]!r}; expected an iteration or 'release'")
+        name = text if text == "release" else f"iter_{int(text):07d}"
     else:
         raise _no_checkpoint_in(root)
     if not (root / name).is_dir():
@@ -84,14 +87,6 @@ def iteration_of(name: str) -> int | None:
         return 0
     match = re.fullmatch(r"iter_(\d{7,})", name)
     return int(match[1]) if match else None
-
-
-def _tracked(tracker: Path) -> str:
-    if (text := tracker.read_text(errors="replace").strip()) == "release":
-        return text
-    if not re.fullmatch("[0-9]{1,18}", text):  # file systems refuse names that are too long
-        raise CheckpointError(f"{tracker} holds {text[:40]!r}; expected an iteration or 'release'")
-    return f"iter_{int(text):07d}"
 
 
 def _no_checkpoint_in(folder: Path) -> CheckpointError:

@@ -26,12 +26,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from ...common.messages import Message
@@ -69,21 +64,16 @@ class Request(NamedTuple):
 
 
 class TorchDistCheckpoint:
-    """One opened checkpoint: its indexes are read, its tensors are not.
-
-    Attributes:
-        common: what is not sharded: iteration, arguments, content metadata.
-    """
+    """One opened checkpoint: its indexes are read, its tensors are not."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.metadata = folder, read_metadata(folder)
         self.entries = self.metadata.state_dict_metadata
+        #: What is not sharded: iteration, arguments, content metadata.
         self.common = self._common_state()
 
     def request(self, chunks: Sequence[Any], with_output_head: bool) -> Request:
         """Ask for the sharded state dict of the model alone, as Megatron's ``generate_state_dict`` does.
-
-        Without the head, embeddings that serve as one are still asked for.
 
         Tensors get host memory of their own, into which the loader writes instead of into the model. Objects
         are left out, which Megatron would unpickle without protection: extra states of Transformer Engine.
@@ -97,7 +87,7 @@ class TorchDistCheckpoint:
         objects, states = extract_matching_values(states, lambda value: isinstance(value, ShardedObject))
         if is_rank_0() and any(getattr(value.data, "nbytes", 0) for value in nested_values(objects)):
             _WITHOUT_SCALES.log()
-        if not with_output_head:
+        if not with_output_head:  # embeddings that serve as one stay
             _, states = extract_matching_values(
                 states, lambda value: isinstance(value, ShardedTensor) and is_of_output_head(value.key)
             )
@@ -112,8 +102,8 @@ class TorchDistCheckpoint:
         """Compare what this rank asks for with what is stored.
 
         Unless ``exact``, other floating-point dtypes are no difference, nor are vocabularies that differ as
-        two paddings of one may. The second result has the names of these and of equal ones, and their rows as
-        stored and as requested.
+        two paddings of one may. Of these, and of equal ones, the second result has names, and rows as stored
+        and as requested.
         """
         expected = {name: _shaped(tensor.global_shape, tensor.dtype) for name, tensor in requested.items()}
         stored, paddings = {}, set()
@@ -140,24 +130,19 @@ class TorchDistCheckpoint:
             and (with_output_head or not is_of_output_head(name))
         )
 
-    def places(self, requested: Mapping[str, Any]) -> dict[MetadataIndex, Any]:
-        """Return where the pieces of these entries lie; not of tensors with other dimensions than requested.
+    def places(self, names: Iterable[str]) -> dict[MetadataIndex, Any]:
+        """Return where the pieces of tensors lie that :meth:`compare` has not refused.
 
         Raises:
             CheckpointError: an element of a tensor lies in no piece or in several, or pieces overlap.
         """
         places: dict[MetadataIndex, Any] = {}
-        for name, tensor in requested.items():
-            entry = self.entries.get(name)
-            needed = [] if entry is None else [MetadataIndex(name)]
-            if isinstance(entry, TensorStorageMetadata):
-                if len(entry.size) != len(tensor.global_shape):
-                    continue  # compare() refuses it, and 20 dimensions have a million corners
-                needed = [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
-                whole = [((0,) * len(entry.size), entry.size)]
-                if _corners((chunk.offsets, chunk.sizes) for chunk in entry.chunks) != _corners(whole):
-                    raise CheckpointError(f"{self.folder}: {name} is not stored as a whole, once")
-            for index in needed:
+        for name in names:
+            entry: Any = self.entries[name]
+            whole = [((0,) * len(entry.size), entry.size)]
+            if _corners((chunk.offsets, chunk.sizes) for chunk in entry.chunks) != _corners(whole):
+                raise CheckpointError(f"{self.folder}: {name} is not stored as a whole, once")
+            for index in (MetadataIndex(name, chunk.offsets) for chunk in entry.chunks):
                 if index not in self.metadata.storage_data:
                     raise CheckpointError(f"{self.folder}: a piece of {name} is not stored")
                 places[index] = self.metadata.storage_data[index]
@@ -184,11 +169,7 @@ class TorchDistCheckpoint:
         (folder / ".metadata").write_bytes(pickle.dumps(Metadata(entries, storage_data=dict(places))))
 
     def check_pieces(self, request: Request) -> None:
-        """Compare the pieces that this rank reads with the index.
-
-        Raises:
-            CheckpointError: a file is corrupt, or a piece is of another dtype or shape.
-        """
+        """Refuse what this rank reads if it is corrupt, or of another dtype or shape than the index says."""
         checked = set[MetadataIndex]()
         for tensor in nested_values(request.tensors):
             entry: Any = self.entries[tensor.key]
@@ -202,20 +183,17 @@ class TorchDistCheckpoint:
                 place = self.metadata.storage_data[index]
                 with self._opened(place) as stream:
                     piece = describe_tensor(stream, place.length)
-                stored, expected = (piece.shape, piece.dtype), (chunk.sizes, entry.properties.dtype)
-                if stored != expected:
-                    texts = [f"{[*shape]} of {dtype}" for shape, dtype in (stored, expected)]
-                    text = f"a piece of {tensor.key} is {texts[0]}, and the index says {texts[1]}"
-                    raise CheckpointError(f"{self.folder / place.relative_path}: {text}")
+                dtype = entry.properties.dtype
+                if (piece.shape, piece.dtype) != (chunk.sizes, dtype):
+                    raise CheckpointError(
+                        f"{self.folder / place.relative_path}: a piece of {tensor.key} is {[*piece.shape]} "
+                        f"of {piece.dtype}, and the index says {[*chunk.sizes]} of {dtype}"
+                    )
 
     def read(self, request: Request, folder: Path) -> _State:
-        """Read this rank's shards into host memory, as a state dict for each chunk of the request.
+        """Read this rank's shards into host memory, by the index that is in ``folder``, for each chunk.
 
         Up to megatron-core 0.17 the loader runs collectives of the default process group.
-
-        Args:
-            request: what :meth:`request` has returned.
-            folder: where :meth:`write_index` has written.
         """
         try:
             states = TorchDistLoadShardedStrategy().load(request.tensors, folder)
@@ -230,9 +208,9 @@ class TorchDistCheckpoint:
         file = self.folder / "common.pt"
         if file.is_file():
             return unpickle_dict(file.read_bytes(), file)
-        if not isinstance(self.entries.get(_COMMON_STATE), BytesStorageMetadata):
+        place = self.metadata.storage_data.get(MetadataIndex(_COMMON_STATE))
+        if place is None:
             raise CheckpointError(f"{file} is missing; the checkpoint is incomplete")
-        [place] = self.places({_COMMON_STATE: None}).values()
         with self._opened(place) as stream:
             content = stream.read()
         return unpickle_dict(content, self.folder / place.relative_path)

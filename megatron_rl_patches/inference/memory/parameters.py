@@ -92,7 +92,11 @@ def parameters_of(chunk: torch.nn.Module) -> list[Parameter]:
     if unknown := {str(p.dtype) for p in chunk.parameters()} - _TORCH_NAMES.keys():
         dtypes = ", ".join(sorted(unknown))
         raise InvalidInputError(f"parameters of dtype {dtypes}: counted are {', '.join(ITEM_SIZES)}")
-    head = _output_layer_of(unwrap(chunk))
+    model: Any = unwrap(chunk)
+    layer = getattr(model, "output_layer", None) if getattr(model, "post_process", True) else None
+    head = set() if layer is None else set(map(id, layer.parameters()))
+    if layer is not None and getattr(layer, "weight", None) is None:
+        head.add(id(model.shared_embedding_or_output_weight()))
     parameters = [
         Parameter(p.numel(), _TORCH_NAMES[str(p.dtype)], not getattr(p, "allreduce", True), id(p) in head)
         for p in chunk.parameters()
@@ -103,16 +107,6 @@ def parameters_of(chunk: torch.nn.Module) -> list[Parameter]:
         if name.endswith(_ROUTER_BUFFERS)
     ]
     return parameters + buffers
-
-
-def _output_layer_of(model: Any) -> set[int]:
-    """Return the identities of the parameters of the output layer."""
-    layer = getattr(model, "output_layer", None)
-    if layer is None or not getattr(model, "post_process", True):
-        return set()
-    is_shared = getattr(layer, "weight", None) is None
-    shared = [model.shared_embedding_or_output_weight()] if is_shared else []
-    return set(map(id, [*layer.parameters(), *shared]))
 
 
 def count_parameters(fields: Mapping[str, Any], dtype: str) -> list[Stage]:

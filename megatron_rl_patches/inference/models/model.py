@@ -149,12 +149,10 @@ def _constructed(
     dtype: str,
     perform_initialization: bool,
 ) -> list[Module]:
-    """Call the provider for each virtual stage; the chunks have memory on the target, unless that is meta.
+    """Call the provider for each virtual stage, with ``own``, the copy of the config.
 
-    Unless they are to be initialized, parameters have no memory meanwhile: a checkpoint will overwrite them.
-
-    Args:
-        own: the copy of the config on which the chunks are built.
+    The chunks have memory on the target, unless that is meta. Unless they are to be initialized, parameters
+    have no memory meanwhile: a checkpoint will overwrite them.
     """
     changes: dict[str, Any] = {}
     if not perform_initialization:

@@ -30,11 +30,11 @@ Model = torch.nn.Module | Sequence[torch.nn.Module]
 
 
 class Scores(NamedTuple):
-    """Scores of each sample, in the order of the microbatches."""
+    """Scores of each sample, in the order of the microbatches: ``[response_length]``, float32, in nats."""
 
-    #: Per sample ``[response_length]``, float32: log-probability of each response token.
+    #: The log-probability of each response token.
     log_probs: list[torch.Tensor]
-    #: Per sample ``[response_length]``, float32, in nats: entropy of the distribution that predicts it.
+    #: The entropy of the distribution that predicts it.
     entropy: list[torch.Tensor] | None
 
     @property
@@ -84,8 +84,8 @@ def forward_log_probs(
         progress: show a progress bar on global rank 0.
 
     Returns:
-        :class:`Scores` on the last pipeline stage, the same bits on all its tensor-parallel ranks; ``None``
-        on the other stages.
+        :class:`Scores` on the last pipeline stage, the same bits on all its tensor-parallel and
+        context-parallel ranks; ``None`` on the other stages.
 
     Raises:
         InvalidInputError: on every rank that would wait, before the model runs, even if one rank alone passes
@@ -129,7 +129,7 @@ def forward_topk(
         student_topk = forward_topk(student, microbatches, k=64)
         teacher_topk = forward_topk(teacher, microbatches, at=student_topk)
 
-    Ranks, schedules, microbatches and further arguments are those of :func:`forward_log_probs`.
+    Ranks, microbatches, the order of the results and all else are as in :func:`forward_log_probs`.
 
     Args:
         k: how many of the most probable tokens.
@@ -138,13 +138,11 @@ def forward_topk(
             pass ``None``, which is what this function returned to them.
 
     Returns:
-        One :class:`~megatron_rl_patches.losses.TopKDistribution` per sample, of ``response_length`` tokens,
-        in the order of the microbatches, on the last pipeline stage, the same bits on all its tensor-parallel
-        and context-parallel ranks; ``None`` on the other stages.
+        One :class:`~megatron_rl_patches.losses.TopKDistribution` per sample, of ``response_length`` tokens;
+        ``None`` on stages other than the last.
 
     Raises:
-        InvalidInputError: as :func:`forward_log_probs`; or ``at`` does not fit the samples. All stages raise
-            what the last one finds.
+        InvalidInputError: also if ``at`` does not fit the samples; on all stages what the last one finds.
     """
     at_ids: Any = at
     if isinstance(at, Sequence):
@@ -193,19 +191,17 @@ def forward_hidden_states(
         head = output_head(teacher)
         distributions = [FullDistribution.from_hidden(hidden_lh, head) for hidden_lh in hidden]
 
-    Ranks, schedules, microbatches and further arguments are those of :func:`forward_log_probs`. Logits are
+    Ranks, microbatches, the order of the results and all else are as in :func:`forward_log_probs`. Logits are
     not materialized, and nothing of a microbatch stays on the device after it.
 
     Returns:
-        Per sample ``[response_length, h]`` in the model's dtype, in the order of the microbatches, on the
-        last pipeline stage: the same on all its tensor-parallel and context-parallel ranks. In host memory
-        they are pinned if the model is on a GPU. Those of a microbatch are views of one tensor: each keeps
-        the memory of all, and takes all along when it is pickled, so clone what you send. ``None`` on the
-        other stages.
+        Per sample ``[response_length, h]`` in the model's dtype; ``None`` on stages other than the last. In
+        host memory they are pinned if the model is on a GPU. Those of a microbatch are views of one tensor:
+        each keeps the memory of all, and takes all along when it is pickled, so clone what you send.
 
     Raises:
-        InvalidInputError: as :func:`forward_log_probs`; or, after the last microbatch and on all stages, the
-            model's output layer is not Megatron's own, or its logits are not its product alone.
+        InvalidInputError: also, after the last microbatch and on all stages, if the model's output layer is
+            not Megatron's own, or its logits are not its product alone.
     """
 
     def score(batch: ScoringBatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
@@ -230,17 +226,14 @@ def forward_values(
         values = forward_values(reward_model, microbatches)
         rewards = [values_l[-1] for values_l in values]
 
-    Ranks, schedules, microbatches and further arguments are those of :func:`forward_log_probs`;
-    ``response_lengths`` of a microbatch do not count.
+    Ranks, microbatches, the order of the results and all else are as in :func:`forward_log_probs`, but
+    ``response_lengths`` do not count.
 
     Returns:
-        Per sample ``[length]``, float32, prompt and response, in the order of the microbatches, on the last
-        pipeline stage: the same on all its tensor-parallel and context-parallel ranks. ``None`` on the other
-        stages.
+        Per sample ``[length]``, float32, prompt and response; ``None`` on stages other than the last.
 
     Raises:
-        InvalidInputError: as :func:`forward_log_probs`; or, after the last microbatch and on all stages, the
-            model's head has not one column.
+        InvalidInputError: also, after the last microbatch and on all stages, if the head has not one column.
     """
 
     def score(batch: ScoringBatch, values_t1: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:

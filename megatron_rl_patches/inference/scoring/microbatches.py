@@ -36,26 +36,18 @@ class ScoringBatch:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the microbatches of a model on one rank must fit.
+    """What the microbatches of a model on one rank must fit."""
 
-    Attributes:
-        packing: whether one row may hold several samples.
-        vocabulary: number of token ids, if it is known.
-        sequence_parallel_size: size of the tensor-parallel group if it splits the sequence too, else 1.
-        device: where the logits will be.
-        every_token: the layouts have the rows of all tokens of each sample, in place of those that predict a
-            response.
-        positions: how wide tokens may be, since the model looks positions up.
-    """
-
-    packing: bool
-    vocabulary: int | None
-    sequence_parallel_size: int = 1
+    packing: bool  # whether one row may hold several samples
+    vocabulary: int | None  # number of token ids, if it is known
+    sequence_parallel_size: int = 1  # size of the tensor-parallel group, if it splits the sequence too
     cp_rank: int = 0
     cp_size: int = 1
-    device: torch.device | str = "cpu"
-    every_token: bool = False
-    positions: int | None = None
+    device: torch.device | str = "cpu"  # where the logits will be
+    every_token: bool = (
+        False  # the layouts have rows for all tokens, and not for those that predict responses
+    )
+    positions: int | None = None  # how wide tokens may be, since the model looks positions up
 
 
 #: What the model gets from this package, unless a `forward` of the caller's runs it.
@@ -75,7 +67,6 @@ def parse_microbatches(mappings: Sequence[Mapping[str, Any]], limits: Limits) ->
     for number, mapping in enumerate(mappings):
         try:
             microbatch = _microbatch(mapping, first, limits)
-            _check_tokens(microbatch.tokens_bs, limits)
         except InvalidInputError as error:
             raise InvalidInputError(f"microbatch {number}: {error}") from None
         microbatches.append(microbatch)
@@ -117,25 +108,6 @@ def _microbatch(fields: Mapping[str, Any], first: int, limits: Limits) -> Scorin
         device=limits.device,
         **padding,
     )
-    return ScoringBatch(fields, tokens_bs, samples, first, layout)
-
-
-def _samples(tokens_bs: torch.Tensor, lengths: list[int], packing: bool) -> list[torch.Tensor]:
-    """Return the tokens of each sample."""
-    size, width = tokens_bs.shape
-    if len(lengths) == size > 0 and all(0 < length <= width for length in lengths):
-        return [row[:length] for row, length in zip(tokens_bs, lengths, strict=True)]
-    if packing and size == 1 and lengths and min(lengths) > 0 and sum(lengths) <= width:
-        return list(torch.split(tokens_bs[0, : sum(lengths)], lengths))
-    raise InvalidInputError(
-        f"lengths [{listed(lengths)}] do not fit tokens of shape [{size}, {width}]. Expected: one "
-        f"of 1 to {width} for each row; with a `forward` of yours, also several that add up to no more, "
-        "for a single row."
-    )
-
-
-def _check_tokens(tokens_bs: torch.Tensor, limits: Limits) -> None:
-    width = tokens_bs.shape[1]
     multiple = (2 * limits.cp_size if limits.cp_size > 1 else 1) * limits.sequence_parallel_size
     if width % multiple:
         raise InvalidInputError(
@@ -151,6 +123,21 @@ def _check_tokens(tokens_bs: torch.Tensor, limits: Limits) -> None:
         raise InvalidInputError(
             f"token ids are {wrong}; is this the tokenizer of this model, and is the padding a valid token?"
         )
+    return ScoringBatch(fields, tokens_bs, samples, first, layout)
+
+
+def _samples(tokens_bs: torch.Tensor, lengths: list[int], packing: bool) -> list[torch.Tensor]:
+    """Return the tokens of each sample."""
+    size, width = tokens_bs.shape
+    if len(lengths) == size > 0 and all(0 < length <= width for length in lengths):
+        return [row[:length] for row, length in zip(tokens_bs, lengths, strict=True)]
+    if packing and size == 1 and lengths and min(lengths) > 0 and sum(lengths) <= width:
+        return list(torch.split(tokens_bs[0, : sum(lengths)], lengths))
+    raise InvalidInputError(
+        f"lengths [{listed(lengths)}] do not fit tokens of shape [{size}, {width}]. Expected: one "
+        f"of 1 to {width} for each row; with a `forward` of yours, also several that add up to no more, "
+        "for a single row."
+    )
 
 
 def range_of_wrong_ids(ids: torch.Tensor, vocabulary: int | None) -> str:

@@ -81,7 +81,13 @@ def plan_of(
     """
     chunks = list(as_chunks(model))
     config: Any = config_of(chunks[0]) if chunks else None
-    groups = _groups_that_wait(chunks, config)
+    # Through these groups every rank is reached that would wait for this one in a collective.
+    alike = [parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()]
+    groups = list(alike)
+    if _shares_experts(config):
+        groups.append(parallel_state.get_expert_model_parallel_group())
+    if any(getattr(chunk, "use_forward_hook", False) for chunk in chunks):  # parameters may be gathered
+        groups.append(parallel_state.get_data_parallel_group(with_context_parallel=True))
     context_parallel = ContextParallel.of_groups() if options.forward is None else ContextParallel()
     problem = data = None
     try:  # Nothing may be raised before raise_on_all: ranks that have no problem would wait for this one.
@@ -97,7 +103,7 @@ def plan_of(
         with suppress(InvalidInputError):
             raise_on_all(f"{type(error).__name__}: {error}", groups)
         raise
-    raise_on_all(problem, groups, data, alike=groups[:2])  # model parallel and context parallel
+    raise_on_all(problem, groups, data, alike)
     smallest = min(batches, key=lambda batch: batch.tokens_bs.numel())
     schedule = batches + [smallest] * (_agreed_rounds(batches, chunks, config) - len(batches))
     return Plan(chunks, config, options, batches, schedule, context_parallel)
@@ -120,16 +126,6 @@ def _digests(ids: Sequence[torch.Tensor]) -> list[str]:
     """Return a text for each int64 tensor that depends on its shape, its values and their places."""
     sums = checksum(ids, stretch=8)
     return [f"{[*x.shape]} with checksum {n % 2**32:x}" for x, n in zip(ids, sums, strict=True)]
-
-
-def _groups_that_wait(chunks: Sequence[torch.nn.Module], config: Any) -> list[Any]:
-    """Return groups through which every rank that would wait for this one in a collective is reached."""
-    groups = [parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()]
-    if _shares_experts(config):
-        groups.append(parallel_state.get_expert_model_parallel_group())
-    if any(getattr(chunk, "use_forward_hook", False) for chunk in chunks):  # parameters may be gathered
-        groups.append(parallel_state.get_data_parallel_group(with_context_parallel=True))
-    return groups
 
 
 def _shares_experts(config: Any) -> bool:
