@@ -37,9 +37,7 @@ class TeacherPool:
 
     **A swap costs** one copy from host memory, queued on the current CUDA stream. Where a teacher was left in
     the model, the CPU first waits for a checksum, which tells whether other code has loaded weights since.
-
-    The pool swaps parameters and persistent buffers, but not TransformerEngine's ``_extra_state``. It serves
-    one thread.
+    Parameters and persistent buffers are swapped, but no ``_extra_state``. A pool serves one thread.
 
     Args:
         model: model chunk, or list of chunks, frozen.
@@ -93,8 +91,7 @@ class TeacherPool:
         Args:
             name: the name for :meth:`use`.
             source: its weights. ``None``: a copy of those that the model holds now; a path: a checkpoint,
-                loaded with ``exact`` on all ranks together; or a function that takes the model and loads
-                weights into it, which may convert them.
+                loaded with ``exact`` on all ranks together; or a function that loads them into the model.
 
         Raises:
             InvalidInputError: the name is taken, or the model holds no weights, only NaN.
@@ -156,8 +153,7 @@ class TeacherPool:
     def head(self, name: str, device: torch.device | str | None = None) -> OutputHead | None:
         """Return a copy of a teacher's output layer, which stays when another teacher takes the model.
 
-        Call it each time before the head is used: if the memory of the device was dropped meanwhile, this
-        writes the head there again.
+        Call it each time before the head is used: it writes again what the device has dropped meanwhile.
 
         Args:
             name: the teacher.
@@ -238,16 +234,13 @@ class TeacherPool:
         return resident
 
     def _add_held(self, name: str) -> None:
-        self._teachers[name] = copy = HostCopy(self._storages())
-        self._set_resident(copy)
+        self._teachers[name] = self._resident = HostCopy(self._storages())
+        self._partially_written = False
 
     def _write(self, copy: HostCopy) -> None:
         storages = self._storages()
         # Ctrl-C, for one, can end a copy early.
         self._resident, self._partially_written = None, True
         copy.copy_to(storages)
-        self._set_resident(copy)
-
-    def _set_resident(self, copy: HostCopy) -> None:
         self._resident = copy if copy in self._teachers.values() else None
         self._partially_written = False

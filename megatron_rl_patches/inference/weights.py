@@ -12,8 +12,7 @@ from ..common.text import listed
 from ..errors import InferenceOnlyError, InvalidInputError
 
 # Torch rounds pinned allocations up to powers of two: in one piece, a model could take twice its size.
-_BLOCK_BYTES = 1 << 28
-_SUMMED_BYTES = 1 << 28  # at a time
+_BLOCK_BYTES = 1 << 28  # are copied, and summed, at a time
 _STRETCH_BYTES = 512
 _MULTIPLIER = 0x1E3779B97F4A7C15  # any large odd number
 
@@ -31,8 +30,7 @@ def differences(
 ) -> Differences:
     """Compare tensors, or what has shape and dtype, by name, shape and dtype.
 
-    Without ``dtypes`` two floating-point dtypes of 16, 32 or 64 bits are no difference. ``where`` is the name
-    of the source for messages.
+    Without ``dtypes`` two floating-point dtypes of 16, 32 or 64 bits are no difference. ``where`` is the source.
     """
     result = {(f"missing in {where}", name) for name in model.keys() - source.keys()}
     result |= {(f"unexpected in {where}", name) for name in source.keys() - model.keys()}
@@ -91,8 +89,8 @@ def checksum(tensors: Sequence[torch.Tensor], stretch: int = _STRETCH_BYTES) -> 
     for tensor in tensors:
         storage = tensor.contiguous().flatten().view(torch.uint8)
         total = storage.new_zeros((), dtype=torch.int64)
-        for start in range(0, len(storage), _SUMMED_BYTES):
-            block = storage[start : start + _SUMMED_BYTES]
+        for start in range(0, len(storage), _BLOCK_BYTES):
+            block = storage[start : start + _BLOCK_BYTES]
             whole = len(block) // stretch * stretch
             stretches = block[:whole].view(torch.int64).view(-1, stretch // 8).sum(1)
             number = start // stretch

@@ -15,8 +15,7 @@ from ...errors import CheckpointError
 TRACKER = "latest_checkpointed_iteration.txt"
 _TORCH_DIST = "torch_dist"
 _CONVERT = "convert it with Megatron-LM (--ckpt-convert-format torch_dist), or load it through the framework"
-#: Megatron pads a vocabulary to a multiple of 128 × TP. With TP up to 16, two paddings of one vocabulary
-#: differ by fewer rows than this.
+#: Two paddings of one vocabulary differ by fewer rows: Megatron pads to a multiple of 128 × TP, TP up to 16.
 MAX_PADDING = 128 * 16
 
 

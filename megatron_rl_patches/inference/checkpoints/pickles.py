@@ -38,9 +38,7 @@ _IN_METADATA = re.compile(
     r"|pathlib(\._local)?\.PosixPath"
     r"|(megatron\.core\.dist_checkpointing|nvidia_resiliency_ext)\..*"
 )
-_IN_PIECE = re.compile(
-    r"torch\._utils\._rebuild_tensor_v[23]|torch\.(storage\.)?\w+|collections\.OrderedDict"
-)
+_IN_PIECE = re.compile(r"torch\.(_utils\._rebuild_tensor_v[23]|(storage\.)?\w+)|collections\.OrderedDict")
 
 
 class Record:
@@ -78,9 +76,7 @@ class _Unpickler(pickle._Unpickler):
     """Puts no object on the stack that exists outside, so that pickle's opcodes can change none."""
 
     # No pickle is saved with DUP, which refers again to an object without the memo.
-    dispatch: ClassVar = {
-        code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.DUP[0]
-    }
+    dispatch: ClassVar = {k: load for k, load in pickle._Unpickler.dispatch.items() if k != pickle.DUP[0]}
 
     def __init__(self, stream: IO[bytes], allowed: re.Pattern[str]) -> None:
         super().__init__(stream)
@@ -117,8 +113,7 @@ def unpickle_dict(content: bytes, file: Path) -> dict[str, Any]:
 def describe_tensor(stream: Any, nbytes: int) -> torch.Tensor:
     """Return what a file of ``torch.save`` says of the tensor in it, as a tensor without memory.
 
-    Raises:
-        Exception: of some kind, if it says anything else, or if its storage is not within ``nbytes``.
+    Some exception is raised if it says anything else, or if its storage is not within ``nbytes``.
     """
     record = _unpickle(stream, _IN_PIECE)
     storage, start, size, stride, _, _, *others = record.args
@@ -174,11 +169,8 @@ def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     dtype = fields["properties"].state[0].qualified_name.removeprefix("torch.")
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise TypeError(f"it holds the dtype {dtype}")
-    return TensorStorageMetadata(
-        TensorProperties(getattr(torch, dtype)),
-        size,
-        list(itertools.starmap(ChunkStorageMetadata, boxes)),
-    )
+    properties = TensorProperties(getattr(torch, dtype))
+    return TensorStorageMetadata(properties, size, list(itertools.starmap(ChunkStorageMetadata, boxes)))
 
 
 def _place(index: Any, place: Any) -> tuple[MetadataIndex, _StorageInfo]:
@@ -188,12 +180,9 @@ def _place(index: Any, place: Any) -> tuple[MetadataIndex, _StorageInfo]:
         raise TypeError(f"{file} is compressed, which is not supported")
     if "/" in file or not file.endswith(".distcp"):  # beside the index that is written for Megatron's loader
         raise ValueError(f"it names the file {file!r:.40}, expected *.distcp")
-    offset = where.get("offset")
+    offset = None if where.get("offset") is None else _size(where["offset"])
     start, length = _size([fields["offset"], fields["length"]])
-    return (
-        MetadataIndex(_text(where["fqn"]), None if offset is None else _size(offset)),
-        _StorageInfo(file, start, length),
-    )
+    return MetadataIndex(_text(where["fqn"]), offset), _StorageInfo(file, start, length)
 
 
 def _text(value: Any) -> str:

@@ -101,9 +101,8 @@ class TorchDistCheckpoint:
     ) -> tuple[Differences, set[tuple[str, int, int]]]:
         """Compare what this rank asks for with what is stored.
 
-        Unless ``exact``, other floating-point dtypes are no difference, nor are vocabularies that differ as
-        two paddings of one may. Of these, and of equal ones, the second result has names, and rows as stored
-        and as requested.
+        Unless ``exact``, other floating-point dtypes are no difference, nor are other paddings of vocabularies.
+        Of all that may be padded the second result has the name, and the rows as stored and as requested.
         """
         expected = {name: _shaped(tensor.global_shape, tensor.dtype) for name, tensor in requested.items()}
         stored, paddings = {}, set()

@@ -149,8 +149,7 @@ def estimate_memory(
         dtype: of the parameters, ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         teachers: models of the same shape in the pool.
         teacher_heads: the device also holds all their output layers, as :meth:`.TeacherPool.head` keeps them.
-        described: fields that come before those of the model, and what it lacks: ``vocab_size``, and others
-            of :class:`.GPTArguments`.
+        described: fields that come before those of the model, and what it lacks of :class:`.GPTArguments`.
 
     Raises:
         InvalidInputError: values that do not fit together, or a model that Megatron does not build.

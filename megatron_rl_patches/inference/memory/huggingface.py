@@ -66,8 +66,7 @@ def _flag(text: _Config, name: str, default: bool = False) -> bool:
 class _Family(NamedTuple):
     """What is peculiar to the models of one ``model_type``.
 
-    All have a gated MLP, RMSNorm and rotary embeddings. Only GPT-OSS has other biases than those of
-    queries, keys and values.
+    All have a gated MLP, RMSNorm and rotary embeddings. Only GPT-OSS has biases other than QKV's.
     """
 
     #: As ``_NAMES``, in addition to them.
@@ -142,8 +141,7 @@ def fields_from_hf_config(config: _Config, **overrides: Any) -> dict[str, Any]:
 
     Megatron-Bridge translates the models that it knows, if it is installed; the table of this module the
     others. Of a configuration for text and images only the text part counts. The post-norms of Gemma and
-    GLM-4 are left out, since Megatron's ``GPTModel`` has none; they are a few thousandths of a percent of the
-    parameters.
+    GLM-4, thousandths of a percent of the parameters, are left out: Megatron's ``GPTModel`` has none.
 
     Args:
         config: the content of ``config.json``.
@@ -189,7 +187,13 @@ def _by_table(config: _Config, text: _Config, overrides: Mapping[str, Any]) -> d
             f"model_type is {kind!r}; known are {', '.join(_FAMILIES)}. "
             "Describe the model by Megatron's fields instead (--set)"
         )
-    if beyond := _beyond_gpt_model(text, kind):
+    beyond = ["mlp_bias"] if _flag(text, "mlp_bias") else []
+    if _flag(text, "attention_bias") and not kind.startswith(("qwen", "glm4", "gpt_oss")):
+        beyond.append("attention_bias")
+    layers = set(text.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if kind == "qwen3_next":
+        layers.discard("linear_attention")
+    if beyond := beyond + sorted(layers):
         raise InvalidInputError(f"{kind}: {', '.join(beyond)}: Megatron's GPTModel has no such thing")
     family = _FAMILIES[kind]
     names = {**_NAMES, **family.names}
@@ -211,13 +215,3 @@ def _by_table(config: _Config, text: _Config, overrides: Mapping[str, Any]) -> d
         **family.fixed,
         **_derived(text, names),
     }
-
-
-def _beyond_gpt_model(text: _Config, kind: str) -> list[str]:
-    beyond = ["mlp_bias"] if _flag(text, "mlp_bias") else []
-    if _flag(text, "attention_bias") and not kind.startswith(("qwen", "glm4", "gpt_oss")):
-        beyond.append("attention_bias")
-    layers = set(text.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
-    if kind == "qwen3_next":
-        layers -= {"linear_attention"}
-    return beyond + sorted(layers)

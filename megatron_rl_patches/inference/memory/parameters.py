@@ -49,8 +49,7 @@ class GPTArguments:
     """What ``GPTModel`` needs besides a ``TransformerConfig``, by the names of its arguments.
 
     Attributes:
-        vocab_size: before padding to a multiple of ``make_vocab_size_divisible_by`` times the tensor-parallel
-            size, which Megatron-LM's tokenizer does.
+        vocab_size: before it is padded to a multiple of ``make_vocab_size_divisible_by`` × TP size.
         position_embedding_type: ``"learned_absolute"`` has ``max_sequence_length`` embeddings.
     """
 

@@ -61,8 +61,7 @@ def _refuse(role: str, setting: str, action: str, *args: Any, **kwargs: Any) -> 
 class _StayFrozen:
     """``requires_grad_`` of a chunk that only scores.
 
-    It holds the chunk weakly. In a cycle, a deleted teacher would keep its memory until Python's cyclic
-    collector runs.
+    It holds the chunk weakly: in a cycle, a deleted teacher would keep its memory until gc collects it.
     """
 
     def __init__(self, role: str, setting: str, chunk: Module) -> None:

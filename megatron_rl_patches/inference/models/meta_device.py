@@ -31,9 +31,9 @@ def construction(*, on_meta: bool, use_cuda: bool) -> Iterator[list[Parameter]]:
     """Yield a list to which every ``Parameter`` is added that this thread creates inside.
 
     With ``on_meta`` they are on the meta device from the start. Buffers and plain tensors are computed for
-    real, which is not so in a context of ``torch.device("meta")``. Parameters of tensor subclasses (FP8
-    weights of TransformerEngine) are left as they are made. A torch function that needs the values of a meta
-    tensor raises :class:`NeedsValuesError`.
+    real, unlike in a context of ``torch.device("meta")``. Parameters of tensor subclasses (FP8 weights of
+    TransformerEngine) stay as they are made. A function that needs a meta tensor's values raises
+    :class:`NeedsValuesError`.
 
     Without ``use_cuda`` the current device is the CPU, and no CUDA context comes into being. The routers of
     mixtures of experts are not on Megatron's list of the routers of the process.

@@ -51,22 +51,19 @@ def build_inference_model(
     that training loops call on a chunk, such as ``no_sync()``, raise ``InferenceOnlyError``. Parameters get
     memory once, in their final dtype. They are **not initialized** but filled with NaN: load a checkpoint.
 
-    Megatron's parallel groups must exist. No collective is started. Random streams are as before. Other
-    threads may go on using torch meanwhile.
+    Megatron's parallel groups must exist. No collective is started. Random streams and other threads go on
+    as before.
 
     Args:
         model_provider: called once per virtual pipeline stage, by keyword, with those of ``pre_process``,
             ``post_process``, ``config``, ``pg_collection`` and (with virtual stages) ``vp_stage`` that it
-            takes. A method of ``config`` itself (Megatron-Bridge's ``provider.provide``) is called on the
-            copy.
-        config: a ``TransformerConfig``. The model gets a copy with ``dtype`` and without sync functions,
-            gradient scale and timers, which are a policy's. Its virtual pipeline size is that of Megatron's
-            groups, or not set.
+            takes. If it is a method of ``config`` (Megatron-Bridge's), it is called on the copy.
+        config: a ``TransformerConfig``. The model gets a copy with ``dtype``, and without the sync functions,
+            gradient scale and timers of a policy. Megatron's groups decide on virtual pipeline stages.
         dtype: ``"bf16"``, ``"fp16"`` (both in ``Float16Module``) or ``"fp32"``, whatever ``config`` says.
         device: where parameters and buffers go; by default the current CUDA device. ``"meta"`` leaves the
-            parameters without memory. Neither ``"meta"`` nor ``"cpu"`` initializes CUDA. Before you build a
-            mixture of experts on the CPU that moves to a GPU later, call ``torch.cuda.init()``: its classes
-            keep CUDA streams.
+            parameters without memory. Neither ``"meta"`` nor ``"cpu"`` initializes CUDA. If a mixture of
+            experts is to move from the CPU to a GPU, call ``torch.cuda.init()`` first: it keeps CUDA streams.
         pre_wrap: called with the bare chunks, in memory and in their dtype, before ``Float16Module``: for
             hooks that load Hugging Face weights. Returns the chunks to go on with, or ``None``.
         perform_initialization: construct the parameters on ``device`` and initialize them, as ``get_model``

@@ -67,8 +67,7 @@ def forward_log_probs(
 
             * ``tokens``: int64 ``[b, s]``, padded on the right with any valid token; shapes may differ;
             * ``lengths``: ``b`` numbers of tokens, prompt and response together;
-            * ``response_lengths``: ``b`` numbers of tokens to score at the end of each sample. Default: all
-              but the first token, which nothing predicts.
+            * ``response_lengths``: ``b`` numbers of tokens to score at its end. Default: all but the first.
 
             With ``forward``, ``tokens`` may be ``[1, t]`` with the samples packed one after the other.
         forward: runs a model chunk on one of ``microbatches`` and returns the chunk's output, which on the
@@ -89,8 +88,7 @@ def forward_log_probs(
 
     Raises:
         InvalidInputError: on every rank that would wait, before the model runs, even if one rank alone passes
-            what is wrong; for logits of a wrong shape from ``forward``, on all stages after the last
-            microbatch.
+            what is wrong; for a wrong output of ``forward``, on all stages after the last microbatch.
     """
 
     def score(batch: ScoringBatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
@@ -129,7 +127,7 @@ def forward_topk(
         student_topk = forward_topk(student, microbatches, k=64)
         teacher_topk = forward_topk(teacher, microbatches, at=student_topk)
 
-    Ranks, microbatches, the order of the results and all else are as in :func:`forward_log_probs`.
+    Ranks, microbatches, other arguments and the order of results are as in :func:`forward_log_probs`.
 
     Args:
         k: how many of the most probable tokens.
@@ -184,15 +182,14 @@ def forward_hidden_states(
 ) -> list[torch.Tensor] | None:
     """Return what the output layer gets where it predicts response tokens, after the final norm.
 
-    With the output layer these are the teacher's distributions over the whole vocabulary, in ``2 * h`` bytes
-    per token instead of ``2 * V``::
+    With that layer they are distributions over the whole vocabulary, in ``2 * h`` bytes per token::
 
         hidden = forward_hidden_states(teacher, microbatches)
         head = output_head(teacher)
         distributions = [FullDistribution.from_hidden(hidden_lh, head) for hidden_lh in hidden]
 
-    Ranks, microbatches, the order of the results and all else are as in :func:`forward_log_probs`. Logits are
-    not materialized, and nothing of a microbatch stays on the device after it.
+    Ranks, microbatches, arguments and the order of results are as in :func:`forward_log_probs`. Logits are not
+    materialized, and nothing of a microbatch stays on the device after it.
 
     Returns:
         Per sample ``[response_length, h]`` in the model's dtype; ``None`` on stages other than the last. In
@@ -226,8 +223,8 @@ def forward_values(
         values = forward_values(reward_model, microbatches)
         rewards = [values_l[-1] for values_l in values]
 
-    Ranks, microbatches, the order of the results and all else are as in :func:`forward_log_probs`, but
-    ``response_lengths`` do not count.
+    Ranks, microbatches, arguments and the order of results are as in :func:`forward_log_probs`, but without
+    ``response_lengths``.
 
     Returns:
         Per sample ``[length]``, float32, prompt and response; ``None`` on stages other than the last.

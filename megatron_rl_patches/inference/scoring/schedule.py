@@ -27,8 +27,7 @@ from ..models.isolation import rng_tracker_is_seeded, rng_tracker_that_does_not_
 from .microbatches import ScoringBatch, described
 from .plan import Check, Group, Plan, ScoreOptions, is_last_stage, plan_of
 
-#: Computes tensors ``[n, ...]`` for the ``n`` response tokens of a microbatch from that microbatch and its
-#: logits ``[T, vocabulary / tp]``.
+#: Computes tensors ``[n, ...]`` for the ``n`` response tokens of a microbatch from its logits ``[T, V / tp]``.
 Score = Callable[[ScoringBatch, torch.Tensor, Group], tuple[torch.Tensor, ...]]
 # Classes whose attribute scales an auxiliary loss in backward.
 _LOSS_SCALERS = (
@@ -48,9 +47,8 @@ def forward_only(
     """Run the model and score each microbatch on the last stage; see :func:`~.forward.forward_log_probs`.
 
     What ``check`` returns, and any other problem with the arguments, is raised on all ranks that would wait;
-    an ``InvalidInputError`` of ``score`` on all stages. The result has for each sample, in the order of
-    the microbatches, the part of each tensor of ``score`` that belongs to it; it is ``None`` on stages other
-    than the last.
+    an ``InvalidInputError`` of ``score`` on all stages. On the last stage the result has for each sample the
+    part of each tensor of ``score`` that belongs to it.
     """
     plan = plan_of(model, microbatches, options, check)
     with _scoring(plan):
