@@ -34,13 +34,8 @@ def raise_on_all(
 ) -> None:
     """Raise a problem of any rank on all ranks of the groups, with one collective in each group.
 
-    Args:
-        problem: of this rank, if it has one.
-        groups: the ranks that would wait for this one; without them, all ranks of the job.
-        data: by name, what the ranks of the groups ``alike`` must have in common, as far as both have it.
-
-    Raises:
-        InvalidInputError: some rank has a problem, or its data differs; one that has none names that rank.
+    Without ``groups`` these are all ranks of the job. In the groups ``alike``, whatever two ranks have under
+    one name in ``data`` must be the same. What a rank without a problem raises names the rank that has one.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     known = problem and f"rank {rank}: {problem}"

@@ -64,8 +64,7 @@ def bucket_groups(chunk: Chunk) -> list[Any]:
 def is_data_parallel(chunk: Chunk) -> bool:
     """Return whether the chunk is one of Megatron's data-parallel wrappers, DDP or an FSDP.
 
-    The names of its base classes decide: from megatron-core 0.20 on ``FullyShardedDataParallel`` is a
-    function, and ``isinstance`` with it raises.
+    Names of classes decide, since ``FullyShardedDataParallel`` is a function from megatron-core 0.20 on.
     """
     return has_base(chunk, "_BaseDataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 

@@ -14,18 +14,11 @@ messages: list[Message] = []
 
 @dataclass(frozen=True)
 class Message:
-    """What is logged. The three texts are sentences; values stand in braces, as in ``str.format``.
+    """What is logged. The three texts are sentences; values stand in braces, as in ``str.format``."""
 
-    Attributes:
-        happened: what happened, without a period at its end.
-        harm: whether it is harmful, and to what.
-        remedy: what to do.
-        level: one of ``logging``.
-    """
-
-    happened: str
-    harm: str
-    remedy: str
+    happened: str  # without a period at its end
+    harm: str  # whether it is harmful, and to what
+    remedy: str  # what to do
     level: int = logging.WARNING
 
     def __post_init__(self) -> None:

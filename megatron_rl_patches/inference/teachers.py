@@ -91,7 +91,8 @@ class TeacherPool:
         Args:
             name: the name for :meth:`use`.
             source: its weights. ``None``: a copy of those that the model holds now; a path: a checkpoint,
-                loaded with ``exact`` on all ranks together; or a function that loads them into the model.
+                loaded with ``exact`` on all ranks together; or a function that loads them into the model
+                that it gets, and may convert them.
 
         Raises:
             InvalidInputError: the name is taken, or the model holds no weights, only NaN.

@@ -30,7 +30,7 @@ def differences(
 ) -> Differences:
     """Compare tensors, or what has shape and dtype, by name, shape and dtype.
 
-    Without ``dtypes`` two floating-point dtypes of 16, 32 or 64 bits are no difference. ``where`` is the source.
+    Without ``dtypes``, floating-point dtypes of 16, 32 or 64 bits are no difference. ``where`` is the source.
     """
     result = {(f"missing in {where}", name) for name in model.keys() - source.keys()}
     result |= {(f"unexpected in {where}", name) for name in source.keys() - model.keys()}

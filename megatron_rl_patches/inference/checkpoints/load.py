@@ -63,8 +63,7 @@ def load_inference_checkpoint(
     if the model has some.
 
     Args:
-        model: model chunks of this rank as Megatron's ``get_model`` returns them, or one of them; in
-            ``Float16Module`` or DDP, or bare.
+        model: model chunks of this rank, bare or as Megatron's ``get_model`` wraps them, or one of them.
         path: a checkpoint root with ``latest_checkpointed_iteration.txt``, an ``iter_XXXXXXX`` or
             ``release`` folder, or any folder written by ``megatron.core.dist_checkpointing``.
         ckpt_step: the iteration to take from a root instead of the latest, as ``--ckpt-step``.
@@ -182,10 +181,7 @@ def _other_heads(vocabularies: set[tuple[str, int, int]]) -> Differences:
 
 
 def _without_mtp(stored: set[str], requested: Iterable[str]) -> set[str]:
-    """Return the names without those of multi-token prediction, unless the model has such layers.
-
-    A model that only scores is built without them, and its policy's checkpoint has them.
-    """
+    """Leave out multi-token prediction, which a policy's checkpoint has, unless the model has it, too."""
     mtp = {name for name in stored if name.startswith(_MTP)}
     if not mtp or any(name.startswith(_MTP) for name in requested):
         return stored

@@ -136,10 +136,7 @@ def _unpickle(stream: Any, allowed: re.Pattern[str]) -> Any:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read ``.metadata``, the index of a distributed checkpoint: shapes of all tensors, and where they lie.
-
-    Runs no code that the file names, and needs no process group.
-    """
+    """Read ``.metadata``, the index of a checkpoint: the shapes of all tensors, and where they lie."""
     file = folder / ".metadata"
     if not file.is_file():
         raise CheckpointError(f"{file} is missing; the checkpoint is incomplete")

@@ -53,10 +53,8 @@ class Request(NamedTuple):
     """What a rank asks Megatron's loader for: under ``"0"``, ``"1"``, … what the chunks need."""
 
     tensors: _State
-    #: What is not stored.
-    others: _State
-    #: What joins weights that Megatron splits for storage.
-    factories: _State
+    others: _State  # what is not stored
+    factories: _State  # what joins weights that Megatron splits for storage
 
     def by_name(self) -> dict[str, ShardedTensor]:
         """Return every tensor that the request touches, by its name in the checkpoint."""
@@ -101,8 +99,8 @@ class TorchDistCheckpoint:
     ) -> tuple[Differences, set[tuple[str, int, int]]]:
         """Compare what this rank asks for with what is stored.
 
-        Unless ``exact``, other floating-point dtypes are no difference, nor are other paddings of vocabularies.
-        Of all that may be padded the second result has the name, and the rows as stored and as requested.
+        Unless ``exact``, other floating-point dtypes are not refused, nor other paddings of vocabularies;
+        the second result has the name of each vocabulary, and its rows as stored and as requested.
         """
         expected = {name: _shaped(tensor.global_shape, tensor.dtype) for name, tensor in requested.items()}
         stored, paddings = {}, set()
@@ -132,8 +130,7 @@ class TorchDistCheckpoint:
     def places(self, names: Iterable[str]) -> dict[MetadataIndex, Any]:
         """Return where the pieces of tensors lie that :meth:`compare` has not refused.
 
-        Raises:
-            CheckpointError: an element of a tensor lies in no piece or in several, or pieces overlap.
+        Refused are elements that lie in no piece or in several, and bytes that belong to several pieces.
         """
         places: dict[MetadataIndex, Any] = {}
         for name in names:

@@ -69,12 +69,9 @@ class _Family(NamedTuple):
     All have a gated MLP, RMSNorm and rotary embeddings. Only GPT-OSS has biases other than QKV's.
     """
 
-    #: As ``_NAMES``, in addition to them.
-    names: Mapping[str, str] = _GROUPED_ATTENTION
-    #: Fields that have the same value in all of these models.
-    fixed: Mapping[str, Any] = {}
-    #: Whether embedding and output layer are tied if the file does not say it.
-    tied: bool = False
+    names: Mapping[str, str] = _GROUPED_ATTENTION  # as ``_NAMES``, in addition to them
+    fixed: Mapping[str, Any] = {}  # fields that have the same value in all of these models
+    tied: bool = False  # whether embedding and output layer are tied if the file does not say it
 
 
 _DEEPSEEK = _Family(_ROUTED_EXPERTS | _LATENT_ATTENTION, _QK_NORM | {"multi_latent_attention": True})

@@ -64,14 +64,10 @@ class Parameter(NamedTuple):
     """One parameter or buffer of a model chunk, with its size on one rank."""
 
     numel: int
-    #: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
-    dtype: str
-    #: Its gradients are reduced over the expert-data-parallel group (Megatron: ``allreduce`` is False).
-    expert: bool
-    #: It belongs to the output layer, or is the embedding that serves as one.
-    head: bool = False
-    #: False: a buffer, such as the biases of a router, without gradient and optimizer state.
-    trained: bool = True
+    dtype: str  # "bf16", "fp16" or "fp32"
+    expert: bool  # its gradients are reduced over the expert-data-parallel group (``allreduce`` is False)
+    head: bool = False  # it belongs to the output layer, or is the embedding that serves as one
+    trained: bool = True  # False: a buffer, such as the biases of a router, without gradient and state
 
     @property
     def nbytes(self) -> int:

@@ -63,7 +63,7 @@ def build_inference_model(
         dtype: ``"bf16"``, ``"fp16"`` (both in ``Float16Module``) or ``"fp32"``, whatever ``config`` says.
         device: where parameters and buffers go; by default the current CUDA device. ``"meta"`` leaves the
             parameters without memory. Neither ``"meta"`` nor ``"cpu"`` initializes CUDA. If a mixture of
-            experts is to move from the CPU to a GPU, call ``torch.cuda.init()`` first: it keeps CUDA streams.
+            experts is to move from the CPU to a GPU, call ``torch.cuda.init()`` first: it keeps streams.
         pre_wrap: called with the bare chunks, in memory and in their dtype, before ``Float16Module``: for
             hooks that load Hugging Face weights. Returns the chunks to go on with, or ``None``.
         perform_initialization: construct the parameters on ``device`` and initialize them, as ``get_model``
@@ -77,8 +77,7 @@ def build_inference_model(
         InvalidInputError: a dtype or virtual pipeline size that does not fit; no CUDA device; a provider
             that returns no module; or streams that are not seeded where weights are initialized.
         InferenceOnlyError: Megatron's parallel groups do not exist; the provider wraps in DDP, returns
-            weights that existed before, builds on a config that is, or may become, a policy's, or needs
-            ``perform_initialization``.
+            weights that are not new, builds on a config that may be a policy's, or needs initialization.
     """
     if not parallel_state.model_parallel_is_initialized():
         raise InferenceOnlyError(

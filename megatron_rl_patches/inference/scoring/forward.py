@@ -23,10 +23,8 @@ from ...losses.logits.arguments import is_integer
 from ...losses.logits.distributions import LogProbs
 from ...losses.output_layer import is_column_parallel, logit_dtype_of
 from .microbatches import ScoringBatch, described, range_of_wrong_ids
-from .plan import Forward, Group, ScoreOptions, vocabulary_of
+from .plan import Forward, Group, Model, ScoreOptions, vocabulary_of
 from .schedule import forward_only
-
-Model = torch.nn.Module | Sequence[torch.nn.Module]
 
 
 class Scores(NamedTuple):
@@ -67,7 +65,8 @@ def forward_log_probs(
 
             * ``tokens``: int64 ``[b, s]``, padded on the right with any valid token; shapes may differ;
             * ``lengths``: ``b`` numbers of tokens, prompt and response together;
-            * ``response_lengths``: ``b`` numbers of tokens to score at its end. Default: all but the first.
+            * ``response_lengths``: ``b`` numbers of tokens to score at the end of each sample. Default: all
+              but the first token, which nothing predicts.
 
             With ``forward``, ``tokens`` may be ``[1, t]`` with the samples packed one after the other.
         forward: runs a model chunk on one of ``microbatches`` and returns the chunk's output, which on the
@@ -188,7 +187,7 @@ def forward_hidden_states(
         head = output_head(teacher)
         distributions = [FullDistribution.from_hidden(hidden_lh, head) for hidden_lh in hidden]
 
-    Ranks, microbatches, arguments and the order of results are as in :func:`forward_log_probs`. Logits are not
+    Ranks, microbatches, arguments and the order of results are as in :func:`forward_log_probs`. No logits are
     materialized, and nothing of a microbatch stays on the device after it.
 
     Returns:

@@ -21,12 +21,9 @@ class ScoringBatch:
 
     fields: Mapping[str, Any]
     tokens_bs: torch.Tensor
-    #: Tokens of each sample, whole and without padding.
-    samples: list[torch.Tensor]
-    #: Position of the first sample in the result.
-    first: int
-    #: Which rows of this rank's logits predict response tokens.
-    layout: SequenceLayout
+    samples: list[torch.Tensor]  # tokens of each, whole and without padding
+    first: int  # position of the first sample in the result
+    layout: SequenceLayout  # which rows of this rank's logits predict response tokens
 
     @property
     def targets_n(self) -> torch.Tensor:

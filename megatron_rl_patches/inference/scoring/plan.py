@@ -22,6 +22,8 @@ from ...reentry.forward_pre_hooks import why_not_gathered
 from ..weights import checksum
 from .microbatches import Limits, ScoringBatch, parse_microbatches
 
+Model = torch.nn.Module | Sequence[torch.nn.Module]
+Microbatches = Sequence[Mapping[str, Any]]
 Forward = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]
 #: The tensor-parallel group over which the vocabulary is split, or ``None`` if it is not.
 Group = torch.distributed.ProcessGroup | None
@@ -33,8 +35,8 @@ Check = Callable[[Sequence[ScoringBatch]], str | None]
 class ScoreOptions:
     """Options that the functions of scoring share; see :func:`~.forward.forward_log_probs`.
 
-    ``temperature`` is only checked here. With ``every_token`` the result has a row for each token of a
-    sample, and not for those of its response alone. ``of_last_stage`` are arguments that others do not read.
+    With ``every_token`` the result has a row for each token of a sample, and not for those of its response
+    alone. ``of_last_stage`` are arguments that other stages do not read.
     """
 
     forward: Forward | None = None
@@ -68,24 +70,16 @@ class Plan:
         return (self.options.forward or self.context_parallel.forward)(chunk, batch.fields)
 
 
-def plan_of(
-    model: torch.nn.Module | Sequence[torch.nn.Module],
-    microbatches: Sequence[Mapping[str, Any]],
-    options: ScoreOptions,
-    check: Check | None,
-) -> Plan:
-    """Check what the caller passed, and agree with other ranks on the number of microbatches.
-
-    Raises:
-        InvalidInputError: something is wrong on this rank, or on another one that would wait for it.
-    """
+def plan_of(model: Model, microbatches: Microbatches, options: ScoreOptions, check: Check | None) -> Plan:
+    """Check what the caller passed, and agree on it with the ranks that would wait for this one."""
     chunks = list(as_chunks(model))
     config: Any = config_of(chunks[0]) if chunks else None
     # Through these groups every rank is reached that would wait for this one in a collective.
     alike = [parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()]
-    groups = list(alike)
-    if _shares_experts(config):
-        groups.append(parallel_state.get_expert_model_parallel_group())
+    groups, experts = list(alike), None
+    if getattr(config, "num_moe_experts", None) and config.expert_model_parallel_size > 1:
+        experts = parallel_state.get_expert_model_parallel_group()
+        groups.append(experts)
     if any(getattr(chunk, "use_forward_hook", False) for chunk in chunks):  # parameters may be gathered
         groups.append(parallel_state.get_data_parallel_group(with_context_parallel=True))
     context_parallel = ContextParallel.of_groups() if options.forward is None else ContextParallel()
@@ -105,7 +99,7 @@ def plan_of(
         raise
     raise_on_all(problem, groups, data, alike)
     smallest = min(batches, key=lambda batch: batch.tokens_bs.numel())
-    schedule = batches + [smallest] * (_agreed_rounds(batches, chunks, config) - len(batches))
+    schedule = batches + [smallest] * (_agreed_rounds(batches, chunks, config, experts) - len(batches))
     return Plan(chunks, config, options, batches, schedule, context_parallel)
 
 
@@ -126,10 +120,6 @@ def _digests(ids: Sequence[torch.Tensor]) -> list[str]:
     """Return a text for each int64 tensor that depends on its shape, its values and their places."""
     sums = checksum(ids, stretch=8)
     return [f"{[*x.shape]} with checksum {n % 2**32:x}" for x, n in zip(ids, sums, strict=True)]
-
-
-def _shares_experts(config: Any) -> bool:
-    return bool(getattr(config, "num_moe_experts", None)) and config.expert_model_parallel_size > 1
 
 
 def _check(chunks: Sequence[torch.nn.Module], config: Any, options: ScoreOptions) -> None:
@@ -189,25 +179,22 @@ def _limits(
     )
 
 
-def vocabulary_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> int | None:
+def vocabulary_of(model: Model) -> int | None:
     """Return the number of ids of the model, padding included; ``None`` if the model does not say."""
     size: int | None = attribute_of(as_chunks(model)[0], "vocab_size")
     return size
 
 
-def _agreed_rounds(batches: Sequence[ScoringBatch], chunks: Sequence[torch.nn.Module], config: Any) -> int:
+def _agreed_rounds(
+    batches: Sequence[ScoringBatch], chunks: Sequence[torch.nn.Module], config: Any, experts: Group
+) -> int:
     """Return how many microbatches this rank runs: whole groups if interleaved, and as many as its replicas.
 
     Experts are divided over data-parallel replicas. A replica with fewer microbatches would leave the others
     waiting in the token dispatcher. One collective, if there are such replicas.
-
-    Raises:
-        InvalidInputError: the dispatcher ``allgather`` would get tokens of different shapes.
     """
     group_size = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
-    shapes = [[tuple(batch.tokens_bs.shape) for batch in batches]]
-    if _shares_experts(config):
-        shapes = gathered(shapes[0], parallel_state.get_expert_model_parallel_group())
+    shapes = gathered([tuple(batch.tokens_bs.shape) for batch in batches], experts)
     most = max(map(len, shapes))
     rounds = most + -most % group_size
     if len(shapes) > 1 and config.moe_token_dispatcher_type == "allgather":

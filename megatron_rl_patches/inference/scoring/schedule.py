@@ -6,7 +6,7 @@ The model runs in another state than it trains in, and comes back from it as it 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -25,9 +25,9 @@ from ...losses.output_layer import deferring
 from ...reentry.forward_pre_hooks import gathered_parameters
 from ..models.isolation import rng_tracker_is_seeded, rng_tracker_that_does_not_fork
 from .microbatches import ScoringBatch, described
-from .plan import Check, Group, Plan, ScoreOptions, is_last_stage, plan_of
+from .plan import Check, Group, Microbatches, Model, Plan, ScoreOptions, is_last_stage, plan_of
 
-#: Computes tensors ``[n, ...]`` for the ``n`` response tokens of a microbatch from its logits ``[T, V / tp]``.
+#: Computes tensors ``[n, ...]`` for the ``n`` response tokens of a microbatch from logits ``[T, V / tp]``.
 Score = Callable[[ScoringBatch, torch.Tensor, Group], tuple[torch.Tensor, ...]]
 # Classes whose attribute scales an auxiliary loss in backward.
 _LOSS_SCALERS = (
@@ -38,11 +38,7 @@ _LOSS_SCALERS = (
 
 
 def forward_only(
-    model: torch.nn.Module | Sequence[torch.nn.Module],
-    microbatches: Sequence[Mapping[str, Any]],
-    score: Score,
-    options: ScoreOptions,
-    check: Check | None = None,
+    model: Model, microbatches: Microbatches, score: Score, options: ScoreOptions, check: Check | None = None
 ) -> list[tuple[torch.Tensor, ...]] | None:
     """Run the model and score each microbatch on the last stage; see :func:`~.forward.forward_log_probs`.
 
@@ -74,8 +70,7 @@ def _scoring(plan: Plan) -> Iterator[None]:
             stack.enter_context(replaced(owner, **attributes))
 
         # A schedule calls the sync functions when it enters ``no_sync``, and some of them are only undone by
-        # a backward pass, which never comes here. Without equal shapes the stages tell each other the shape
-        # of every activation that they send.
+        # a backward pass, which never comes here. Stages tell each other shapes that differ.
         variable = plan.options.forward is not None or differ or plan.config.variable_seq_lengths
         replace(plan.config, **dict.fromkeys(("timers", *SYNC_FUNCTIONS)), variable_seq_lengths=variable)
         # Multi-token prediction is left out: megatron-core up to 0.16 needs labels to run its layers.
