@@ -74,7 +74,7 @@ def copied_to(tensor: Tensor, device: torch.device | str, *, non_blocking: bool 
 
 
 def copied_together(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
-    """Return copies in one block of memory, by one copy, as :func:`copied_to` without waiting makes it."""
+    """Return copies in one block of memory, by one :func:`copied_to` that does not wait for a GPU."""
     aligned = sorted(tensors, key=Tensor.element_size, reverse=True)
     whole = torch.cat([tensor.detach().flatten().view(torch.uint8) for tensor in aligned])
     if whole.device != torch.device(device):

@@ -12,7 +12,7 @@ from ..common.text import listed
 from ..errors import InferenceOnlyError, InvalidInputError
 
 # Torch rounds pinned allocations up to powers of two: in one piece, a model could take twice its size.
-_BLOCK_BYTES = 1 << 28  # are copied, and summed, at a time
+_BLOCK_BYTES = 1 << 28  # copied, or summed, at a time
 _STRETCH_BYTES = 512
 _MULTIPLIER = 0x1E3779B97F4A7C15  # any large odd number
 

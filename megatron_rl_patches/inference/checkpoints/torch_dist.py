@@ -99,8 +99,8 @@ class TorchDistCheckpoint:
     ) -> tuple[Differences, set[tuple[str, int, int]]]:
         """Compare what this rank asks for with what is stored.
 
-        Unless ``exact``, other floating-point dtypes are not refused, nor other paddings of vocabularies;
-        the second result has the name of each vocabulary, and its rows as stored and as requested.
+        Unless ``exact``, other floating-point dtypes and other paddings of vocabularies are no difference.
+        The second result has the name of each vocabulary, and its rows as stored and as requested.
         """
         expected = {name: _shaped(tensor.global_shape, tensor.dtype) for name, tensor in requested.items()}
         stored, paddings = {}, set()
@@ -187,7 +187,7 @@ class TorchDistCheckpoint:
                     )
 
     def read(self, request: Request, folder: Path) -> _State:
-        """Read this rank's shards into host memory, by the index that is in ``folder``, for each chunk.
+        """Read this rank's shards into host memory, a state dict for each chunk, by the index in ``folder``.
 
         Up to megatron-core 0.17 the loader runs collectives of the default process group.
         """

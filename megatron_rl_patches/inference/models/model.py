@@ -62,8 +62,9 @@ def build_inference_model(
             gradient scale and timers of a policy. Megatron's groups decide on virtual pipeline stages.
         dtype: ``"bf16"``, ``"fp16"`` (both in ``Float16Module``) or ``"fp32"``, whatever ``config`` says.
         device: where parameters and buffers go; by default the current CUDA device. ``"meta"`` leaves the
-            parameters without memory. Neither ``"meta"`` nor ``"cpu"`` initializes CUDA. If a mixture of
-            experts is to move from the CPU to a GPU, call ``torch.cuda.init()`` first: it keeps streams.
+            parameters without memory. Neither ``"meta"`` nor ``"cpu"`` initializes CUDA. Before you build a
+            mixture of experts on the CPU that moves to a GPU later, call ``torch.cuda.init()``: its classes
+            keep CUDA streams.
         pre_wrap: called with the bare chunks, in memory and in their dtype, before ``Float16Module``: for
             hooks that load Hugging Face weights. Returns the chunks to go on with, or ``None``.
         perform_initialization: construct the parameters on ``device`` and initialize them, as ``get_model``

@@ -222,8 +222,8 @@ def forward_values(
         values = forward_values(reward_model, microbatches)
         rewards = [values_l[-1] for values_l in values]
 
-    Ranks, microbatches, arguments and the order of results are as in :func:`forward_log_probs`, but without
-    ``response_lengths``.
+    Ranks, microbatches, arguments and the order of results are as in :func:`forward_log_probs`, but
+    ``response_lengths`` do not count.
 
     Returns:
         Per sample ``[length]``, float32, prompt and response; ``None`` on stages other than the last.

@@ -41,9 +41,7 @@ class Limits:
     cp_rank: int = 0
     cp_size: int = 1
     device: torch.device | str = "cpu"  # where the logits will be
-    every_token: bool = (
-        False  # the layouts have rows for all tokens, and not for those that predict responses
-    )
+    every_token: bool = False  # the layouts have rows for all tokens, and not for responses alone
     positions: int | None = None  # how wide tokens may be, since the model looks positions up
 
 

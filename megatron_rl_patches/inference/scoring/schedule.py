@@ -43,8 +43,8 @@ def forward_only(
     """Run the model and score each microbatch on the last stage; see :func:`~.forward.forward_log_probs`.
 
     What ``check`` returns, and any other problem with the arguments, is raised on all ranks that would wait;
-    an ``InvalidInputError`` of ``score`` on all stages. On the last stage the result has for each sample the
-    part of each tensor of ``score`` that belongs to it.
+    an ``InvalidInputError`` of ``score`` on all stages. The result has, for each sample in order, its part of
+    each tensor of ``score``; it is ``None`` on stages other than the last.
     """
     plan = plan_of(model, microbatches, options, check)
     with _scoring(plan):
@@ -70,7 +70,7 @@ def _scoring(plan: Plan) -> Iterator[None]:
             stack.enter_context(replaced(owner, **attributes))
 
         # A schedule calls the sync functions when it enters ``no_sync``, and some of them are only undone by
-        # a backward pass, which never comes here. Stages tell each other shapes that differ.
+        # a backward pass, which never comes here. If shapes differ, the stages tell each other every shape.
         variable = plan.options.forward is not None or differ or plan.config.variable_seq_lengths
         replace(plan.config, **dict.fromkeys(("timers", *SYNC_FUNCTIONS)), variable_seq_lengths=variable)
         # Multi-token prediction is left out: megatron-core up to 0.16 needs labels to run its layers.
