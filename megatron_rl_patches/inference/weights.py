@@ -12,7 +12,8 @@ from ..common.text import listed
 from ..errors import InferenceOnlyError, InvalidInputError
 
 # Torch rounds pinned allocations up to powers of two: in one piece, a model could take twice its size.
-_BLOCK_BYTES = 1 << 28  # copied, or summed, at a time
+_BLOCK_BYTES = 1 << 28
+_SUMMED_BYTES = 1 << 28  # at a time
 _STRETCH_BYTES = 512
 _MULTIPLIER = 0x1E3779B97F4A7C15  # any large odd number
 
@@ -89,8 +90,8 @@ def checksum(tensors: Sequence[torch.Tensor], stretch: int = _STRETCH_BYTES) -> 
     for tensor in tensors:
         storage = tensor.contiguous().flatten().view(torch.uint8)
         total = storage.new_zeros((), dtype=torch.int64)
-        for start in range(0, len(storage), _BLOCK_BYTES):
-            block = storage[start : start + _BLOCK_BYTES]
+        for start in range(0, len(storage), _SUMMED_BYTES):
+            block = storage[start : start + _SUMMED_BYTES]
             whole = len(block) // stretch * stretch
             stretches = block[:whole].view(torch.int64).view(-1, stretch // 8).sum(1)
             number = start // stretch
