@@ -114,10 +114,15 @@ def layout_of(chunks: Sequence[torch.nn.Module]) -> tuple[dict[str, torch.Tensor
     storages: dict[int, torch.Tensor] = {}
     for name, weight in weights.items():
         if weight.requires_grad or hasattr(weight, "main_param"):
-            reason = "requires grad" if weight.requires_grad else "has a main parameter"
+            reason, remedy = "requires grad", "Freeze it (requires_grad_(False))"
+            if hasattr(weight, "main_param"):
+                reason, remedy = (
+                    "has a main parameter",
+                    "If its optimizer is gone, delete that attribute, main_param",
+                )
             raise InferenceOnlyError(
                 f"{name} {reason}: a pool overwrites the weights of its model, which must be one that "
-                "does not train. Freeze it (requires_grad_(False)), or pass a model of its own."
+                f"does not train. {remedy}, or pass a model of its own."
             )
         if weight.numel() == 0:
             continue

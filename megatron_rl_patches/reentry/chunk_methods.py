@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from ..common import scopes
 from ..common.chunks import Chunk
 from ..errors import MegatronRLPatchesError
 from . import forward_pre_hooks
@@ -51,6 +52,12 @@ def replace(chunk: Chunk) -> None:
 
 def _run(
     thread: Any, method: Callable[..., None], original: Any, chunk: Chunk, *args: Any, **kwargs: Any
-) -> None:
+) -> Any:
     run = functools.partial(method, original, chunk) if thread() is threading.current_thread() else original
-    run(*args, **kwargs)
+    return run(*args, **kwargs)
+
+
+def restore(chunk: Chunk, methods: dict[str, Any]) -> None:
+    """Put back the methods that :func:`replace` has replaced, but for those that other code set since."""
+    ours = [name for name in methods if getattr(vars(chunk).get(name), "func", None) is _run]
+    scopes.restore(chunk, {name: methods[name] for name in ours})

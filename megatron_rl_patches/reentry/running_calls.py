@@ -96,7 +96,7 @@ class RunningCall:
             yield (id(config), _restore_config), (config, found)
         for chunk in self.model:
             yield (id(chunk), restore), (chunk, snapshot(chunk, "force_all_reduce"))
-            yield (id(chunk), _restore_methods), (chunk, snapshot(chunk, *chunk_methods.METHODS))
+            yield (id(chunk), chunk_methods.restore), (chunk, snapshot(chunk, *chunk_methods.METHODS))
         yield (id(optimizer), restore), (optimizer, snapshot(optimizer, "step"))
         machine = _rerun_state_machine()
         yield (0, _set_rerun), (machine, machine and (machine.state, machine.mode))
@@ -124,7 +124,7 @@ class RunningCall:
             if later or failed:
                 for call in (self, *later):
                     call._list_modes()
-            to_restore = {key for key in self._found if failed or key[1] in (_set_gc, _restore_methods)}
+            to_restore = {key for key in self._found if failed or key[1] in (_set_gc, chunk_methods.restore)}
             to_restore |= self._inherited
             for restorable in self._found if later or failed else to_restore:
                 heir = next((call for call in later if restorable in call._found), None)
@@ -171,10 +171,6 @@ def _restore_config(config: Any, found: tuple[Model, dict[str, Any]]) -> None:
     model, values = found
     names = [name for name in values if not _is_of_another(name, getattr(config, name, None), model)]
     restore(config, {name: values[name] for name in names})
-
-
-def _restore_methods(chunk: Any, methods: dict[str, Any]) -> None:
-    restore(chunk, methods)
 
 
 def _set_gc(_: None, enabled: bool) -> None:

@@ -121,7 +121,8 @@ class Watch:
                 from .main_parameters import differ_from_weights
 
                 if differ_from_weights(optimizer):
-                    report("main_parameters", _MAIN_PARAMETERS)
+                    # Each rank compares its own shards, so any rank may be the only one that knows.
+                    report("main_parameters", _MAIN_PARAMETERS, says=lambda: True)
 
     def note(self, count: Any, is_last_stage: bool) -> None:
         """Note the number of tokens of a microbatch that trains, as ``forward_step`` returned it."""
@@ -151,7 +152,8 @@ class Watch:
             import torch
 
             if torch.is_grad_enabled():
-                self._has_mask &= arguments.get("loss_mask") is not None
+                is_last = getattr(unwrap(chunk), "post_process", True)
+                self._has_mask &= arguments.get("loss_mask") is not None or not is_last
                 is_reducing = any(group.grad_reduce_handle is not None for group in bucket_groups(chunk))
                 # Without a function that finalizes, a reduction of a former step may be left.
                 if is_reducing and "finalize_model_grads_func" not in messages:

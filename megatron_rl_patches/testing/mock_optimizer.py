@@ -41,7 +41,7 @@ class MockOptimizer:
         config: real or mocked.
         param_groups: one group with all parameters, which schedulers write learning rates to.
         optimizer: stands for the optimizer of torch, and has ``param_groups`` and ``state``.
-        chained_optimizers: one optimizer, which shares all these.
+        chained_optimizers: one optimizer, with the chunks, calls, config and groups of this one.
     """
 
     model_chunks: Sequence[MockDDP]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -24,6 +25,10 @@ from typing import Any, NamedTuple
 _environ_lock = threading.Lock()
 # Other ranks may go on for so long after the first failure, so that those that fail alike are reported, too.
 _GRACE_SECONDS = 2.0
+
+
+#: What gloo and torch's store say to a rank whose peer has died or left.
+_LOST_CONNECTION = re.compile(r"[Cc]onnection (was likely )?(closed|reset|refused)|Broken pipe")
 
 
 @dataclass
@@ -48,11 +53,16 @@ class Outcome:
 
     @property
     def failed(self) -> list[int]:
-        """Ranks that died, and then ranks that have sent a failure, each in the order of time.
+        """Ranks that died or have sent a failure, in the order of time; last, those that lost a connection.
 
         A death is noticed late, and other ranks fail since they lose their connection to the dead one.
         """
-        return sorted(self.failed_at, key=lambda rank: (rank not in self.died, self.failed_at[rank]))
+        sent = dict(self.sent)
+
+        def order(rank: int) -> tuple[bool, float]:
+            return bool(_LOST_CONNECTION.search(str(sent.get(rank, "")))), self.failed_at[rank]
+
+        return sorted(self.failed_at, key=order)
 
 
 def group_variables(size: int, port: int) -> dict[str, str]:

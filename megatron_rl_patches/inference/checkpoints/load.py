@@ -120,7 +120,8 @@ def _read(
                 raise CheckpointError(
                     f"{name} has a main parameter, from which the optimizer's next step would write the old "
                     "weight again: load before the optimizer is made, or with Megatron's load_checkpoint, "
-                    "which calls optimizer.reload_model_params()"
+                    "which calls optimizer.reload_model_params(). If that optimizer is gone, delete the "
+                    "attribute main_param of each parameter"
                 )
         folder = locate(source, ckpt_step)
         check_format(folder)

@@ -113,13 +113,15 @@ def _data_of(batches: Sequence[ScoringBatch], options: ScoreOptions) -> dict[str
         data[f"response_lengths {of_microbatch}"] = layout.response_lengths
     data |= {"temperature": float(options.temperature), "vocab_size": options.vocab_size}
     own = options.of_last_stage if is_last_stage() else {}
+    if own:
+        data["arguments"] = ", ".join(own)  # of which function it is
     return data | {name: _digests(x) if isinstance(x, Sequence) else x for name, x in own.items()}
 
 
 def _digests(ids: Sequence[torch.Tensor]) -> list[str]:
     """Return a text for each int64 tensor that depends on its shape, its values and their places."""
     sums = checksum(ids, stretch=8)
-    return [f"{[*x.shape]} with checksum {n % 2**32:x}" for x, n in zip(ids, sums, strict=True)]
+    return [f"{[*x.shape]} with checksum {n % 2**64:x}" for x, n in zip(ids, sums, strict=True)]
 
 
 def _check(chunks: Sequence[torch.nn.Module], config: Any, options: ScoreOptions) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
 from ...common.devices import on_device
 from ...errors import InvalidInputError
@@ -175,7 +176,7 @@ class TopKDistribution(Distribution):
 
 
 class LogProbs(list[Tensor]):
-    """Log-probabilities of responses over a vocabulary of ``vocab_size`` token ids; slices are of it, too."""
+    """Log-probabilities of responses over a vocabulary of ``vocab_size`` token ids; a slice has it, too."""
 
     def __init__(self, values: Iterable[Tensor], vocab_size: int | None) -> None:
         super().__init__(values)
@@ -184,6 +185,10 @@ class LogProbs(list[Tensor]):
     def __getitem__(self, index: Any) -> Any:
         values = super().__getitem__(index)
         return LogProbs(values, self.vocab_size) if isinstance(index, slice) else values
+
+
+# ``tree_map`` over scores reaches the tensors, as in a plain list.
+register_pytree_node(LogProbs, lambda x: ([*x], x.vocab_size), LogProbs)
 
 
 def in_common(scored: Sequence[Any], **of_loss: float) -> dict[str, Any]:

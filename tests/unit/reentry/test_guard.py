@@ -283,6 +283,13 @@ def test_timers(in_config: bool) -> None:
     assert timers.running() == {"mine", INTERVAL_TIMER}
 
 
+def test_a_method_that_the_loop_sets_stays(mocker: MockerFixture) -> None:
+    chunk: Any = DistributedDataParallel()
+    with reentrant_train(chunk):
+        chunk.zero_grad_buffer = mine = mocker.stub()
+    assert chunk.zero_grad_buffer is mine and "disable_forward_pre_hook" not in vars(chunk)
+
+
 def test_an_entry_that_fails_changes_nothing(mocker: MockerFixture) -> None:
     timers = Timers(running=(INTERVAL_TIMER,))
     chunk, _ = two_models(MockConfig(timers=timers))

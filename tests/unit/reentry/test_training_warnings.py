@@ -15,6 +15,7 @@ from pytest import LogCaptureFixture
 
 from megatron_rl_patches.reentry import TrainGuard, main_parameters, reentrant_train, training_warnings
 from megatron_rl_patches.reentry.training_warnings import note_tokens, reported
+from megatron_rl_patches.testing import MockConfig, MockDDP
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +62,16 @@ def test_main_parameters_are_compared_as_a_step_rounds_them(
     assert differ()
     weight.untyped_storage().resize_(0)
     assert not differ()
+
+
+def test_chunks_without_the_last_layer_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_warnings, "_mtp_trains", lambda: True)
+    for post_process in (False, True):
+        model = MockDDP(MockConfig(mtp_num_layers=1))
+        model.module.post_process = post_process  # type: ignore[assignment]
+        with reentrant_train(model):
+            model()
+        assert len(reported()) == post_process
 
 
 def note(model: Any, *counts: int) -> None:

@@ -145,8 +145,10 @@ def test_a_timeout_tells_where_the_rank_hangs_and_leaves_no_process(tmp_path: Pa
 
 def test_a_death_comes_before_the_failures_that_it_causes() -> None:
     """The connections of a process end before it does, so another rank may fail first."""
-    outcome = Outcome(failed_at={0: 1.0, 2: 3.0, 1: 4.0}, died={1: "", 2: ""})
-    assert outcome.failed == [2, 1, 0]
+    lost = "RuntimeError: [transport/tcp/pair.cc] Connection closed by peer"
+    times = {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}
+    outcome = Outcome(sent=[(0, lost), (1, "ValueError: the cause")], failed_at=times, died={2: "", 3: ""})
+    assert outcome.failed == [1, 2, 3, 0]  # one that only left, as watchdogs do, comes after the cause
     with pytest.raises(RanksFailed, match="rank 1 failed first") as error:
         spawn_ranks(one_rank_dies, 2, timeout=240)
     first = str(error.value).split("--- rank ")[1]

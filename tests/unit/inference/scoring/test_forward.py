@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference.scoring.microbatches import Limits, parse_microbatches
+from megatron_rl_patches.losses.logits.distributions import LogProbs
 
 PADDED: dict[str, Any] = {"tokens": torch.arange(12).reshape(2, 6), "lengths": [6, 4]}
 PACKED: dict[str, Any] = {"tokens": torch.arange(8)[None], "lengths": [3, 4], "response_lengths": [1, 2]}
@@ -47,3 +49,8 @@ def test_rows_that_predict(batch: dict[str, Any], packing: bool, rows: list[int]
 def test_what_is_refused(batches: list[dict[str, Any]], sizes: dict[str, int], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         parse_microbatches(batches, Limits(False, 50, **sizes))
+
+
+def test_log_probs_are_a_list_to_those_who_map_over_tensors() -> None:
+    halves = tree_map(torch.Tensor.half, {"old": LogProbs([torch.zeros(3)], 7)})["old"]
+    assert isinstance(halves, list) and halves[0].dtype == torch.float16 and halves[:1].vocab_size == 7
