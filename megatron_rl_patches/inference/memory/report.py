@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from .estimate import Memory, MemoryEstimate, StageEstimate
 
@@ -74,6 +75,13 @@ def plot(estimate: MemoryEstimate, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
+    draw(estimate, axes)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def draw(estimate: MemoryEstimate, axes: Any) -> None:
+    """Draw the same on axes of matplotlib."""
     memories = uses(estimate, estimate.worst)
     power = _power(memory.total for memory in memories.values())
     labels = [use.replace(" + ", "\n+ ") for use in memories]
@@ -88,8 +96,6 @@ def plot(estimate: MemoryEstimate, path: Path) -> None:
     axes.set(ylabel=f"{_DECIMAL[power]} per device")
     axes.margins(y=0.1)
     axes.legend(loc="upper right")
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def _row(name: str, sizes: Sequence[int], unit: int) -> tuple[str, ...]:

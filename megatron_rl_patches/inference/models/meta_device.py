@@ -32,8 +32,7 @@ def construction(*, on_meta: bool, use_cuda: bool) -> Iterator[list[Parameter]]:
 
     With ``on_meta`` they are on the meta device from the start. Buffers and plain tensors are computed for
     real, unlike in a context of ``torch.device("meta")``. Parameters of tensor subclasses (FP8 weights of
-    TransformerEngine) stay as they are made. A function that needs a meta tensor's values raises
-    :class:`NeedsValuesError`.
+    TransformerEngine) stay as they are. What needs a meta tensor's values raises :class:`NeedsValuesError`.
 
     Without ``use_cuda`` the current device is the CPU, and no CUDA context comes into being. The routers of
     mixtures of experts are not on Megatron's list of the routers of the process.

@@ -51,8 +51,7 @@ def build_inference_model(
     that training loops call on a chunk, such as ``no_sync()``, raise ``InferenceOnlyError``. Parameters get
     memory once, in their final dtype. They are **not initialized** but filled with NaN: load a checkpoint.
 
-    Megatron's parallel groups must exist. No collective is started. Random streams and other threads go on
-    as before.
+    Megatron's groups must exist. No collective is started. Random streams and other threads go on as before.
 
     Args:
         model_provider: called once per virtual pipeline stage, by keyword, with those of ``pre_process``,

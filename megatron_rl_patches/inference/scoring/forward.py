@@ -135,8 +135,7 @@ def forward_topk(
             pass ``None``, which is what this function returned to them.
 
     Returns:
-        One :class:`~megatron_rl_patches.losses.TopKDistribution` per sample, of ``response_length`` tokens;
-        ``None`` on stages other than the last.
+        A :class:`~megatron_rl_patches.losses.TopKDistribution` per sample; ``None`` but on the last stage.
 
     Raises:
         InvalidInputError: also if ``at`` does not fit the samples; on all stages what the last one finds.
