@@ -166,14 +166,13 @@ def _limits(
     chunks: Sequence[torch.nn.Module], config: Any, options: ScoreOptions, context_parallel: ContextParallel
 ) -> Limits:
     """Return what microbatches must fit."""
+    tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
     embedding = attribute_of(chunks[0], "position_embedding_type")
     looks_up_positions = embedding == "learned_absolute" and options.forward is None
     return Limits(
         packing=options.forward is not None,
         vocabulary=options.vocab_size or vocabulary_of(chunks),
-        sequence_parallel_size=parallel_state.get_tensor_model_parallel_world_size()
-        if config.sequence_parallel
-        else 1,
+        sequence_parallel_size=tensor_parallel_size if config.sequence_parallel else 1,
         cp_rank=context_parallel.rank,
         cp_size=context_parallel.size,
         device=next(chunks[-1].parameters()).device,
