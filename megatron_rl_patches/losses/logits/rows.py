@@ -83,8 +83,9 @@ class LogitSource(ABC):
     @property
     def num_columns(self) -> int:
         """How many of this rank's columns have a token id; those behind them pad the vocabulary."""
-        of_others = self.options.tp_rank * self.width
-        return min(max(self.options.num_ids(self.width) - of_others, 0), self.width)
+        if (size := self.options.vocab_size) is None:
+            return self.width
+        return min(max(size - self.options.tp_rank * self.width, 0), self.width)
 
     @abstractmethod
     def tiles(self, grid: Grid | None = None) -> Iterator[Tile]:

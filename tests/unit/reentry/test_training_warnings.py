@@ -67,7 +67,8 @@ def test_main_parameters_are_compared_as_a_step_rounds_them(
 def test_chunks_without_the_last_layer_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_warnings, "_mtp_trains", lambda: True)
     for post_process in (False, True):
-        model = MockDDP(MockConfig(mtp_num_layers=1))
+        model = MockDDP(config := MockConfig())
+        config.mtp_num_layers = 1  # type: ignore[attr-defined]
         model.module.post_process = post_process  # type: ignore[assignment]
         with reentrant_train(model):
             model()
