@@ -36,6 +36,7 @@ def test_a_second_setup(bridge: str) -> None:
     # Before there are stubs, lest megatron-core should take TransformerEngine for installed.
     from tests.references import tiny_gpt
 
+    first, second = (tiny_gpt.TinyModel().build() for _ in range(2))
     import_stubs.install(f"{import_stubs.PACKAGES} {import_stubs.OF_BRIDGE} transformer_engine")
     for reached in ("transformer_engine.pytorch.ops", "tensorboard.compat.tf.io.gfile"):
         importlib.import_module(reached)  # it takes these for attributes
@@ -45,7 +46,6 @@ def test_a_second_setup(bridge: str) -> None:
     def finish_setup(model: list[Any], optimizer: Any) -> str:
         return outcome(setup._update_model_config_funcs, model, config, model[0].ddp_config, optimizer)
 
-    first, second = (tiny_gpt.TinyModel().build() for _ in range(2))
     config = tiny_gpt.get_model_config(first[0][0])
     assert finish_setup(*first) == FINE
     assert finish_setup(*second).startswith(NO_SYNC)

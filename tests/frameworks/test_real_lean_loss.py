@@ -107,7 +107,8 @@ def test_masked_tokens(framework: str, ranks: int, layout: dict[str, Any], paths
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
 @on_ranks(lambda ranks: ranks, timeout=400)
 def test_metrics(framework: str, ranks: int, layout: dict[str, Any], paths: list[str]) -> None:
-    finite.check_metrics(framework, **_initialize(framework, paths, layout))
+    options = _initialize(framework, paths, layout)
+    finite.check_metrics(framework, _losses(framework, paths), **options)
 
 
 @of_losses
