@@ -58,10 +58,7 @@ def _difference(ranks: Iterable[tuple[int, Any]]) -> str | None:
 
 
 def agreed(value: T, problem: str | None, group: dist.ProcessGroup | None) -> list[T]:
-    """Return the values of all ranks of a group, in their order; of this rank without one. One collective.
-
-    If a rank has a problem in place of a value, every rank raises that of the first in ``InvalidInputError``.
-    """
+    """Return what :func:`gathered` does; all raise the first problem that a rank has in place of a value."""
     values, problems = zip(*gathered((value, problem), group), strict=True)
     if any(problems):
         raise InvalidInputError(next(filter(None, problems)))

@@ -6,8 +6,8 @@ import logging
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib import metadata
 
+from ..common.distributions import version_of
 from ..common.messages import Message, log
 from ..common.ranks import is_rank_0
 from .statuses import SiteStatus, grouped
@@ -36,7 +36,7 @@ class Announcer:
         """Log the one summary line of this process."""
         if not self.done:
             self.done = True
-            _log_line(logging.INFO, summary(statuses, _version()))
+            _log_line(logging.INFO, summary(statuses, version_of("megatron-rl-patches") or "unknown"))
             self.warn([status for status in statuses if status.is_fault and status.framework in sys.modules])
 
     def warn(self, faults: Sequence[SiteStatus]) -> None:
@@ -79,13 +79,6 @@ def summary(statuses: Sequence[SiteStatus], version: str) -> str:
     if rest := len(grouped(statuses).keys() - in_place.keys() - skipped - lost):
         line += f"; nothing to do so far for {rest} other patch{'es' if rest > 1 else ''}"
     return f"{line} (version {version})"
-
-
-def _version() -> str:
-    try:
-        return metadata.version("megatron-rl-patches")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _log_line(level: int, line: str) -> None:

@@ -91,7 +91,11 @@ class Installer(Listener):
                 # below. One whose import ends later calls its hook, which waits for the lock.
                 for module in {site.module for site in sites}:
                     finder.watch(module, self)
-                records = [self._select(site) for site in sites]
+                for site in sites:
+                    record = self._records.get((site.patch, site.target))
+                    if record is None or record.is_reverted:
+                        self._records[site.patch, site.target] = Record(site)
+                records = [self._records[site.patch, site.target] for site in sites]
                 for record in records:
                     record.apply_calls.add(apply_call)
                 self.options |= chosen
@@ -107,13 +111,6 @@ class Installer(Listener):
                 for record in records:  # one of its kind, however often apply() is called
                     record.apply_calls = {*record.apply_calls - {apply_call}, _LASTING[apply_call.required]}
         self.announcer.warn(skipped)
-
-    def _select(self, site: Site) -> Record:
-        key = (site.patch, site.target)
-        record = self._records.get(key)
-        if record is None or record.is_reverted:
-            record = self._records[key] = Record(site)
-        return record
 
     def _in_blocks(self) -> set[str]:
         """Return the patches that running ``applied()`` blocks have selected."""

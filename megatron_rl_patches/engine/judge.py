@@ -74,9 +74,8 @@ def judge_all(source: Source, patches: Iterable[Patch], settings: Settings) -> l
         try:
             sites_of_patch = patch.sites_for(settings.options_of(patch))
         except PatchError as error:
-            statuses.append(
-                SiteStatus(patch.name, patch.name, f"{patch.name}.configured", "failed", str(error))
-            )
+            target = f"{patch.name}.configured"
+            statuses.append(SiteStatus(patch.name, patch.name, target, "failed", str(error)))
             continue
         for site in sites_of_patch:
             by_framework.setdefault(site.framework, []).append(site)

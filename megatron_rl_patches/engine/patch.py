@@ -23,9 +23,6 @@ SelectedBy = Literal["default", "all", "by name"]
 #: Returns the reason why a site is to be left alone, or ``None``.
 SkipIf = Callable[[TargetSource], "str | None"]
 
-# Distributions that share the namespace package ``megatron`` are frameworks of their own.
-_NAMESPACES = frozenset({"megatron"})
-
 
 @dataclass(frozen=True)
 class Site:
@@ -72,7 +69,7 @@ class Site:
     def framework(self) -> str:
         """The package whose sites take effect together: ``slime``, ``megatron.core``, ..."""
         parts = self.module.split(".")
-        return ".".join(parts[: 2 if parts[0] in _NAMESPACES else 1])
+        return ".".join(parts[: 2 if parts[0] == "megatron" else 1])  # several distributions share that one
 
     @property
     def target(self) -> str:
@@ -145,8 +142,7 @@ class Patch:
 def imported(path: str) -> Adapter:
     """Import ``"package.module:function"``; with a leading dot, the module is one of this package."""
     module, _, name = path.partition(":")
-    function: Adapter = getattr(importlib.import_module(module, __package__.partition(".")[0]), name)
-    return function
+    return getattr(importlib.import_module(module, __package__.partition(".")[0]), name)
 
 
 @contextmanager

@@ -163,29 +163,20 @@ def open_source(source: str) -> Source:
 def _open(source: str, name: str = "") -> Source | None:
     path = Path(source)
     if source and path.is_dir():
-        return _open_folder(path.resolve(), name)
+        folder, paths = path.resolve(), []
+        for parent, folders, files in os.walk(folder):
+            folders[:] = [each for each in folders if not each.startswith(".")]
+            paths += [Path(parent, file).relative_to(folder).as_posix() for file in files]
+        return Files(name or folder.name, paths, lambda path: (folder / path).read_bytes())
     if path.suffix == ".whl" and path.is_file():
-        return _open_wheel(path, name)
+        try:
+            return _unzipped(path, name or " ".join(path.stem.split("-")[:2]))
+        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+            raise MegatronRLPatchesError(f"{path}: {error}") from None
     repository, _, revision = source.rpartition("@")
     if repository and Path(repository).is_dir():
         return _open_commit(Path(repository).resolve(), revision, name)
     return None
-
-
-def _open_folder(folder: Path, name: str) -> Files:
-    """Read a checkout, or a site-packages; folders whose name begins with a dot are passed over."""
-    paths = []
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [each for each in folders if not each.startswith(".")]
-        paths += [Path(parent, file).relative_to(folder).as_posix() for file in files]
-    return Files(name or folder.name, paths, lambda path: (folder / path).read_bytes())
-
-
-def _open_wheel(wheel: Path, name: str) -> Files:
-    try:
-        return _unzipped(wheel, name or " ".join(wheel.stem.split("-")[:2]))
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
-        raise MegatronRLPatchesError(f"{wheel}: {error}") from None
 
 
 def _unzipped(file: Path | io.BytesIO, name: str) -> Files:

@@ -93,10 +93,7 @@ class TargetSource:
         return isinstance(last, ast.Try) and any(_mentions(node, name) for node in last.finalbody)
 
     def tests_before(self, name: str) -> list[dict[str, bool]]:
-        """Return for each call of the name the tests, as text, whose outcome leads to it.
-
-        Tests of ``and``, ``or`` and loops are left out.
-        """
+        """Return for each call of the name the tests of each ``if``, as text, whose outcome leads to it."""
         return [
             {ast.unparse(test): outcome for test, outcome in _tests_before(self.function, call.node)}
             for call in self.calls(name)
@@ -104,14 +101,12 @@ class TargetSource:
 
     def looks_up_unchecked(self, name: str) -> bool:
         """Return whether a ``for`` loop reads ``name[...]``, and no ``if`` about the name decides on it."""
-        loops = _nodes(self.function, ast.For)
-        lookups = [
-            node for loop in loops for node in _nodes(loop, ast.Subscript) if _mentions(node.value, name)
-        ]
-        return any(
-            not any(_mentions(test, name) for test, _ in _tests_before(self.function, lookup))
-            for lookup in lookups
-        )
+        for loop in _nodes(self.function, ast.For):
+            for node in _nodes(loop, ast.Subscript):
+                tests = (test for test, _ in _tests_before(self.function, node))
+                if _mentions(node.value, name) and not any(_mentions(test, name) for test in tests):
+                    return True
+        return False
 
     def calls(self, name: str = "", in_module: bool = False) -> list[CallNode]:
         """Return the calls of what has this name, or all calls, in the function or in its module."""

@@ -98,11 +98,8 @@ def checksum(tensors: Sequence[torch.Tensor], stretch: int = _STRETCH_BYTES) -> 
             places = torch.arange(number, number + len(stretches), device=storage.device)
             total += (stretches * (places * _MULTIPLIER | 1)).sum() + block[whole:].sum()
         sums.append(total)
-    if not sums:
-        return []
     # Together, so that the CPU waits for the GPU once.
-    totals: list[int] = torch.stack([total.to(sums[0].device) for total in sums]).tolist()
-    return totals
+    return torch.stack([total.to(sums[0].device) for total in sums]).tolist() if sums else []
 
 
 def layout_of(chunks: Sequence[torch.nn.Module]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
@@ -116,10 +113,8 @@ def layout_of(chunks: Sequence[torch.nn.Module]) -> tuple[dict[str, torch.Tensor
         if weight.requires_grad or hasattr(weight, "main_param"):
             reason, remedy = "requires grad", "Freeze it (requires_grad_(False))"
             if hasattr(weight, "main_param"):
-                reason, remedy = (
-                    "has a main parameter",
-                    "If its optimizer is gone, delete that attribute, main_param",
-                )
+                reason = "has a main parameter"
+                remedy = "If its optimizer is gone, delete that attribute, main_param"
             raise InferenceOnlyError(
                 f"{name} {reason}: a pool overwrites the weights of its model, which must be one that "
                 f"does not train. {remedy}, or pass a model of its own."

@@ -65,13 +65,13 @@ IMPORTERS_OF_STARTUP = {"doctor", "engine", "hooks"}
 # The most lines that parts may have together. A commit lowers a number or leaves it.
 LINES = {
     ("__init__", "__main__", "errors"): 90,
-    ("common",): 482,
+    ("common",): 479,
     ("hooks",): 100,
-    ("engine",): 2_212,
+    ("engine",): 2_183,
     ("patches",): 1_300,
     ("frameworks",): 2_400,
     ("reentry",): 1_855,
-    ("inference",): 3_800,
+    ("inference",): 3_777,
     ("losses",): 7_755,
     ("testing",): 3_661,
     ("cli", "doctor"): 1_001,

@@ -204,8 +204,7 @@ def _bare_chunks(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[tor
     if not chunks:
         raise InvalidInputError("model has no chunks; expected what Megatron's get_model returns")
     for index, chunk in enumerate(chunks):
-        meta = next((name for name, tensor in chunk.named_parameters() if tensor.is_meta), None)
-        if meta is not None:
+        if meta := next((name for name, tensor in chunk.named_parameters() if tensor.is_meta), None):
             raise InvalidInputError(
                 f"chunk {index} is on the meta device ({meta}), with no memory to load into; "
                 "materialize it first, as build_inference_model does"

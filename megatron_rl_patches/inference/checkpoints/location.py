@@ -13,7 +13,6 @@ from ...common.text import listed, one_line
 from ...errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_TORCH_DIST = "torch_dist"
 _CONVERT = "convert it with Megatron-LM (--ckpt-convert-format torch_dist), or load it through the framework"
 #: Two paddings of one vocabulary differ by fewer rows: Megatron pads to a multiple of 128 × TP, TP up to 16.
 MAX_PADDING = 128 * 16
@@ -54,7 +53,7 @@ def check_format(folder: Path) -> None:
     if "metadata.json" in names:
         with reading(folder / "metadata.json", "is corrupt:"):
             backend = str(json.loads((folder / "metadata.json").read_text())["sharded_backend"])
-        if backend != _TORCH_DIST:
+        if backend != "torch_dist":
             raise CheckpointError(f"{folder} is in the format {backend}, expected torch_dist; {_CONVERT}")
     elif any(name.startswith("mp_rank_") for name in names):
         raise CheckpointError(f"{folder} is in the legacy format torch, expected torch_dist; {_CONVERT}")

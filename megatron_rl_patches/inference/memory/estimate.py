@@ -169,15 +169,10 @@ def estimate_memory(
         heads = teachers * sum(p.nbytes for p in scoring if p.head) if teacher_heads else 0
         pool = Memory(teachers=weights if teachers else 0, teacher_heads=heads, host=teachers * weights)
         training = sum((_in_training(chunk, replicas, optimizer) for chunk in chunks.training), Memory())
-        stages.append(
-            StageEstimate(
-                dense_parameters=sum(p.numel for p in parameters if not p.expert),
-                expert_parameters=sum(p.numel for p in parameters if p.expert),
-                training=training,
-                inference_only=Memory(parameters=weights),
-                with_teachers=training + pool,
-            )
-        )
+        dense = sum(p.numel for p in parameters if not p.expert)
+        expert = sum(p.numel for p in parameters if p.expert)
+        inference_only = Memory(parameters=weights)
+        stages.append(StageEstimate(dense, expert, training, inference_only, training + pool))
     return MemoryEstimate(tuple(stages), teachers)
 
 

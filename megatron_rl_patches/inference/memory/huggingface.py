@@ -79,6 +79,7 @@ _LLAMA = _Family({"num_query_groups": "num_key_value_heads?", "kv_channels": "he
 _MISTRAL = _Family(_HEADS_OF_HIDDEN_SIZE)
 _QWEN2 = {"add_qkv_bias": True}
 _SHARED_GATE = {"moe_shared_expert_gate": True}
+_GATED_DELTA_NET = {"attention_output_gate": True, "experimental_attention_variant": "gated_delta_net"}
 _FAMILIES = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK._replace(fixed={**_DEEPSEEK.fixed, **_EXPERT_BIAS}),
@@ -100,13 +101,7 @@ _FAMILIES = {
     "qwen3": _Family(fixed=_QK_NORM),
     "qwen3_moe": _Family(_GROUPED_ATTENTION | _EXPERTS, _QK_NORM),
     "qwen3_next": _Family(
-        _GROUPED_ATTENTION | _SHARED_EXPERT | _DELTA_NET,
-        {
-            **_QK_NORM,
-            **_SHARED_GATE,
-            "attention_output_gate": True,
-            "experimental_attention_variant": "gated_delta_net",
-        },
+        _GROUPED_ATTENTION | _SHARED_EXPERT | _DELTA_NET, _QK_NORM | _SHARED_GATE | _GATED_DELTA_NET
     ),
 }
 

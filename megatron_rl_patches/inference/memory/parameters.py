@@ -135,9 +135,8 @@ def main() -> None:
     # Without these the local layers use torch's norms, which have the same parameters and build anywhere.
     for absent in ("apex", "transformer_engine"):
         sys.modules[absent] = cast(ModuleType, None)
-    answer: list[Any] | str
     try:
-        answer = list(stages(fields, dtype))
+        answer: list[Any] | str = list(stages(fields, dtype))
     except InvalidInputError as error:
         answer = " ".join(str(error).split())
     except Exception as error:

@@ -251,8 +251,7 @@ def hidden_states_of(logits_tv: torch.Tensor, rows: torch.Tensor) -> torch.Tenso
             "the model's logits are not the product of hidden states with Megatron's own output layer, "
             "so that hidden states do not say what they are: use a top-k."
         )
-    hidden: torch.Tensor = logits_tv[rows].hidden_states()  # type: ignore[attr-defined]
-    return hidden
+    return logits_tv[rows].hidden_states()  # type: ignore[attr-defined]
 
 
 def output_head(model: Model) -> OutputHead | None:

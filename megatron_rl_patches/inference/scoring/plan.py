@@ -183,8 +183,7 @@ def _limits(
 
 def vocabulary_of(model: Model) -> int | None:
     """Return the number of ids of the model, padding included; ``None`` if the model does not say."""
-    size: int | None = attribute_of(as_chunks(model)[0], "vocab_size")
-    return size
+    return attribute_of(as_chunks(model)[0], "vocab_size")
 
 
 def _agreed_rounds(
@@ -236,10 +235,7 @@ class ContextParallel(NamedTuple):
         device = next(chunk.parameters()).device
         tokens_bs = on_device(fields["tokens"], device)
         positions_bs = torch.arange(tokens_bs.shape[1], device=device).expand_as(tokens_bs)
-        output: torch.Tensor = chunk(
-            self.cut(tokens_bs), self.cut(positions_bs), None, **_without_float32_copy(chunk)
-        )
-        return output
+        return chunk(self.cut(tokens_bs), self.cut(positions_bs), None, **_without_float32_copy(chunk))
 
 
 def _without_float32_copy(chunk: Any) -> dict[str, bool]:
