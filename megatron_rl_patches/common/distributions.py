@@ -6,8 +6,7 @@ import json
 import re
 from importlib import metadata
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
+from urllib.parse import unquote, urlsplit
 
 
 def version_of(distribution: str, file: str | None = None) -> str | None:
@@ -37,4 +36,4 @@ def _editable_folder(distribution: metadata.Distribution) -> str | None:
         url = json.loads(distribution.read_text("direct_url.json") or "{}")
     except ValueError:
         return None
-    return url2pathname(urlsplit(url["url"]).path) if url.get("dir_info", {}).get("editable") else None
+    return unquote(urlsplit(url["url"]).path) if url.get("dir_info", {}).get("editable") else None
