@@ -126,7 +126,7 @@ class RunningCall:
                     call._list_modes()
             to_restore = {key for key in self._found if failed or key[1] in (_set_gc, chunk_methods.restore)}
             to_restore |= self._inherited
-            for restorable in self._found if later or failed else to_restore:
+            for restorable in self._found:
                 heir = next((call for call in later if restorable in call._found), None)
                 if heir is not None:
                     heir._found[restorable] = self._found[restorable]
