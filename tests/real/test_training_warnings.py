@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import product
 from logging.handlers import BufferingHandler
@@ -329,8 +329,9 @@ def test_gradients_that_are_reduced_too_early(distributed: bool) -> None:
     get_model_config(model[0]).finalize_model_grads_func = None  # which would finish twice, and raise
     with reentrant_train(model):
         train(model, tokens=(5,), reduces="never")
-        tiny_gpt.run_schedule(model, [tiny_gpt.SyntheticData()], 2)
-        model[0].finish_grad_sync()
+        with suppress(AssertionError):  # megatron-core 0.14 raises itself, after the warning
+            tiny_gpt.run_schedule(model, [tiny_gpt.SyntheticData()], 2)
+            model[0].finish_grad_sync()
     assert (
         everywhere([line[:25] for line in training_warnings.reported()])
         == [["overlap_grad_reduce=True:"]] * 2
