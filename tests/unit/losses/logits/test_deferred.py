@@ -811,8 +811,13 @@ def test_threads_that_look_at_the_same_time_see_the_same_values() -> None:
 
 @pytest.mark.parametrize("export", [torch.utils.dlpack.to_dlpack, Tensor.data_ptr, lambda x: x.apply_(abs)])
 def test_code_past_the_class_gets_an_error_not_a_null_pointer(export: Callable[[Tensor], Any]) -> None:
-    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
-        export(logits_of(inputs(trained=())))
+    logits = logits_of(inputs(trained=()))
+    try:
+        export(logits)
+    except RuntimeError as error:
+        assert "Cannot access data pointer" in str(error)
+    else:  # torch 2.6 exports a view, for which the memory is handed out
+        assert not logits.is_deferred
 
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
