@@ -75,8 +75,8 @@ def test_the_cards_are_what_was_measured() -> None:
     assert f"the peak is {head}" in cards
     rows = _table("benchmarks/head.md", "<!-- measured: counted -->")
     counted = [row["peak"].split("(")[1] for row in rows if "[8192, 4096] × 151936" in row["set-up"]]
-    loss, head, kept = (f"{float(peak.split()[0]) + 1e-9:.2f}" for peak in counted)
-    assert f"**{head} to {kept} ×** the logits instead of {loss} ×" in cards
+    loss, head, all_tiles = (f"{float(peak.split()[0]) + 1e-9:.2f}" for peak in counted)
+    assert f"**{head} to {all_tiles} ×** the logits instead of {loss} ×" in cards
     table = ("memory.md", "The case of a 27B teacher")
     column = "counted: Megatron-LM's `--bf16`"
     lean, total = (_cell(*table, (row,), column) for row in ("inference-only", "total"))
