@@ -75,8 +75,13 @@ class MockOptimizer:
     def get_parameters(self) -> list[torch.nn.Parameter]:
         return [param for chunk in self.model_chunks for param in chunk.param_to_bucket_group]
 
-    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
         return [param.main_grad for param in self.get_parameters()]  # type: ignore[attr-defined]
+
+    get_main_grads_for_grad_norm = get_grads_for_grad_norm
+
+    def has_grad_norm_group(self, grad_norm_group: str) -> bool:
+        return False
 
     def get_grad_stats_parallel_group(self) -> MockProcessGroup:
         return MockProcessGroup()

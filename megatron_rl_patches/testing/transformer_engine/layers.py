@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from . import distributed, version
 from .base import LinearBase, ResettableModule, activation_dtype
@@ -15,12 +16,10 @@ from .refusals import check_options, refuse, require
 def normalized(x: Tensor, weight: Any, bias: Any, eps: float, zero_centered: bool) -> Tensor:
     """Return the norm in the type of the weight or of autocast. It has no mean where there is no bias."""
     dtype = activation_dtype(weight.dtype)
-    y = x.to(dtype).float()
-    if bias is not None:
-        y = y - y.mean(-1, keepdim=True)
-    scale = weight.to(dtype).float() + float(zero_centered)
-    y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt() * scale
-    return (y if bias is None else y + bias.to(dtype).float()).to(dtype)
+    y, scale = x.to(dtype).float(), weight.to(dtype).float() + float(zero_centered)
+    if bias is None:
+        return functional.rms_norm(y, scale.shape, scale, eps).to(dtype)
+    return functional.layer_norm(y, scale.shape, scale, bias.to(dtype).float(), eps).to(dtype)
 
 
 class Linear(LinearBase):
