@@ -15,7 +15,7 @@
 #    )
 #
 # Install the package first, on every node, into the Python that Ray's workers run. Rank 0 of the actor logs one line
-# that begins with "megatron_rl_patches: in place:" before the first training step.
+# that names the patches in place before the first training step.
 set -euo pipefail
 
 MODEL=${MODEL:-/root/Qwen3-4B}

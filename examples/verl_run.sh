@@ -9,7 +9,7 @@
 #
 # Write `default`, which means the same as `1`: Hydra turns `1` into an integer, and Ray refuses variables that are
 # not strings. Install the package first, on every node, into the Python that Ray's workers run. Rank 0 of the workers
-# logs one line that begins with "megatron_rl_patches: in place:" before the first training step.
+# logs one line that names the patches in place before the first training step.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen3-8B}

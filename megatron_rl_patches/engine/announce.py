@@ -63,22 +63,18 @@ class Announcer:
 
 
 def summary(statuses: Sequence[SiteStatus], version: str) -> str:
-    """Return one line that names what is in place, with the number of functions, and counts the rest."""
-    in_place = grouped(status for status in statuses if status.state == "applied")
-    parts = [
-        f"{patch} ({', '.join(f'{framework} {len(own)}' for framework, own in frameworks.items())})"
-        for patch, frameworks in in_place.items()
-    ]
-    skipped = {status.patch for status in statuses if status.is_fault}
-    lost = {status.patch for status in statuses if status.state == "lost"}
-    line = f"megatron_rl_patches: in place: {', '.join(parts) or 'nothing'}"
-    if skipped:
-        line += f"; skipped, see the warnings: {', '.join(sorted(skipped))}"
-    if lost:
-        line += f"; overwritten by other code: {', '.join(sorted(lost))}"
-    if rest := len(grouped(statuses).keys() - in_place.keys() - skipped - lost):
-        line += f"; nothing to do so far for {rest} other patch{'es' if rest > 1 else ''}"
-    return f"{line} (version {version})"
+    """Return one line that names what is in place, skipped or overwritten, and counts the other patches."""
+    in_place, skipped, lost = (
+        grouped(status for status in statuses if is_one(status))
+        for is_one in (lambda s: s.state == "applied", lambda s: s.is_fault, lambda s: s.state == "lost")
+    )
+    packages = dict.fromkeys(name.partition(".")[0] for frameworks in in_place.values() for name in frameworks)
+    line = f" in {', '.join(packages)}: {', '.join(in_place)}" if in_place else ": nothing in place"
+    line += f"; skipped: {', '.join(skipped)}" if skipped else ""
+    line += f"; overwritten: {', '.join(lost)}" if lost else ""
+    if idle := len(grouped(statuses).keys() - {*in_place, *skipped, *lost}):
+        line += f"; idle: {idle}"
+    return f"megatron_rl_patches {version}{line}"
 
 
 def _log_line(level: int, line: str) -> None:

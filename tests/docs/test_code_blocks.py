@@ -29,7 +29,7 @@ LANGUAGES = {"bash", "console", "python", "text", "toml"}
 
 ADDING, DEMO = "docs/adding-a-patch.md", "$ megatron-rl-patches demo"
 A_RECORD = "the output of a run of half a minute or more; tests/real/test_demo.py runs the command"
-LOG = "megatron_rl_patches: in place: "
+LOG = f"megatron_rl_patches {megatron_rl_patches.__version__} in "
 LOGS = [block.page for block in pages.blocks("text") if block.head.startswith(LOG)]
 # Blocks that another test follows, or that are not compared with anything, and why.
 ELSEWHERE = {

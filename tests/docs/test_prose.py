@@ -161,14 +161,10 @@ def _inline_code(text: str) -> set[str]:
 
 
 def _check_log_line(patch: str, text: str) -> None:
-    """How many functions of each framework the log line counts, in the sources that the sentence names."""
-    [(sources, counts)] = re.findall(rf"\*\*Log:\*\* with (.*?), the line .*? `{patch} \((.*?)\)`", text)
-    fit: dict[str, int] = {}
-    for entry in (entry for entry in VERDICTS if entry["source"] in sources.split(" and ")):
-        for framework, patches in entry["verdicts"].items():
-            fit[framework] = list(patches.get(patch, {}).values()).count("fits")
-    counts = {name: int(number) for name, number in re.findall(r"([\w.]+) (\d+)", counts)}
-    assert counts and counts == {name: fit[name] for name in counts}
+    """The patch has work to do in the source that the sentence names."""
+    [source] = re.findall(rf"\*\*Log:\*\* with (.*?), the line of rank 0 names `{patch}`", text)
+    [verdicts] = [entry["verdicts"] for entry in VERDICTS if entry["source"] == source]
+    assert "fits" in [verdict for patches in verdicts.values() for verdict in patches.get(patch, {}).values()]
 
 
 def test_every_page_is_of_a_patch() -> None:

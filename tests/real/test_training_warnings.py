@@ -107,7 +107,7 @@ def _warned(
     logger.removeHandler(handler)
     messages = [record.getMessage() for record in handler.buffer]
     messages = [message.removeprefix("megatron_rl_patches: ") for message in messages]
-    lines = [message for message in messages if not message.startswith("in place: ")]
+    lines = [message for message in messages if not message.startswith("megatron_rl_patches ")]
     assert set(lines) <= set(training_warnings.reported())
     return result, lines
 

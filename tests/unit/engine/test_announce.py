@@ -15,7 +15,7 @@ from pytest import CaptureFixture, LogCaptureFixture, MonkeyPatch
 
 from megatron_rl_patches import __version__, apply
 from megatron_rl_patches.common.ranks import is_rank_0
-from megatron_rl_patches.engine import announce
+from megatron_rl_patches.engine import announce, registry
 from megatron_rl_patches.engine.announce import Announcer, summary
 from megatron_rl_patches.engine.statuses import SiteStatus
 from tests.worlds.program import run_program
@@ -42,7 +42,7 @@ def test_one_summary_line_at_the_first_call(
         package.model.train("m")
     is_logged = has_handler and level == "INFO"
     [line] = caplog.messages if is_logged else capsys.readouterr().err.splitlines()
-    assert line.startswith(f"megatron_rl_patches: in place: tagging ({package} 2) (version ")
+    assert line == f"megatron_rl_patches {__version__} in {package}: tagging"
 
 
 @pytest.mark.parametrize("level", [logging.ERROR, logging.WARNING])
@@ -124,7 +124,7 @@ def test_at_exit_a_line_is_said_or_lost_in_silence(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     for number, (*_, is_said) in enumerate(EXITS):
         stderr = (tmp_path / f"program.py.{number}").read_text()
-        assert ("tagging (exiting_framework 1)" if is_said else "") in stderr
+        assert (" in exiting_framework: tagging" if is_said else "") in stderr
         # Some releases do without the optional module, and so may a program.
         unwanted = ("Logging error", "Traceback", "internal error", "exiting_framework.optional")
         assert not [text for text in unwanted if text in stderr] and bool(stderr) is is_said
@@ -134,20 +134,28 @@ def site(patch: str, framework: str, state: str, function: str = "train") -> Sit
     return SiteStatus(patch, framework, f"{framework}.{function}", state, "a reason")  # type: ignore[arg-type]
 
 
-def test_summary_counts_states_by_framework() -> None:
+def test_summary_names_each_patch_once() -> None:
     statuses = [
-        site("one", "slime", "applied"),
-        site("one", "slime", "applied", "save"),
+        site("one", "slime.model", "applied"),
+        site("one", "slime.loss", "applied", "save"),
         site("one", "verl", "missing"),
         site("one", "miles", "waiting"),
-        site("two", "slime", "waiting"),
+        site("two", "megatron.core", "applied"),
+        site("three", "slime", "waiting"),
     ]
-    assert summary(statuses, "1.2") == (
-        "megatron_rl_patches: in place: one (slime 2); skipped, see the warnings: one; "
-        "nothing to do so far for 1 other patch (version 1.2)"
-    )
-    assert "; overwritten by other code: one (" in summary([site("one", "slime", "lost")], "1.2")
-    assert summary([], "1.2") == "megatron_rl_patches: in place: nothing (version 1.2)"
+    in_place = "megatron_rl_patches 1.2 in slime, megatron: one, two"
+    assert summary(statuses, "1.2") == f"{in_place}; skipped: one; idle: 1"
+    lost = site("one", "slime", "lost")
+    assert summary([*statuses, lost], "1.2") == f"{in_place}; skipped: one; overwritten: one; idle: 1"
+    assert summary([lost], "1.2") == "megatron_rl_patches 1.2: nothing in place; overwritten: one"
+    assert summary([], "1.2") == "megatron_rl_patches 1.2: nothing in place"
+
+
+@pytest.mark.parametrize("framework", ["slime", "miles"])
+def test_summary_of_the_default_set_fits_two_lines_of_a_terminal(framework: str) -> None:
+    names = [patch.name for patch in registry.patches().values() if patch.selected_by == "default"]
+    statuses = [site(name, of, "applied") for name in names for of in ("megatron.core", framework)]
+    assert len(names) == 8 and len(summary(statuses, "1.2.3")) <= 160
 
 
 def test_what_is_said_of_used_frameworks(monkeypatch: MonkeyPatch, caplog: LogCaptureFixture) -> None:
@@ -157,14 +165,14 @@ def test_what_is_said_of_used_frameworks(monkeypatch: MonkeyPatch, caplog: LogCa
     def said(call: Callable[[list[SiteStatus]], object], *sites: SiteStatus) -> list[str]:
         caplog.clear()
         call(list(sites))
-        return [message.partition(": ")[2] for message in caplog.messages]
+        return [message.removeprefix("megatron_rl_patches: ") for message in caplog.messages]
 
     # Nothing was in place.
     assert said(Announcer().at_exit, site("one", "slime", "waiting"), site("one", "used", "reverted")) == []
     _, *skipped = said(Announcer().once, site("one", "used", "missing"), site("one", "unused", "missing"))
     assert [line.partition(". ")[0] for line in skipped] == ["skipped one: used.train: missing: a reason"]
     applied = [site("one", root, "applied") for root in ("used", "unused")]
-    assert said(Announcer().at_exit, *applied) == [f"in place: one (used 1) (version {__version__})"]
+    assert said(Announcer().at_exit, *applied) == [f"megatron_rl_patches {__version__} in used: one"]
     # Patched modules that never came.
     functions = [("used", "train"), ("unused", "go"), ("used", "save")]
     [line] = said(Announcer().at_exit, *(site("one", root, "waiting", name) for root, name in functions))
