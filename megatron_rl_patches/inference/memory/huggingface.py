@@ -123,9 +123,7 @@ def _derived(text: _Config, names: Mapping[str, str]) -> dict[str, Any]:
         every, kinds = _number(text, "full_attention_interval", 4), text.get("layer_types")
         are_linear = [kind == "linear_attention" for kind in kinds or ()] or [n % every != 0 for n in layers]
         fields["linear_attention_freq"] = [*map(int, are_linear[: len(layers)])]
-    if _flag(text, "use_qk_norm"):
-        fields["qk_layernorm"] = True
-    return fields
+    return fields | (_QK_NORM if _flag(text, "use_qk_norm") else {})
 
 
 def fields_from_hf_config(config: _Config, **overrides: Any) -> dict[str, Any]:
@@ -145,8 +143,10 @@ def fields_from_hf_config(config: _Config, **overrides: Any) -> dict[str, Any]:
     """
     if not isinstance(config, Mapping):
         raise InvalidInputError(f"a configuration is a JSON object, not a {type(config).__name__}")
-    text = config.get("text_config") or config
+    text, ties = config.get("text_config") or config, "tie_word_embeddings"
     try:
+        if text.get(ties) is None and ties in config:  # null inside hides nothing
+            text = {**text, ties: config[ties]}
         if "num_layers" in overrides:  # which layers are dense or sparse depends on their number
             text = {**text, "num_hidden_layers": overrides["num_layers"]}
         return {**(_by_bridge(text) or _by_table(config, text, overrides)), **overrides}
@@ -173,7 +173,7 @@ def _by_bridge(text: _Config) -> dict[str, Any] | None:
 
 
 def _by_table(config: _Config, text: _Config, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    kind = str(text.get("model_type", config.get("model_type")))
+    kind = str(text.get("model_type") or config.get("model_type"))
     if kind not in _FAMILIES:
         raise InvalidInputError(
             f"model_type is {kind!r}; known are {', '.join(_FAMILIES)}. "
@@ -183,8 +183,7 @@ def _by_table(config: _Config, text: _Config, overrides: Mapping[str, Any]) -> d
     if _flag(text, "attention_bias") and not kind.startswith(("qwen", "glm4", "gpt_oss")):
         beyond.append("attention_bias")
     layers = set(text.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
-    if kind == "qwen3_next":
-        layers.discard("linear_attention")
+    layers -= {"linear_attention"} if kind == "qwen3_next" else set()
     if beyond := beyond + sorted(layers):
         raise InvalidInputError(f"{kind}: {', '.join(beyond)}: Megatron's GPTModel has no such thing")
     family = _FAMILIES[kind]
@@ -200,7 +199,7 @@ def _by_table(config: _Config, text: _Config, overrides: Mapping[str, Any]) -> d
         "gated_linear_unit": True,
         "add_bias_linear": False,
         "normalization": "RMSNorm",
-        "share_embeddings_and_output_weights": _flag({**config, **text}, "tie_word_embeddings", family.tied),
+        "share_embeddings_and_output_weights": _flag(text, "tie_word_embeddings", family.tied),
         "add_qkv_bias": _flag(text, "attention_bias"),
         **({"mtp_num_layers": mtp_layers} if mtp_layers else {}),
         **{ours: number for ours, number in numbers.items() if number is not None},

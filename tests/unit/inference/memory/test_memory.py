@@ -140,6 +140,17 @@ def test_the_text_part_counts_and_flags_fill_in_or_come_first() -> None:
     assert fields_from_hf_config({**LLAMA, "text_config": None}) == fields_from_hf_config(LLAMA)
 
 
+@pytest.mark.parametrize("inside", [{}, {"tie_word_embeddings": None, "model_type": None}])
+def test_null_in_the_text_part_hides_nothing_outside(inside: dict[str, Any], bridge: list[Any]) -> None:
+    """By the table and by Megatron-Bridge."""
+    text = {name: MISTRAL[name] for name in MISTRAL.keys() - {"tie_word_embeddings", "model_type"}} | inside
+    outside = {"model_type": "mistral3", "text_config": text, "tie_word_embeddings": True}
+    assert fields_from_hf_config(outside)["share_embeddings_and_output_weights"]
+    own = {**outside, "text_config": text | {"tie_word_embeddings": False}}
+    assert not fields_from_hf_config(own)["share_embeddings_and_output_weights"]
+    assert [config.get("tie_word_embeddings") for config in bridge] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -181,14 +192,17 @@ def test_bad_values_of_any_field_are_refused_by_name() -> None:
                     fields_from_hf_config({**config, name: value})
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:megatron")
-def test_megatron_bridge_translates_the_models_that_it_knows(monkeypatch: MonkeyPatch) -> None:
-    """A stand-in in the shape of Megatron-Bridge, whose configs are a TransformerConfig and more."""
+@pytest.fixture
+def bridge(monkeypatch: MonkeyPatch) -> list[dict[str, Any]]:
+    """A stand-in in the shape of Megatron-Bridge; return the configurations that it is asked for."""
     from megatron.core.transformer import TransformerConfig
+
+    configs: list[dict[str, Any]] = []
 
     class Bridge:
         @classmethod
         def from_hf_config(cls, config: dict[str, Any]) -> Bridge:
+            configs.append(config)
             if config["model_type"] != "llama":
                 raise ValueError("not supported")
             return cls()
@@ -202,6 +216,13 @@ def test_megatron_bridge_translates_the_models_that_it_knows(monkeypatch: Monkey
     config_class = SimpleNamespace(for_model=lambda **text: text)
     monkeypatch.setitem(sys.modules, "megatron.bridge", SimpleNamespace(AutoBridge=Bridge))
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoConfig=config_class))
+    return configs
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:megatron")
+@pytest.mark.usefixtures("bridge")
+def test_megatron_bridge_translates_the_models_that_it_knows() -> None:
+    """Its configs are a TransformerConfig and more."""
     model = fields_from_hf_config(LLAMA, vocab_size=200)
     assert (model["num_layers"], model["ffn_hidden_size"], model["vocab_size"]) == (3, 256, 200)
     assert not model["share_embeddings_and_output_weights"]
