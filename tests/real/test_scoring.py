@@ -509,11 +509,18 @@ def test_what_one_rank_passes_wrong(layout: str) -> None:
         if layout != "PP 2":  # both ranks are on the last stage
             with pytest.raises(InvalidInputError, match=f"ranks 0 and 1 differ in {message}"):
                 forward_topk(model, [good()], progress=False, **mine)
-    # The first stage alone returns nothing, or all do.
-    for forward in (lambda *_: None, lambda *both: _forward(*both) if scoring.is_last_stage() else None):
-        if layout == "PP 2":
-            with pytest.raises(InvalidInputError, match=r"`forward` returned NoneType\. Expected: what the"):
-                forward_log_probs(model, [good()], forward=forward, progress=False)
+    for mine, other in ((forward_values, forward_hidden_states), SCORES[:2], SCORES[2:]):
+        with pytest.raises(InvalidInputError, match="ranks 0 and 1 differ in function, forward_"):
+            (mine if rank else other)(model, [good()], progress=False)
+
+    def forgets(who: tuple[int, ...], chunk: Any, batch: Any) -> Any:
+        logits = torch.zeros(*batch["tokens"].shape, 32) if layout == "CP 2" else _forward(chunk, batch)
+        return None if rank in who else logits
+
+    for who, score in product(((0,), (1,), (0, 1)), SCORES[::3]):
+        message = rf"rank {who[0]}: `forward` returned NoneType\. Expected: what the"
+        with pytest.raises(InvalidInputError, match=message.partition(": ")[2] if rank in who else message):
+            score(model, [good()], forward=partial(forgets, who), progress=False)
     # What is no wrong argument is raised as it is where it happened.
     with pytest.raises(OSError if rank else InvalidInputError, match="no such file"):
         forward_log_probs(model, Unreadable([good()]) if rank else [good()], progress=False)

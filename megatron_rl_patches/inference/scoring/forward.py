@@ -96,8 +96,8 @@ def forward_log_probs(
             return vocab_parallel_log_probs_and_entropy(logits_tv, batch.targets_n, **arguments)
         return (vocab_parallel_log_probs(logits_tv, batch.targets_n, **arguments),)
 
-    own = {"with_entropy": bool(with_entropy)}
-    options = ScoreOptions(forward, output_device, progress, vocab_size, temperature, of_last_stage=own)
+    own, name = {"with_entropy": bool(with_entropy)}, "forward_log_probs"
+    options = ScoreOptions(name, forward, output_device, progress, vocab_size, temperature, own)
     scores = forward_only(model, microbatches, score, options)
     if scores is None:
         return None
@@ -161,8 +161,8 @@ def forward_topk(
         ids_nk = torch.cat(batch.layout.local_parts(each_on_device(ids_of_samples, logits_tv.device)))
         return ids_nk, *vocab_parallel_log_probs_at(logits_tv, ids_nk, with_tail=True, **arguments)
 
-    own = {"k": k, "ids of `at`": at_ids}
-    options = ScoreOptions(forward, output_device, progress, vocab_size, temperature, of_last_stage=own)
+    own, name = {"k": k, "ids of `at`": at_ids}, "forward_topk"
+    options = ScoreOptions(name, forward, output_device, progress, vocab_size, temperature, own)
     samples = forward_only(model, microbatches, score, options, problem)
     if samples is None:
         return None
@@ -202,7 +202,8 @@ def forward_hidden_states(
     def score(batch: ScoringBatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
         return (hidden_states_of(logits_tv, batch.layout.response_rows),)
 
-    samples = forward_only(model, microbatches, score, ScoreOptions(forward, output_device, progress))
+    options = ScoreOptions("forward_hidden_states", forward, output_device, progress)
+    samples = forward_only(model, microbatches, score, options)
     return None if samples is None else [hidden_lh for (hidden_lh,) in samples]
 
 
@@ -239,7 +240,7 @@ def forward_values(
             )
         return (values_t1[batch.layout.response_rows, 0].float(),)
 
-    options = ScoreOptions(forward, output_device, progress, every_token=True)
+    options = ScoreOptions("forward_values", forward, output_device, progress, every_token=True)
     samples = forward_only(model, microbatches, score, options)
     return None if samples is None else [values_l for (values_l,) in samples]
 

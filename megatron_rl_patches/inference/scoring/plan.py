@@ -35,17 +35,18 @@ Check = Callable[[Sequence[ScoringBatch]], str | None]
 class ScoreOptions:
     """Options that the functions of scoring share; see :func:`~.forward.forward_log_probs`.
 
-    With ``every_token`` the result has a row for each token of a sample, and not for those of its response
-    alone. ``of_last_stage`` are arguments that other stages do not read.
+    ``function`` is the one that was called. With ``every_token`` the result has a row for each token of a
+    sample, not of its response alone. ``of_last_stage`` are arguments that other stages do not read.
     """
 
+    function: str
     forward: Forward | None = None
     output_device: torch.device | str = "cpu"
     progress: bool = True
     vocab_size: int | None = None
     temperature: float = 1.0
-    every_token: bool = False
     of_last_stage: Mapping[str, Any] = field(default_factory=dict)
+    every_token: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,10 +61,8 @@ class Plan:
     schedule: Sequence[ScoringBatch]
     #: This rank's place, if the model's input is cut here.
     context_parallel: ContextParallel
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.chunks[-1].parameters()).device
+    #: The groups through which this rank reaches those that score the same samples.
+    alike: Sequence[Group]
 
     def forward(self, chunk: torch.nn.Module, batch: ScoringBatch) -> Any:
         """Run a chunk on a microbatch."""
@@ -100,12 +99,12 @@ def plan_of(model: Model, microbatches: Microbatches, options: ScoreOptions, che
     raise_on_all(problem, groups, data, alike)
     smallest = min(batches, key=lambda batch: batch.tokens_bs.numel())
     schedule = batches + [smallest] * (_agreed_rounds(batches, chunks, config, experts) - len(batches))
-    return Plan(chunks, config, options, batches, schedule, context_parallel)
+    return Plan(chunks, config, options, batches, schedule, context_parallel, alike)
 
 
 def _data_of(batches: Sequence[ScoringBatch], options: ScoreOptions) -> dict[str, Any]:
     """Return what ranks that score the same samples must have in common, by name."""
-    data: dict[str, Any] = {"the number of microbatches": len(batches)}
+    data: dict[str, Any] = {"function": options.function, "the number of microbatches": len(batches)}
     for number, tokens in enumerate(_digests([batch.tokens_bs for batch in batches])):
         layout, of_microbatch = batches[number].layout, f"of microbatch {number}"
         data[f"tokens {of_microbatch}"] = tokens
@@ -113,8 +112,6 @@ def _data_of(batches: Sequence[ScoringBatch], options: ScoreOptions) -> dict[str
         data[f"response_lengths {of_microbatch}"] = layout.response_lengths
     data |= {"temperature": float(options.temperature), "vocab_size": options.vocab_size}
     own = options.of_last_stage if is_last_stage() else {}
-    if own:
-        data["arguments"] = ", ".join(own)  # of which function it is
     return data | {name: _digests(x) if isinstance(x, Sequence) else x for name, x in own.items()}
 
 

@@ -49,10 +49,10 @@ def forward_only(
     plan = plan_of(model, microbatches, options, check)
     with _scoring(plan):
         scores, problem = _run(plan, score)
-        if plan.device.type == "cuda" and torch.device(options.output_device).type == "cpu":
-            # Once for all copies to host memory.
-            torch.cuda.current_stream(plan.device).synchronize()
-        raise_on_all(problem, [parallel_state.get_pipeline_model_parallel_group()])
+        device = next(plan.chunks[-1].parameters()).device
+        if device.type == "cuda" and torch.device(options.output_device).type == "cpu":
+            torch.cuda.current_stream(device).synchronize()  # once for all copies to host memory
+        raise_on_all(problem, plan.alike)
     if not is_last_stage():
         return None
     own = scores[: len(plan.batches)]
@@ -119,16 +119,23 @@ def _run(plan: Plan, score: Score) -> tuple[list[Any], str | None]:
             output = plan.forward(chunk, batch)
         if bar is not None and chunk is plan.chunks[-1]:
             bar.update()
-        if not isinstance(output, torch.Tensor):
-            problems.append(f"`forward` returned {described(output)}. Expected: what the chunk returns.")
-            # The next stage waits for an activation [s, b, h].
+        is_last = attribute_of(chunk, "post_process", True)
+        group = parallel_state.get_tensor_model_parallel_group()
+        if group.size() == 1 or not attribute_of(chunk, "parallel_output", True):
+            group = None
+        if problem := _problem_with(output, batch, is_last, plan.options.every_token):
+            problems.append(problem)
+            # Other ranks wait for this one: the next stage for an activation [s, b, h], others for a score.
             shape = *batch.tokens_bs.T.shape, plan.config.hidden_size
+            if is_last:
+                vocabulary = 1 if plan.options.every_token else attribute_of(chunk, "vocab_size") or 1
+                shape = *batch.layout.logits_shape, -(-vocabulary // (group.size() if group else 1))
             output = next(chunk.parameters()).new_zeros(shape)
-        if not attribute_of(chunk, "post_process", True):
+        if not is_last:
             return output, None
         scores: list[tuple[torch.Tensor, ...]] = []
         try:
-            parts = _scored(output, batch, chunk, score, plan.options.every_token)
+            parts = score(batch, output.flatten(0, 1), group)
             group, lengths = plan.context_parallel.group, list(batch.layout.response_lengths)
             responses = [torch.cat(batch.layout.gather_responses(part, group)) for part in parts]
             # One copy for all: each block of pinned memory may make the GPU wait.
@@ -154,20 +161,15 @@ def _run(plan: Plan, score: Score) -> tuple[list[Any], str | None]:
     return collected, problems[0] if problems else None
 
 
-def _scored(
-    logits_bsv: torch.Tensor, batch: ScoringBatch, chunk: Any, score: Score, are_values: bool
-) -> tuple[torch.Tensor, ...]:
-    """Call ``score`` with the logits, or values, of the last stage."""
-    if logits_bsv.dim() != 3 or logits_bsv.shape[:2] != batch.layout.logits_shape:
-        raise InvalidInputError(
-            f"`forward` returned {list(logits_bsv.shape)} on the last stage. Expected: logits "
+def _problem_with(output: Any, batch: ScoringBatch, is_last: bool, are_values: bool) -> str | None:
+    """Say what is wrong with what a chunk returned, or ``forward``; ``None``: nothing."""
+    if not isinstance(output, torch.Tensor):
+        return f"`forward` returned {described(output)}. Expected: what the chunk returns."
+    if is_last and (output.dim() != 3 or output.shape[:2] != batch.layout.logits_shape):
+        return (
+            f"`forward` returned {list(output.shape)} on the last stage. Expected: logits "
             f"[{', '.join(map(str, batch.layout.logits_shape))}, vocabulary / tp], as the tokens are."
         )
-    if logits_bsv.shape[2] == 1 and not are_values:
-        raise InvalidInputError(
-            "the model returned one number per token, as a critic does, and no logits: call forward_values."
-        )
-    group = parallel_state.get_tensor_model_parallel_group()
-    if group.size() == 1 or not attribute_of(chunk, "parallel_output", True):
-        group = None
-    return score(batch, logits_bsv.flatten(0, 1), group)
+    if is_last and output.shape[2] == 1 and not are_values:
+        return "the model returned one number per token, as a critic does, not logits: call forward_values"
+    return None
