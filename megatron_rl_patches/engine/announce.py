@@ -64,11 +64,10 @@ class Announcer:
 
 def summary(statuses: Sequence[SiteStatus], version: str) -> str:
     """Return one line that names what is in place, skipped or overwritten, and counts the other patches."""
-    in_place, skipped, lost = (
-        grouped(status for status in statuses if is_one(status))
-        for is_one in (lambda s: s.state == "applied", lambda s: s.is_fault, lambda s: s.state == "lost")
-    )
-    packages = dict.fromkeys(name.partition(".")[0] for frameworks in in_place.values() for name in frameworks)
+    applied = [status for status in statuses if status.state == "applied"]
+    packages = dict.fromkeys(status.framework.partition(".")[0] for status in applied)
+    in_place, skipped = grouped(applied), grouped(status for status in statuses if status.is_fault)
+    lost = grouped(status for status in statuses if status.state == "lost")
     line = f" in {', '.join(packages)}: {', '.join(in_place)}" if in_place else ": nothing in place"
     line += f"; skipped: {', '.join(skipped)}" if skipped else ""
     line += f"; overwritten: {', '.join(lost)}" if lost else ""
