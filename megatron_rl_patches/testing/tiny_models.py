@@ -42,6 +42,8 @@ _KINDS: dict[str, dict[str, Any]] = {
 LAYERS = ("local", "transformer_engine")
 #: Parameters per bucket: few enough for several buckets per chunk, so that communication overlaps.
 BUCKET = 16_000
+#: The layout that this process has initialized last, and one of its groups.
+_initialized: list[Any] = []
 
 
 def tiny_model(kind: str = "dense", **options: Any) -> TinyModel:
@@ -117,19 +119,21 @@ class TinyModel:
         return torch.bfloat16 if self.bf16 else torch.float32
 
     def initialize(self) -> None:
-        """Initialize Megatron's process groups over the whole world, and its random number generators."""
+        """Initialize Megatron's process groups over the whole world, and its random number generators.
+
+        The groups stay if the last call initialized the same layout: models that use them go on training.
+        """
         from megatron.core import parallel_state, tensor_parallel
 
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            self.tp,
-            self.pp,
-            self.vpp,
-            context_parallel_size=self.cp,
-            expert_model_parallel_size=self.ep,
-            expert_tensor_parallel_size=self.expert_tp,
-            create_gloo_process_groups=False,
-        )
+        sizes: dict[str, Any] = {"context_parallel_size": self.cp, "expert_model_parallel_size": self.ep}
+        sizes |= {"expert_tensor_parallel_size": self.expert_tp, "create_gloo_process_groups": False}
+        layout = (self.tp, self.pp, self.vpp), sizes, torch.distributed.group.WORLD
+        if _initialized != [layout, parallel_state.get_model_parallel_group(check_initialized=False)]:
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel(*layout[0], **sizes)
+            _initialized[:] = layout, parallel_state.get_model_parallel_group()
+        elif self.vpp:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(0)
         tensor_parallel.model_parallel_cuda_manual_seed(self.seed)
 
     def build(self) -> tuple[list[DistributedDataParallel], Any]:
@@ -143,7 +147,6 @@ class TinyModel:
         from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
         interleaved = self.vpp is not None
-        has_te = self.layers == "transformer_engine"
         fields = {
             "num_layers": 4,
             "hidden_size": 32,
@@ -156,7 +159,7 @@ class TinyModel:
             "context_parallel_size": self.cp,
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.expert_tp,
-            "moe_grouped_gemm": has_te,
+            "moe_grouped_gemm": self.layers == "transformer_engine",
             "qk_layernorm": "mla" in self.kind,
             "sequence_parallel": self.sequence_parallel,
             "bf16": self.bf16,
@@ -207,11 +210,10 @@ class TinyModel:
         config = config or self.transformer_config()
         has_te = self.layers == "transformer_engine"
         # Megatron stores learned positions once, and a stage with MTP has an embedding of its own.
-        is_rotary = self.kind not in ("dense", "moe")
         options = {
             "vocab_size": self.vocab_size,
             "max_sequence_length": self.seq_length,
-            "position_embedding_type": "rope" if is_rotary else "learned_absolute",
+            "position_embedding_type": "learned_absolute" if self.kind in ("dense", "moe") else "rope",
             "share_embeddings_and_output_weights": self.tied,
             "pre_process": pre_process,
             "post_process": post_process,
@@ -233,11 +235,12 @@ class TinyModel:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+        distributed: dict[str, Any] = {"use_distributed_optimizer": self.use_distributed_optimizer}
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=self.grad_reduce_in_fp32,
             overlap_grad_reduce=self.overlap_grad_reduce,
             overlap_param_gather=self.overlap_param_gather,
-            use_distributed_optimizer=self.use_distributed_optimizer,
+            **distributed,
             check_for_nan_in_grad=True,
             bucket_size=BUCKET,
         )
@@ -249,11 +252,7 @@ class TinyModel:
         for chunk in model:
             chunk.broadcast_params()
         optimizer_config = OptimizerConfig(
-            optimizer="adam",
-            lr=self.lr,
-            bf16=self.bf16,
-            params_dtype=self.dtype,
-            use_distributed_optimizer=self.use_distributed_optimizer,
+            optimizer="adam", lr=self.lr, bf16=self.bf16, params_dtype=self.dtype, **distributed
         )
         return model, get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=False)
 

@@ -32,7 +32,7 @@ from megatron_rl_patches.inference import TeacherPool
 from megatron_rl_patches.reentry import recovery
 from megatron_rl_patches.testing import RanksFailed, TinyModel
 from tests.ranks import everywhere, on_ranks
-from tests.real.faults import STAGES, Trainee, counting_updates, fault, interrupt, same_process_groups
+from tests.real.faults import STAGES, Trainee, counting_updates, fault, interrupt
 from tests.real.test_interruption import SETTINGS
 from tests.references.live_bytes import reachable_bytes
 
@@ -110,8 +110,7 @@ class Interrupted(Trainee):
         self._losses[str(place)] = self.done - 1, self.losses[-1]
 
     def assert_same_as_undisturbed(self) -> None:
-        with same_process_groups():
-            undisturbed = Trainee(TinyModel())
+        undisturbed = Trainee(TinyModel())
         undisturbed.train(self.done)
         for place, (step, loss) in self._losses.items():
             assert loss == undisturbed.losses[step], f"{place}: step {step}"

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer import TransformerLayer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
@@ -123,19 +122,6 @@ def fault(stage: str, step: int, optimizer: Any, strike: Strike = raise_injected
         stack.enter_context(mock.patch.object(tiny_gpt, "forward_step", forward_step))
         for owner in {"before step": [optimizer], "in step": parts}.get(stage, []):
             stack.enter_context(mock.patch.object(owner, "step", reaching(owner.step)))
-        yield
-
-
-@contextmanager
-def same_process_groups() -> Iterator[None]:
-    """Keep the process groups while models of one layout are built again and again.
-
-    Every set of gloo groups would start fifty threads.
-    """
-    with (
-        mock.patch.object(parallel_state, "destroy_model_parallel"),
-        mock.patch.object(parallel_state, "initialize_model_parallel"),
-    ):
         yield
 
 

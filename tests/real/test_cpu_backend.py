@@ -49,6 +49,38 @@ def test_two_ranks() -> None:
     assert everywhere(losses) == [losses] * 2
 
 
+@on_ranks(2)
+def test_models_of_one_layout_share_process_groups_and_all_train() -> None:
+    """Each set of gloo groups starts fifty threads."""
+    from megatron.core import parallel_state
+
+    from tests.references import tiny_gpt
+
+    def groups() -> set[Any]:
+        return {group for group in distributed_c10d._world.pg_map if group is not None}
+
+    options = TinyModel(tp=2)
+    built = [options.build()]
+    of_first = groups()
+    built.append(options.build())
+    assert groups() == of_first
+    first, second = (
+        tiny_gpt.train(model, optimizer, tiny_gpt.data_iterators(options), [2, 2], options)
+        for model, optimizer in built
+    )
+    assert first == second and first[1] < first[0]
+    # Another layout has groups of its own, and so has what is initialized after somebody else's.
+    TinyModel(pp=2, vpp=2).build()
+    assert groups() > of_first and parallel_state.get_pipeline_model_parallel_world_size() == 2
+    parallel_state.set_virtual_pipeline_model_parallel_rank(1)
+    TinyModel(pp=2, vpp=2).initialize()
+    assert parallel_state.get_virtual_pipeline_model_parallel_rank() == 0
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(1)
+    TinyModel(pp=2, vpp=2).initialize()
+    assert parallel_state.get_pipeline_model_parallel_world_size() == 2
+
+
 @on_ranks(1, megatron=False)
 def test_one_rank_agrees_bit_for_bit_with_and_without_overlap() -> None:
     """Megatron is imported before; the backend is entered, left, and entered again."""

@@ -95,18 +95,17 @@ def test_stages_on_all_ranks(layout: str, overlap: str, only: list[tuple[str, st
     options = TinyModel(**sizes, **OVERLAPS[overlap])
     with applied("reentrant-train", settings=SETTINGS):
         expected_losses, _, expected = run(options, "", (0, 0))
-        with faults.same_process_groups():
-            for of_ranks, place in product(only or stages, PLACES):
-                # Ctrl-C passes `except Exception`, which the other does not.
-                strike = faults.interrupt if place == "later step" else faults.raise_injected
-                losses, at_reentry, end = run(options, of_ranks[dist.get_rank()], PLACES[place], strike)
-                if shared is not None:
-                    for checksums in (at_reentry, end):
-                        first, second = everywhere(getattr(checksums, shared))
-                        assert first == second, f"{of_ranks}, {place}: parameters differ across ranks"
-                if "in step" not in of_ranks:
-                    assert losses[-1] == expected_losses[-1], (of_ranks, place)
-                    assert end == expected, (of_ranks, place)
+        for of_ranks, place in product(only or stages, PLACES):
+            # Ctrl-C passes `except Exception`, which the other does not.
+            strike = faults.interrupt if place == "later step" else faults.raise_injected
+            losses, at_reentry, end = run(options, of_ranks[dist.get_rank()], PLACES[place], strike)
+            if shared is not None:
+                for checksums in (at_reentry, end):
+                    first, second = everywhere(getattr(checksums, shared))
+                    assert first == second, f"{of_ranks}, {place}: parameters differ across ranks"
+            if "in step" not in of_ranks:
+                assert losses[-1] == expected_losses[-1], (of_ranks, place)
+                assert end == expected, (of_ranks, place)
 
 
 @pytest.mark.slow
