@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.frameworks.checkouts import VARIABLES, Checkouts
-from tests.frameworks.packages import BRIDGE, TENSORDICT, VERL, Packages
+from tests.frameworks.packages import BRIDGE, HYDRA, TENSORDICT, VERL, Packages
 from tests.frameworks.rollouts import TRANSFORMER_ENGINE
 from tests.recording import installed, ran_on
 
@@ -72,4 +72,4 @@ def verl(request: pytest.FixtureRequest, packages: Packages, checkouts: Checkout
         ran_on(request, VERL, installed("megatron-core"))
     if has_transformer_engine(request):
         folders.append(str(packages.unpacked(BRIDGE)))
-    return folders + [str(packages.unpacked(release)) for release in TENSORDICT]
+    return folders + [str(packages.unpacked(release)) for release in TENSORDICT + HYDRA]

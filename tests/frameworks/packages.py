@@ -12,6 +12,8 @@ VERL = "verl 0.9.1"
 BRIDGE = "megatron-bridge 0.3.1"
 #: What the batches of its engine are made of.
 TENSORDICT = ("tensordict 0.15.3", "pyvers 0.2.3")
+#: What reads its command line. Other releases need a package without a wheel, or refuse verl's files.
+HYDRA = ("hydra-core 1.4.0.dev1", "omegaconf 2.4.0", "PyYAML 6.0.3")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_28_aarch64")
 
 

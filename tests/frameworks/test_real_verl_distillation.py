@@ -7,7 +7,6 @@ import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -118,8 +117,8 @@ def test_metrics_are_those_of_verl(verl: list[str], ranks: int) -> None:
     student = (0.5 * table[:8] + table[1:9])[None, :, columns_of_rank(VOCABULARY)]
 
     def metrics(clamp: float | None) -> dict[str, Tensor]:
-        options = SimpleNamespace(loss_mode="forward_kl_topk", log_prob_min_clamp=clamp, topk=K)
-        config = SimpleNamespace(distillation_loss=options)
+        words = jobs.distillation(loss_mode="forward_kl_topk", log_prob_min_clamp=clamp, topk=K)
+        config = jobs.make_engine(*words)[1].keywords["distillation_config"]
         outputs = module.compute_forward_kl_topk(student.clone(), log_probs, ids, config, "thd")
         return {name: values.flatten()[:8] for name, values in outputs.items() if "losses" not in name}
 
@@ -188,7 +187,7 @@ def test_no_logits(verl: list[str], ranks: int) -> None:
             with pytest.raises(AssertionError):
                 jobs.DistillationJob(table, "forward_kl_topk", K, packed=packed, **sizes).update()
         for patches in (("distillation",), ("distillation", "lean-loss", "lean-head")):
-            with applied("reentrant-train", *patches, settings=Settings(lean_head_tile_bytes=2**17)):
+            with applied("reentrant-train", *patches, settings=Settings(lean_head_tile_bytes=2**16)):
                 job = jobs.DistillationJob(table, "forward_kl_topk", K, packed=packed, **sizes)
                 data = [job.batch(), job.batch()]
                 with Sizes() as sizes_seen:

@@ -7,23 +7,25 @@ this on ranks only, inside ``cpu_backend()``, with verl and tensordict on the pa
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import math
 import sys
-from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.utils import get_model_config
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from megatron_rl_patches.frameworks import verl_distillation
 from megatron_rl_patches.testing import TinyModel
 from tests.frameworks import import_stubs, loss_jobs
-from tests.frameworks.loss_jobs import Arguments, columns_of_rank, describe
+from tests.frameworks.loss_jobs import columns_of_rank, describe
 from tests.frameworks.rollouts import check_layers
 from tests.references import tiny_gpt
 from tests.references.dense import dense_log_probs_and_entropy
@@ -31,24 +33,73 @@ from tests.references.dense import dense_log_probs_and_entropy
 VERL_ENGINE = "verl.workers.engine.megatron.transformer_impl"
 SAMPLES = 2
 TEMPERATURE = 0.7
+#: Of each command line. A microbatch is one sample.
+WORDS = (
+    "model_engine=megatron",
+    "actor_rollout_ref.model.path=.",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+)
 
 
-def make_engine(model: list[Any], **config: Any) -> Any:
-    """Return the engine around a model, with options of its ``McoreEngineConfig``."""
-    engine = object.__new__(importlib.import_module(VERL_ENGINE).MegatronEngineWithLMHead)
-    engine.module, engine.tf_config = model, get_model_config(model[0])
-    engine.engine_config = importlib.import_module("verl.workers.config").McoreEngineConfig(**config)
-    engine.enable_routing_replay = False
-    engine.model_config = SimpleNamespace(
-        mtp=Arguments(),
-        hf_config=SimpleNamespace(architectures=["GPT"]),
-        tokenizer=SimpleNamespace(pad_token_id=0),
+@functools.cache
+def read(*words: str) -> Any:
+    """Return what verl reads from the command line of its ``main_ppo``."""
+    hydra = importlib.import_module("hydra")
+    folder = Path(str(importlib.import_module("verl.trainer.main_ppo").__file__)).with_name("config")
+    with hydra.initialize_config_dir(str(folder), version_base=None):
+        return hydra.compose("ppo_trainer", [*WORDS, *words])
+
+
+def distillation(**loss: Any) -> list[str]:
+    """Return words of a command line: a teacher, whose servers have eight GPUs, and options of the loss."""
+    loss = {name: "null" if value is None else value for name, value in loss.items()}
+    return [
+        "distillation.enabled=True",
+        "distillation.nnodes=1",
+        "distillation.teacher_models.teacher_model.model_path=.",
+        *(f"distillation.distillation_loss.{name}={value}" for name, value in loss.items()),
+    ]
+
+
+def make_engine(*words: str) -> tuple[Any, Any]:
+    """Return the engine without a model, and its loss, as verl's worker makes them of a command line.
+
+    There are no files of Hugging Face: neither a tokenizer nor weights.
+    """
+    workers = importlib.import_module("verl.workers.engine_workers")
+    hf_config = SimpleNamespace(architectures=["GPT"], model_type="qwen3", hidden_size=tiny_gpt.HIDDEN)
+    tokenizer = SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config, made = read(*words), mock.MagicMock()
+    made.return_value.get_dispatch_collect.return_value = {"dispatch_dp_rank": {}, "collect_dp_rank": {}}
+    worker_type = workers.ActorRolloutRefWorker
+    with (
+        mock.patch.object(workers.Worker, "__init__", lambda self: setattr(self, "_rank", 0)),
+        mock.patch.object(worker_type, "set_dispatch_collect"),
+        mock.patch.object(worker_type, "actor_worker_cls", made),
+        mock.patch.multiple(
+            importlib.import_module("verl.workers.config.model"),
+            AutoConfig=mock.Mock(from_pretrained=lambda *unused, **unused_too: hf_config),
+            hf_tokenizer=lambda *unused, **unused_too: tokenizer,
+            hf_processor=lambda *unused, **unused_too: None,
+            get_generation_config=lambda *unused, **unused_too: None,
+        ),
+    ):
+        worker = worker_type(config.actor_rollout_ref, "actor", distillation_config=config.distillation)
+        worker.init_model()
+    of_worker = made.call_args.kwargs["config"]
+    engine = importlib.import_module(VERL_ENGINE).MegatronEngineWithLMHead(
+        of_worker.model_config,
+        of_worker.engine_config,
+        of_worker.optimizer_config,
+        of_worker.checkpoint_config,
     )
-    return engine
+    return engine, worker.loss_fn
 
 
-def own_engine(options: TinyModel, **config: Any) -> Any:
-    """Return an engine that has built its model with Megatron-Bridge; the layers are TransformerEngine's.
+def build_model(engine: Any, options: TinyModel) -> None:
+    """Let the engine build its model with Megatron-Bridge; the layers are TransformerEngine's.
 
     The model is like Qwen3. There are no weights to load.
     """
@@ -75,27 +126,6 @@ def own_engine(options: TinyModel, **config: Any) -> Any:
         seq_length=options.seq_length,
         **experts,
     )
-    configs = importlib.import_module("verl.workers.config")
-    engine = object.__new__(importlib.import_module(VERL_ENGINE).MegatronEngineWithLMHead)
-    engine.engine_config = configs.McoreEngineConfig(
-        override_ddp_config={"overlap_grad_reduce": options.overlap_grad_reduce},
-        expert_model_parallel_size=options.ep,
-        **config,
-    )
-    if not options.bf16:  # which its constructor asks for
-        object.__setattr__(engine.engine_config, "dtype", "float32")
-    engine.optimizer_config = configs.McoreOptimizerConfig(lr=options.lr)
-    engine.enable_routing_replay = engine._qat_enabled = False
-    engine.model_config = _ModelConfig(
-        model_type="language_model",
-        mtp=Arguments(),
-        lora={},
-        hf_config=SimpleNamespace(architectures=["GPT"], model_type="qwen3", hidden_size=hidden),
-        tokenizer=SimpleNamespace(pad_token_id=0),
-    )
-    options.initialize()
-    parallel_state.destroy_model_parallel()
-    engine._init_device_mesh()
     bridge = SimpleNamespace(
         to_megatron_provider=lambda load_weights: provider, load_hf_weights=lambda *args, **kwargs: None
     )
@@ -104,12 +134,6 @@ def own_engine(options: TinyModel, **config: Any) -> Any:
         engine._build_tf_config()
         engine.module = engine._build_megatron_module()
     engine.optimizer = engine._build_optimizer()
-    return engine
-
-
-class _ModelConfig(Arguments):
-    def get(self, name: str, default: Any = None) -> Any:
-        return getattr(self, name)
 
 
 def process_logits(engine: Any, logits: Tensor, labels: Tensor, temperature: Tensor, **ways: Any) -> Any:
@@ -137,66 +161,71 @@ def tensordict(jagged: dict[str, list[Tensor]], numbers: dict[str, Any], **colum
     return importlib.import_module("verl.utils.tensordict_utils").get_tensordict(columns, numbers)
 
 
-def actor_config(**options: Any) -> Any:
-    config = importlib.import_module("verl.workers.config")
-    return config.ActorConfig(strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **options)
-
-
-def distillation_loss(loss_mode: str, topk: int, policy: bool) -> Any:
-    """verl's ``distillation_ppo_loss``; ``policy`` adds the policy loss."""
-    config = importlib.import_module("verl.workers.config")
-    distillation = config.DistillationConfig(
-        distillation_loss=config.DistillationLossConfig(
-            loss_mode=loss_mode,
-            topk=topk,
-            use_task_rewards=policy,
-            use_policy_gradient=False,
-            loss_max_clamp=None,
-            log_prob_min_clamp=None,
-        )
-    )
-    object.__setattr__(distillation, "enabled", True)  # its constructor would look for servers
-    loss = importlib.import_module("verl.trainer.distillation.losses").distillation_ppo_loss
-    return partial(loss, config=actor_config(), distillation_config=distillation)
-
-
 class EngineJob:
     """``train_batch`` and ``infer_batch`` with PPO's loss, the entropy and a temperature."""
 
-    def __init__(self, packed: bool = True, **sizes: Any) -> None:
+    def __init__(self, *words: str, packed: bool = True, **sizes: Any) -> None:
         self.module = importlib.import_module(VERL_ENGINE)
-        options = TinyModel(**sizes, overlap_param_gather=False)
-        config: dict[str, Any] = {
-            "tensor_model_parallel_size": options.tp,
-            "use_remove_padding": packed,
-            "use_dynamic_bsz": False,
-            "micro_batch_size_per_gpu": 1,
-            "infer_micro_batch_size_per_gpu": 1,
-        }
+        options = TinyModel(**sizes, bf16=True, overlap_param_gather=False)
+        options.initialize()
+        parallel_state.destroy_model_parallel()
+        actor, megatron = "actor_rollout_ref.actor", "actor_rollout_ref.actor.megatron"
+        self.engine, self.loss = make_engine(
+            f"actor_rollout_ref.model.use_remove_padding={packed}",
+            f"{actor}.entropy_coeff=0.1",
+            f"{actor}.optim.lr={options.lr}",
+            f"{megatron}.tensor_model_parallel_size={options.tp}",
+            f"{megatron}.expert_model_parallel_size={options.ep}",
+            f"{megatron}.sequence_parallel={options.layers != 'local'}",
+            f"+{megatron}.override_ddp_config.overlap_grad_reduce={options.overlap_grad_reduce}",
+            *words,
+        )
         if options.layers == "transformer_engine":
-            self.engine = own_engine(options, **config)
+            build_model(self.engine, options)
         else:
-            model, optimizer = options.build()
+            model, self.engine.optimizer = options.build()
             utils = importlib.import_module("verl.utils.megatron_utils")
-            utils.register_megatron_training_hooks(model, optimizer)
+            utils.register_megatron_training_hooks(model, self.engine.optimizer)
             for chunk in model:
-                loss_jobs.takes_packed_tokens(chunk.module)
-            self.engine = make_engine(model, **config)
-            self.engine.optimizer = optimizer
+                loss_jobs.takes_packed_tokens(unwrap_model(chunk))
+            self.engine.module, self.engine.tf_config = model, get_model_config(model[0])
         check_layers(self.engine.module, options)
         self.batches = tiny_gpt.SyntheticData()
-        ppo_loss = importlib.import_module("verl.workers.utils.losses").ppo_loss
-        self.loss = partial(ppo_loss, actor_config(entropy_coeff=0.1))
 
-    def scores(self) -> list[Tensor]:
-        """Log-probabilities and entropies of the next batch, without gradients."""
+    def scores(self) -> Any:
+        """Scores of the next batch, without gradients; its tokens; and the states before the output layer."""
+        states, data = list[Tensor](), self.data()
+        head = unwrap_model(self.engine.module[0]).output_layer
+        hook = head.register_forward_pre_hook(lambda _, args: states.append(args[0]))
         with on_the_cpu(), self.engine.eval_mode(disable_auto_offload=True):
-            output = self.engine.infer_batch(self.data())["model_output"]
-        return [output[name].values() for name in ("log_probs", "entropy")]
+            output = self.engine.infer_batch(data)["model_output"]
+        hook.remove()
+        return output, data["input_ids"].unbind(), states
+
+    def errors(self, scores: Any) -> list[Tensor]:
+        """Differences of log-probabilities and entropies from float64, of the same states and weights."""
+        output, tokens, states = scores
+        head = unwrap_model(self.engine.module[0]).output_layer
+        weight = gather_from_sequence_parallel_region(head.weight.detach()).double()
+        if head.sequence_parallel:
+            states = map(gather_from_sequence_parallel_region, states)
+        exact = [
+            dense_log_probs_and_entropy(of[: len(ids) - 1, 0] @ weight.T, ids[1:], temperature=TEMPERATURE)
+            for of, ids in zip(map(Tensor.double, states), tokens, strict=True)
+        ]
+        got = (torch.cat([of[:-1] for of in output[name].unbind()]) for name in ("log_probs", "entropy"))
+        return [one - torch.cat(of) for one, of in zip(got, zip(*exact, strict=True), strict=True)]
 
     def train(self) -> list[float]:
-        """Return the losses of the microbatches, and the gradient norm."""
-        with on_the_cpu(), self.engine.train_mode(disable_auto_offload=True):
+        """Return the losses of the microbatches, and the gradient norm; ``gradient`` is what it is of."""
+        step = self.engine.optimizer_step
+
+        def noting() -> Any:
+            self.gradient = [p.main_grad.clone() for c in self.engine.module for p in c.parameters()]
+            return step()
+
+        noted = mock.patch.object(self.engine, "optimizer_step", noting)
+        with on_the_cpu(), noted, self.engine.train_mode(disable_auto_offload=True):
             output = self.engine.train_batch(self.data(), self.loss)
             norm = output["metrics"].get("grad_norm", 0.0)  # on one rank of the model only
         return [*output["loss"], float(norm)]
@@ -247,9 +276,10 @@ class LogitsJob:
     def processed(
         self, entropy: bool, chunks: bool = False, distillation: bool = False, squares: bool = True
     ) -> dict[str, Any]:
-        engine = object.__new__(importlib.import_module(VERL_ENGINE).MegatronEngineWithLMHead)
-        engine.engine_config = importlib.import_module("verl.workers.config").McoreEngineConfig(
-            entropy_from_logits_with_chunking=chunks, entropy_from_logits_chunk_size=4
+        actor = "actor_rollout_ref.actor"
+        engine, _ = make_engine(
+            f"{actor}.megatron.entropy_from_logits_with_chunking={chunks}",
+            f"{actor}.megatron.entropy_from_logits_chunk_size=4",
         )
         logits = self.logits()
         returned = process_logits(
@@ -318,12 +348,11 @@ class DistillationJob(EngineJob):
         old: Tensor | None = None,
         **sizes: Any,
     ) -> None:
-        super().__init__(packed, **sizes)
+        words = distillation(loss_mode=loss_mode, topk=topk, use_task_rewards=policy)
+        super().__init__(*words, packed=packed, **sizes)
         self.table, self.topk, self.policy, self.packed, self.old = table, topk, policy, packed, old
         self.tu = importlib.import_module("verl.utils.tensordict_utils")
         self.workers = importlib.import_module("verl.workers.engine_workers")
-        self.loss = distillation_loss(loss_mode, topk, policy)
-        self.engine._is_offload_param = self.engine._is_offload_optimizer = False
         self.engine.lr_scheduler_step = lambda: None
         self.worker = object.__new__(self.workers.TrainingWorker)
         vars(self.worker).update(
