@@ -165,12 +165,22 @@ def check_counted_tokens(framework: str, losses: dict[str, Any] = LOSSES, **layo
                 assert changed.sum() <= len(COUNTED), (label, name)
 
 
-def check_metrics(framework: str, losses: dict[str, Any] = LOSSES, **layout: Any) -> None:
-    """Each number that a loss reports is the framework's own, whichever patch computes it again."""
+def check_metrics(
+    framework: str, losses: dict[str, Any] = LOSSES, spoils_entropy: bool = False, **layout: Any
+) -> None:
+    """Each number that a loss reports is the framework's own, whichever patch computes it again.
+
+    With ``spoils_entropy`` the framework reads logits that it has overwritten, where it trains on no entropy.
+    """
     for label, options in losses.items():
         job = make_job(framework, **layout, **options)
-        expected = job.loss(batch=microbatch(job))["metrics"]
+        expected, entropy = job.loss(batch=microbatch(job))["metrics"], None
+        if spoils_entropy and not job.args.entropy_coef:
+            job = make_job(framework, **layout, **options)
+            entropy = job.loss(batch=microbatch(job), dense=True)["metrics"]["entropy_loss"]
         for patches in ([PATCH], ["lean-loss"], ["lean-loss", PATCH]):
+            if entropy is not None and "lean-loss" in patches:
+                expected["entropy_loss"] = entropy
             with applied(*patches):
                 job = make_job(framework, deferred=len(patches) == 2, **layout, **options)
                 metrics = job.loss(batch=microbatch(job))["metrics"]

@@ -117,7 +117,9 @@ def three_rollouts(job_type: Any, folder: Path) -> list[bool]:
 def test_routes_read_are_routes_recorded(framework: str, tmp_path: Path, paths: list[str]) -> None:
     job_type = job_of(framework, paths)
     with mock.patch("torch.Tensor.is_pinned", lambda tensor: True), applied("reentrant-train"):
-        imported("slime.backends.megatron_utils.actor")
+        module = imported("slime.backends.megatron_utils.actor")
+        if hasattr(module, "log_rollout_data"):
+            pytest.skip("slime up to v0.2.4: this actor asks more of a rollout than the job has")
         # The third reads what the second has recorded.
         assert three_rollouts(job_type, tmp_path) == [True, False]
         with applied("router-replay"):
