@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl_patches.losses.deferred.products import add_product
+from megatron_rl_patches.losses.vocab.output_layer import add_product
 from megatron_rl_patches.testing import spawn_ranks
 from tests.references import memory_cases
 from tests.references.heads import DEFERRED, Setup

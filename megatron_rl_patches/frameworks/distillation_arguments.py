@@ -12,7 +12,7 @@ from typing import Any
 from ..engine.call import Call
 from ..engine.settings import build
 from ..errors import CheckpointError, InvalidInputError
-from ..losses.objectives.divergences import divergence_named
+from ..losses.vocab.divergences import divergence_named
 
 LOSS_TYPE = "opd_loss"
 LOSS_PATH = f"megatron_rl_patches.frameworks.distillation_loss.{LOSS_TYPE}"

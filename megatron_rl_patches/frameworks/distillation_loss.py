@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInputError
-from ..losses.logits.distributions import TopKDistribution, log1mexp
 from ..losses.objectives.distillation import DistillationBatch, DistillationOptions, comparison
 from ..losses.sequences.layout import SequenceLayout
+from ..losses.vocab.distributions import TopKDistribution, log1mexp
 from . import microbatch_layout
 
 #: Keys that the patch adds to a batch.

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..losses.deferred.tensor import DeferredLogits
-from ..losses.logits import log_probs
-from ..losses.logits.arguments import VocabParallelOptions, in_float32
+from ..losses.vocab import log_probs
+from ..losses.vocab.arguments import VocabParallelOptions, in_float32
+from ..losses.vocab.deferred import DeferredLogits
 
 NO_TOKEN = -100
 _HAS_ENTROPY = "_loss_has_entropy"

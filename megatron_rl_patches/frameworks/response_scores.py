@@ -22,9 +22,9 @@ from ..common.messages import Message
 from ..common.ranks import is_rank_0
 from ..engine.call import Call
 from ..errors import InvalidInputError
-from ..losses.logits.arguments import VocabParallelOptions, in_float32
-from ..losses.logits.log_probs import log_probs_and_entropy
 from ..losses.sequences.layout import SequenceLayout
+from ..losses.vocab.arguments import VocabParallelOptions, in_float32
+from ..losses.vocab.log_probs import log_probs_and_entropy
 from .log_probs import NO_TOKEN, in_vocabulary
 from .microbatch_layout import Groups, groups_of, layout_of
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..common.scopes import Scope, replaced
 from ..engine.call import Call
 from ..losses import DeferredLogits, checkpointed
-from ..losses.deferred.logits import dense
+from ..losses.vocab.deferred import dense
 from . import own_options
 from .log_probs import log_probs_and_entropy
 from .response_scores import response_scores

@@ -4,12 +4,6 @@ Everything works with torch alone and without any patch.
 """
 
 from .checkpointing import checkpointed
-from .deferred.logits import deferred_logits
-from .deferred.tensor import DeferredLogits
-from .logits.distributions import TopKDistribution
-from .logits.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
-from .logits.log_probs_at import vocab_parallel_log_probs_at
-from .logits.topk import vocab_parallel_topk
 from .loss_functions import make_distillation_loss_func, make_loss_func, packed_log_probs_and_entropy
 from .objectives.distillation import DistillationBatch, DistillationOptions, distillation_loss
 from .objectives.full_vocabulary import FullDistribution, OutputHead, full_vocabulary_divergence
@@ -25,6 +19,11 @@ from .objectives.topk_divergences import (
     reverse_kl,
 )
 from .sequences.layout import SequenceLayout
+from .vocab.at_ids import vocab_parallel_log_probs_at
+from .vocab.deferred import DeferredLogits, deferred_logits
+from .vocab.distributions import TopKDistribution
+from .vocab.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+from .vocab.topk import vocab_parallel_topk
 
 __all__ = [
     "DeferredLogits",

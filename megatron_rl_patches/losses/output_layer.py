@@ -20,12 +20,9 @@ from torch import Tensor
 from ..common.chunks import has_base
 from ..common.messages import Message
 from ..common.scopes import Scope, replaced
-from .deferred.logits import defer
-from .deferred.options import KeepBytes, TileOptions
-from .deferred.products import product
-from .deferred.tensor import DeferredLogits
-from .logits.autograd import gather_sequence, sum_gradient
-from .logits.log_probs import vocab_parallel_log_probs
+from .vocab.deferred import DeferredLogits, defer, gather_sequence, sum_gradient
+from .vocab.log_probs import vocab_parallel_log_probs
+from .vocab.output_layer import TileOptions, product
 
 _MATERIALIZED = Message(
     "the output layer materializes the logits: {reason}",
@@ -49,14 +46,14 @@ class _Deferral:
 
     layer: Any
     tile_bytes: int | None
-    keep_bytes: KeepBytes
+    keep_bytes: int
 
 
 _deferral: Scope[_Deferral] = Scope("deferred_output")
 
 
 @contextmanager
-def deferring(model: Any, *, tile_bytes: int | None = None, keep_bytes: KeepBytes = 0) -> Iterator[None]:
+def deferring(model: Any, *, tile_bytes: int | None = None, keep_bytes: int = 0) -> Iterator[None]:
     """Let a language model return deferred logits for the length of the block, where it can.
 
     Args:
@@ -82,7 +79,7 @@ def language_model_forward(
     arguments: Mapping[str, Any],
     *,
     tile_bytes: int | None = None,
-    keep_bytes: KeepBytes = 0,
+    keep_bytes: int = 0,
 ) -> Any:
     """Call a model's forward, whose output layer defers its logits where the call returns them.
 

@@ -30,7 +30,7 @@ from megatron_rl_patches import PatchError, Settings, doctor
 from megatron_rl_patches.engine import api, installer, registry
 from megatron_rl_patches.engine import settings as settings_module
 from megatron_rl_patches.engine.settings import STRICT_VARIABLE, VARIABLE
-from megatron_rl_patches.losses.objectives.divergences import DIVERGENCES
+from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
 from tests.worlds.files import write
 
 ROOT = Path(__file__).parents[2]

@@ -26,7 +26,7 @@ from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.frameworks import distillation_loss as framework_distillation
 from tests.references.dense import IGNORE, dense_log_probs_and_entropy
 from tests.references.dense_topk import dense_log_probs_at, has_no_softmax
-from tests.unit.losses.logits.pairwise import pairwise
+from tests.unit.losses.vocab.pairwise import pairwise
 
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 ROWS = 12

@@ -23,9 +23,9 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl_patches.losses import DeferredLogits, deferred_logits
-from megatron_rl_patches.losses.deferred import tiles
-from megatron_rl_patches.losses.logits.autograd import sum_gradient
-from megatron_rl_patches.losses.objectives.divergences import DIVERGENCES
+from megatron_rl_patches.losses.vocab import output_layer
+from megatron_rl_patches.losses.vocab.autograd import sum_gradient
+from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
 from tests.device_thread import device_thread
 from tests.faults.program_losses import Data, dense, ours
 from tests.faults.programs import (
@@ -214,7 +214,7 @@ def check(program: Program, group: dist.ProcessGroup | None, may_be_refused: boo
     try:
         # Half of the programs have their backward in a thread of autograd, as on CUDA.
         in_thread = device_thread() if program.seed % 2 else nullcontext()
-        few_columns = mock.patch.object(tiles, "_FEWEST_COLUMNS", program.fewest_columns)
+        few_columns = mock.patch.object(output_layer, "_FEWEST_COLUMNS", program.fewest_columns)
         with sent_bytes() as sent, in_thread, few_columns:
             measured = outcome(program, reference, rank, group)
         if group is not None:

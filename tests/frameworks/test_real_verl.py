@@ -27,7 +27,7 @@ from tests.frameworks.test_lean_loss import PATCH
 from tests.frameworks.test_real_lean_head import WAYS
 from tests.ranks import on_ranks
 from tests.references.live_bytes import live_bytes
-from tests.unit.losses.logits.sizes import Sizes
+from tests.unit.losses.vocab.sizes import Sizes
 
 pytestmark = pytest.mark.slow
 with_each_tp = pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])

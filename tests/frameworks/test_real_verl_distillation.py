@@ -19,7 +19,7 @@ from megatron_rl_patches.errors import InvalidInputError
 from tests.frameworks import import_stubs
 from tests.ranks import on_ranks
 from tests.references.dense import dense_divergence
-from tests.unit.losses.logits.sizes import Sizes
+from tests.unit.losses.vocab.sizes import Sizes
 
 pytestmark = [pytest.mark.slow, pytest.mark.runs("top-k distillation")]
 with_each_tp = pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl_patches import losses
-from megatron_rl_patches.losses.deferred.products import add_product
-from megatron_rl_patches.losses.objectives.divergences import DIVERGENCES
+from megatron_rl_patches.losses.vocab.output_layer import add_product
+from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
 from megatron_rl_patches.testing import TinyModel
 from tests.gpu import parameter_marks
 from tests.lab.kernels.machine_code import digests, recorded_digests

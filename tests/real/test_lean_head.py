@@ -18,14 +18,14 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.losses import PolicyOptions, output_layer, vocab_parallel_log_probs
-from megatron_rl_patches.losses.deferred import tensor
+from megatron_rl_patches.losses.vocab import deferred
 from megatron_rl_patches.testing import tiny_models
 from megatron_rl_patches.testing.transformer_engine import attention
 from tests.ranks import by_speed, everywhere, on_ranks
 from tests.real import matrix
 from tests.real.test_loss_func import Case, train_step
 from tests.references import tiny_gpt
-from tests.unit.losses.logits.sizes import Sizes
+from tests.unit.losses.vocab.sizes import Sizes
 
 pytestmark = pytest.mark.runs("lean-head", ranks=[1, 2])
 
@@ -84,7 +84,7 @@ def _train(layout: Layout, case: Case, lean: bool, tile_bytes: int = 256) -> Out
     with (
         applied("lean-head", settings=settings) if lean else nullcontext(),
         mock.patch.object(output_layer, "defer", wraps=output_layer.defer) as deferrals,
-        mock.patch.object(tensor, "_warn", wraps=tensor._warn) as made,
+        mock.patch.object(deferred, "_warn", wraps=deferred._warn) as made,
         tiny_gpt.counting_overlap() as overlap,
     ):
         flags = {**layout.flags}

@@ -24,7 +24,7 @@ from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.frameworks import slime_losses
 from megatron_rl_patches.frameworks.log_probs import log_probs_and_entropy
-from megatron_rl_patches.losses.logits import compiling
+from megatron_rl_patches.losses.vocab import compiling
 from megatron_rl_patches.losses.output_layer import loss_of_labels
 from tests.faults.programs import OPERATIONS
 from tests.ranks import everywhere, on_ranks
@@ -32,7 +32,7 @@ from tests.references import dense_topk
 from tests.references.dense import IGNORE, errors, relative_error
 from tests.references.dense_topk import dense_log_probs_at, random_indices
 from tests.references.sent_bytes import sent_bytes
-from tests.unit.losses.logits.test_log_probs import (
+from tests.unit.losses.vocab.test_log_probs import (
     EXTREMES,
     FLOAT32,
     GRADIENT_BOUND,

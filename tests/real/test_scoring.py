@@ -42,7 +42,7 @@ from megatron_rl_patches.losses import (
     make_loss_func,
     vocab_parallel_log_probs_at,
 )
-from megatron_rl_patches.losses.deferred.contents import OutputLayer
+from megatron_rl_patches.losses.vocab.deferred import OutputLayer
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import by_speed, on_ranks
 from tests.references import tiny_gpt

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_patches.losses import vocab_parallel_log_probs_at
-from megatron_rl_patches.losses.logits.slices import Rows
+from megatron_rl_patches.losses.vocab.arguments import Rows
 from tests.references.dense import differences
 
 NO_ENTRY = -100

@@ -17,7 +17,7 @@ from ...common.agreement import gathered, raise_on_all
 from ...common.chunks import as_chunks, attribute_of, config_of
 from ...common.devices import on_device
 from ...errors import InvalidInputError
-from ...losses.logits.arguments import VocabParallelOptions, is_integer
+from ...losses.vocab.arguments import VocabParallelOptions, is_integer
 from ...reentry.forward_pre_hooks import why_not_gathered
 from ..weights import checksum
 from .microbatches import Limits, ScoringBatch, parse_microbatches

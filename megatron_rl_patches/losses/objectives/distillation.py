@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...common.devices import each_on_device, on_device
 from ...errors import InvalidInputError
-from ..logits.arguments import (
+from ..vocab.arguments import (
     VocabParallelOptions,
     check_distinct,
     check_floats,
@@ -19,15 +19,15 @@ from ..logits.arguments import (
     check_instance,
     check_list,
 )
-from ..logits.distributions import (
+from ..vocab.at_ids import vocab_parallel_log_probs_at
+from ..vocab.distributions import (
     NO_ENTRY,
     Distribution,
     TopKDistribution,
     check_same_indices,
     in_common,
 )
-from ..logits.log_probs_at import vocab_parallel_log_probs_at
-from .divergences import Divergence, DivergenceName, divergence_named
+from ..vocab.divergences import Divergence, DivergenceName, divergence_named
 from .full_vocabulary import FullDistribution, full_vocabulary_divergence
 from .reduction import (
     LossAndCount,

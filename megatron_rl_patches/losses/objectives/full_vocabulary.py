@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ...common.devices import copied_to
 from ...errors import InvalidInputError
-from ..deferred.logits import deferred_logits
-from ..deferred.tensor import DeferredLogits
-from ..logits.arguments import (
+from ..vocab.arguments import (
+    Rows,
     VocabParallelOptions,
     check_floats,
     check_instance,
@@ -25,12 +24,12 @@ from ..logits.arguments import (
     check_list,
     check_tensor,
 )
-from ..logits.autograd import all_gather
-from ..logits.distributions import Distribution
-from ..logits.rows import LogitSource, SelectedRows, rows_of
-from ..logits.slices import Rows
-from .divergences import DivergenceName, divergence_named
-from .full_divergence import DivergenceOptions, divergence_of
+from ..vocab.deferred import DeferredLogits, deferred_logits
+from ..vocab.distributions import Distribution
+from ..vocab.divergences import DivergenceName, divergence_named
+from ..vocab.full_divergence import DivergenceOptions, FullDivergence
+from ..vocab.reduction import all_gather
+from ..vocab.sources import SelectedRows, Source, rows_of
 from .teachers import check_weights, weighted
 
 
@@ -205,7 +204,7 @@ def full_vocabulary_divergence(
 ) -> Tensor:
     """Return the divergence of the student's next-token distributions from the teacher's, per row, in nats.
 
-    The divergences are those of :mod:`.divergences`, summed over all ids instead of k ids and a tail;
+    The divergences are those of :mod:`..vocab.divergences`, summed over all ids instead of k ids and a tail;
     all but ``"generalized_kl"``.
 
     Args:
@@ -275,10 +274,11 @@ def full_vocabulary_divergence(
             )
         others.append(of_other)
     log_weights = tuple(math.log(weight) for weight, _ in counted)
-    return divergence_of(source, others, DivergenceOptions(measure, log_weights))
+    (values,) = FullDivergence(DivergenceOptions(measure, log_weights))(source, *others)
+    return values
 
 
-def _share_memory(a: LogitSource, b: LogitSource) -> bool:
+def _share_memory(a: Source, b: Source) -> bool:
     """Return whether two sources read the same memory. Every tensor without elements is at address 0."""
     if not isinstance(a, SelectedRows) or not isinstance(b, SelectedRows) or not a.logits.numel():
         return False

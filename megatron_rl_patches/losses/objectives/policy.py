@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ..logits.arguments import (
+from ..vocab.arguments import (
     check_floats,
     check_instance,
     check_list,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...common.agreement import agreed
 from ...errors import InvalidInputError
-from ..logits.arguments import check_list, check_positive
+from ..vocab.arguments import check_list, check_positive
 
 Normalization = Literal["token", "sequence", "constant"]
 #: A loss as a sum, the count to divide it by, and metrics, as Megatron's schedules take them.

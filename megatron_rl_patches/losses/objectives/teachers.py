@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from ...errors import InvalidInputError
-from ..logits.arguments import is_number
-from ..logits.distributions import D, Distribution
+from ..vocab.arguments import is_number
+from ..vocab.distributions import D, Distribution
 
 T = TypeVar("T")
 

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ..logits.arguments import check_floats, check_instance, check_one_device
-from ..logits.distributions import TopKDistribution, in_common
-from .divergences import RULED_OUT, Compared, Divergence, Normalizer, divergence_named
+from ..vocab.arguments import check_floats, check_instance, check_one_device
+from ..vocab.distributions import TopKDistribution, in_common
+from ..vocab.divergences import RULED_OUT, Compared, Divergence, Normalizer, divergence_named
 
 
 def reverse_kl(log_probs: Tensor, tail_log_prob: Tensor, teacher: TopKDistribution) -> Tensor:

@@ -25,8 +25,7 @@ import torch.distributed as dist
 
 from ...common.devices import on_device
 from ...errors import InvalidInputError
-from ..logits.arguments import check_instance, check_list, check_tensor
-from ..logits.slices import RowIndex, as_slices
+from ..vocab.arguments import RowIndex, as_slices, check_instance, check_list, check_tensor
 from .lengths import check_context_parallel, check_lengths, integers, pad
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...errors import InvalidInputError
-from ..logits.arguments import check_integer
+from ..vocab.arguments import check_integer
 
 Lengths = tuple[int, ...]
 

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from megatron_rl_patches import losses
-from megatron_rl_patches.losses.logits import compiling
-from megatron_rl_patches.losses.objectives.divergences import Divergence
+from megatron_rl_patches.losses.vocab import compiling
+from megatron_rl_patches.losses.vocab.divergences import Divergence
 from tests.lab.kernels.pretended_gpu import pretended_gpu
 from tests.lab.rehearsal.cases import backward, ids, layer
 from tests.lab.rehearsal.recorder import recording

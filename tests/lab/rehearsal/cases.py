@@ -24,8 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl_patches import losses
 from megatron_rl_patches.common.devices import on_device
-from megatron_rl_patches.losses.deferred.products import add_product
-from megatron_rl_patches.losses.objectives.divergences import DIVERGENCES
+from megatron_rl_patches.losses.vocab.output_layer import add_product
+from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
 from tests.lab.rehearsal.recorder import Recorder, recording
 from tests.references.heads import ALL_KEPT, BASE, DEFERRED, Setup, share_of_logits
 

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_rl_patches.losses import DeferredLogits, output_layer
-from megatron_rl_patches.losses.deferred import options
-from megatron_rl_patches.losses.logits import compiling, softmax
+from megatron_rl_patches.losses.vocab import options
+from megatron_rl_patches.losses.vocab import compiling, softmax
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl_patches.losses.deferred import products
+from megatron_rl_patches.losses.vocab import products
 from tests.lab.rehearsal import stand_ins
 from tests.lab.rehearsal.cases import CASES, DTYPES, LOSSES, MODELS, PLAIN
 

@@ -29,9 +29,9 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from megatron_rl_patches.losses.objectives.divergences import DIVERGENCES
+from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
 from tests.references.dense_topk import random_indices
-from tests.unit.losses.logits.pairwise import pairwise
+from tests.unit.losses.vocab.pairwise import pairwise
 
 V, H, K, TEMPERATURE, LONGEST = 300, 6, 4, 0.7, 8
 TOTALS, RESPONSES = [6, 4, 9], [3, 0, 8]

@@ -23,9 +23,9 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from megatron_rl_patches.losses.logits import softmax
-from megatron_rl_patches.losses.logits.distributions import log1mexp
-from megatron_rl_patches.losses.logits.slices import as_slices
+from megatron_rl_patches.losses.vocab.distributions import log1mexp
+from megatron_rl_patches.losses.vocab.arguments import as_slices
+from megatron_rl_patches.losses.vocab.log_probs import merged
 from tests.references.dense import IGNORE, dense_log_probs_and_entropy, errors, relative_error
 from tests.references.dense_topk import dense_log_probs_at, random_indices
 from tests.references.live_bytes import live_bytes
@@ -141,10 +141,10 @@ def test_equal_parts_are_counted_whatever_the_default_dtype_is() -> None:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        merged = softmax.merge(torch.zeros(1000, 2, 1, dtype=torch.float64), 1.0)
+        statistics = merged(list(torch.zeros(1000, 2, 1, dtype=torch.float64)), 1.0)
     finally:
         torch.set_default_dtype(default)
-    assert merged.tolist() == [[0.0], [999.0]]
+    assert statistics.tolist() == [[0.0], [999.0]]
 
 
 ONE_HOT = torch.full((4, V), -1e4).index_fill_(1, torch.tensor([7]), 1e4)

@@ -1,10 +1,9 @@
-"""The tiles of an output layer's logits, and the gradients of hidden states and weight from those of tiles.
+"""The logits of an output layer as a source: a tile is one matrix product, which is read and forgotten.
 
-A tile of logits is one matrix product of the selected hidden states with some rows of the weight. Forward
-reads it and forgets it; backward multiplies again, turns the tile into its gradient in place, and multiplies
-that once for the hidden states and once for the weight. So memory is one tile, whatever the vocabulary is.
-Where tiles have all rows, and no other source is read together with this one, forward's last tile stays in
-memory until other logits are read, or until backward, which begins with it and need not compute it again.
+Backward multiplies again, turns the tile into its gradient in place, and multiplies that once for the hidden
+states and once for the weight. So memory is one tile, whatever the vocabulary is. Where tiles have all rows,
+and no other source is read together with this one, forward's last tile stays in memory until other logits are
+read, or until backward, which begins with it and need not compute it again.
 
 Tiles have all selected rows and few columns where they can: the weight's gradient of a tile is then complete,
 and the sum over tiles, which the gradient of the hidden states is, has few terms.
@@ -12,26 +11,93 @@ and the sum over tiles, which the gradient of the hidden states is, has few term
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from ...common.devices import each_prefetched, on_device
-from ..logits.arguments import DEFAULT, VocabParallelOptions
-from ..logits.rows import Grid, Inputs, LogitSource, SelectedRows, Tile, TileGradient, best_stretch, grid_of
-from ..logits.softmax import NO_SOFTMAX, RowGradients, exp_floor, finite, write_gradient
-from .options import StoredTiles, TileOptions
-from .products import add_product, multiply
+from ...errors import InvalidInputError
+from .arguments import DEFAULT, VocabParallelOptions, check_integer
+from .log_probs import NO_SOFTMAX, block_gradient, exp_floor, finite
+from .reduction import Block, Blocks, each_block
+from .sources import Gradients, Grid, Inputs, Source, Tensors, Tile, best_stretch, ranges
 
 _MIB = 1 << 20
 _LARGE_TILE = 1 << 30
 _FEWEST_COLUMNS = 1024
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+# Where torch has no product of 16-bit matrices with a float32 result, so many of their columns are converted
+# to float32 at a time.
+_CONVERTED_COLUMNS = 512
+# Where torch has such a product, but does not add it to a float32 tensor, so large a part of it is computed
+# at a time. The product of few rows of logits would be as large as the weight.
+_PRODUCT_BYTES = 128 << 20
+
+
+class MainGradient(Protocol):
+    """A buffer of its own for a weight's gradient, as Megatron's ``main_grad``."""
+
+    def buffer(self) -> Tensor | None:
+        """Return the tensor ``[V / tp, h]`` to add to, or ``None`` if the gradient goes to autograd."""
+
+    def added(self) -> Tensor | None:
+        """Return what autograd gets in place of the gradient, which has been added to the buffer."""
+
+
+@dataclass(frozen=True)
+class TileOptions:
+    """How the tiles of an output layer are computed, and how much memory they may take.
+
+    Attributes:
+        tile_bytes: see :func:`.deferred_logits`.
+        keep_bytes: see :func:`.deferred_logits`.
+        main_gradient: where the weight's gradient goes; ``None``: to autograd.
+        logit_dtype: see :func:`.deferred_logits`.
+    """
+
+    tile_bytes: int | None = None
+    keep_bytes: int = 0
+    main_gradient: MainGradient | None = None
+    logit_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.tile_bytes is not None:
+            check_integer("tile_bytes", self.tile_bytes, 1, "a number of bytes")
+        check_integer("keep_bytes", self.keep_bytes, 0, "a number of bytes")
+        if self.logit_dtype not in (None, torch.float32):
+            raise InvalidInputError(f"logit_dtype is {self.logit_dtype!r}, expected torch.float32 or None")
+
+
+class StoredTiles(dict[tuple[int, int], Tensor]):
+    """Tiles that wait for a backward, by their first row and column; each in memory that may be larger.
+
+    The last tile of a forward stays until its backward, or until other logits need memory for a tile.
+    """
+
+    _latest: ClassVar[dict[torch.device, tuple[weakref.ref[StoredTiles], tuple[int, int]]]] = {}
+
+    def store_last(self, place: tuple[int, int], memory: Tensor) -> None:
+        assert place not in self, "the last tile has memory of its own, so the buffer has another one"
+        self.free_last(memory.device, unless_of=self)
+        self[place] = memory
+        self._latest[memory.device] = weakref.ref(self), place
+
+    @classmethod
+    def free_last(cls, device: torch.device, unless_of: StoredTiles | None = None) -> None:
+        """Free the tile that the latest forward has left on the device."""
+        if device in cls._latest:
+            reference, place = cls._latest[device]
+            if (latest := reference()) is not None and latest is not unless_of:
+                latest.pop(place, None)
 
 
 @dataclass(eq=False)
-class OutputLayerRows(LogitSource):
+class OutputLayerRows(Source):
     """Rows of the logits ``hidden @ weight.T + bias`` of an output layer, which exist one tile at a time.
 
     Attributes:
@@ -58,21 +124,19 @@ class OutputLayerRows(LogitSource):
         self.width, self.inputs = len(self.weight), (self.hidden, self.weight, self.bias)
         self.logit_dtype = self.tiling.logit_dtype or self.hidden.dtype
         self.dtype = torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
+        self.copies_rows = self.logit_dtype != self.dtype
 
     # --- as a source
 
-    def tiles(self, grid: Grid | None = None) -> Iterator[Tile]:
-        return self._tiles(self.selected_hidden(), grid)
-
-    def _tiles(self, hidden_nh: Tensor, grid: Grid | None, is_backward: bool = False) -> Iterator[Tile]:
-        row_ranges, column_ranges, share = grid or grid_of([self])
+    def tiles(self, grid: Grid, is_backward: bool = False) -> Iterator[Tile]:
+        row_ranges, column_ranges, share = grid
         buffer_size = row_ranges[0].stop * max(columns.stop - columns.start for columns in column_ranges)
         if self.device.type == "cuda":  # one size whatever the rows, see _tile_bytes
             size = self._tile_bytes() // share // self.logit_dtype.itemsize
             buffer_size = max(buffer_size, min(size, self.n * self.width))
         # Backward can begin with forward's last tile if tiles have all rows, since any order will do then.
         # Sources that are compared go through their tiles together, from the first to the last.
-        begins_with_last = grid is None and len(row_ranges) == 1
+        begins_with_last = share == len(row_ranges) == 1
         if is_backward and begins_with_last:
             column_ranges = column_ranges[::-1]
         memory = _TileMemory(self, buffer_size, may_keep=not is_backward)
@@ -81,30 +145,21 @@ class OutputLayerRows(LogitSource):
         weights = each_prefetched([weight[columns] for columns in column_ranges], self.device)
         for columns, part in zip(column_ranges, weights, strict=True):
             for rows in row_ranges:
-                hidden, place = hidden_nh[rows], (rows.start, columns.start)
+                hidden, place = self.hidden_nh[rows], (rows.start, columns.start)
                 logits, is_computed = memory.of_tile(place, len(hidden), len(part))
                 if not self.num_columns:
                     logits.fill_(float("-inf"))
                 elif not is_computed:
                     multiply(hidden, part.T, None if bias is None else bias[columns], logits)
-                selected = SelectedRows(logits, slice(0, len(hidden)), self.options, self.n * self.width)
-                yield Tile(selected, rows, columns)
+                whole = slice(0, len(hidden))
+                yield Tile(logits, whole, rows, columns, [(rows, whole)])
         if self.keeps_tiles and begins_with_last and not is_backward:
             memory.store_last(place)
 
-    def gradients(self, compute: TileGradient, needed: Sequence[bool], grid: Grid | None = None) -> Inputs:
-        hidden_nh = self.selected_hidden()
-        sums = _Gradients(self, needed, hidden_nh)
-        # Gradients take the place of the tiles' logits, so none is kept for another backward.
-        for tile in self._tiles(hidden_nh, grid, is_backward=True):
-            compute(tile, tile.logits.logits)
-            if self.num_columns:
-                sums.add(tile.rows, tile.columns, tile.logits.logits)
-        if self.tiling.keep_bytes == "auto":
-            self.tiling.backward_ran(self.device)
-        return sums.totals()
+    def gradients(self, needed: Sequence[bool]) -> Gradients:
+        return _OfInputs(self, needed)
 
-    def saved(self) -> tuple[dict[str, Tensor | None], Callable[..., OutputLayerRows]]:
+    def saved(self) -> tuple[Tensors, Callable[..., OutputLayerRows]]:
         tiling, options, keeps_tiles, tiles = self.tiling, self.options, self.keeps_tiles, self.stored_tiles
         numbers, rows = (self.index, slice(0)) if isinstance(self.index, Tensor) else (None, self.index)
 
@@ -149,7 +204,7 @@ class OutputLayerRows(LogitSource):
         is_frozen = not any(t is not None and t.requires_grad for t in (self.weight, self.bias))
         if not (is_frozen and self.keeps_tiles and self.hidden.requires_grad):
             return None
-        return ForwardDerivative(self.weight.detach(), self.n, self.options.scale, self.dtype)
+        return ForwardDerivative(self.without_keeping())
 
     def gradients_by_derivative(self, of_selected: Tensor) -> Inputs:
         return self.spread(of_selected), None, None
@@ -172,12 +227,13 @@ class OutputLayerRows(LogitSource):
 
     def gradients_of(self, gradient: Tensor, needed: Sequence[bool]) -> Inputs:
         """Return the gradients of the inputs from that of all logits ``[n, V / tp]``."""
-        sums = _Gradients(self, needed, self.selected_hidden())
-        sums.add(slice(0, self.n), slice(0, self.width), gradient)
+        sums, rows = _OfInputs(self, needed), slice(0, self.n)
+        sums.add(Tile(gradient, rows, rows, slice(0, self.width), [(rows, rows)]))
         return sums.totals()
 
-    def selected_hidden(self) -> Tensor:
-        """Return the hidden states of the selected rows, ``[n, h]``, without a graph."""
+    @cached_property
+    def hidden_nh(self) -> Tensor:
+        """The hidden states of the selected rows, without a graph."""
         hidden = self.hidden.detach()
         return hidden[self.index] if isinstance(self.index, slice) else hidden.index_select(0, self.index)
 
@@ -202,7 +258,7 @@ class _TileMemory:
         self._buffer: Tensor | None = None
         keeps = may_keep and layer.keeps_tiles and layer.tiling.keep_bytes != 0
         StoredTiles.free_last(layer.device, unless_of=self._stored)  # before it is asked how much is free
-        self._left = layer.tiling.bytes_to_keep(layer.device) if keeps else -1
+        self._left = layer.tiling.keep_bytes if keeps else -1
 
     def of_tile(self, place: tuple[int, int], rows: int, columns: int) -> tuple[Tensor, bool]:
         """Return a tile ``[rows, columns]``, and whether its logits are there already."""
@@ -227,37 +283,42 @@ class _TileMemory:
         return self._layer.hidden.new_empty(size, dtype=self._layer.logit_dtype)
 
 
-class _Gradients:
-    """Sums the gradients of hidden states, weight and bias over tiles."""
+class _OfInputs(Gradients):
+    """The gradients of hidden states, weight and bias, summed over tiles, which they have overwritten."""
 
-    def __init__(self, layer: OutputLayerRows, needed: Sequence[bool], hidden_nh: Tensor) -> None:
-        self._layer, self._weight, self._hidden_nh = layer, layer.weight.detach(), hidden_nh
+    def __init__(self, layer: OutputLayerRows, needed: Sequence[bool]) -> None:
+        self._layer, self._weight = layer, layer.weight.detach()
         needs_hidden, needs_weight, needs_bias = needed
-        main = layer.tiling.main_gradient
-        zeros, dtype = self._hidden_nh.new_zeros, layer.dtype
-        self._of_hidden = zeros(self._hidden_nh.shape, dtype=dtype) if needs_hidden else None
+        main, zeros = layer.tiling.main_gradient, layer.hidden.new_zeros
+        self._of_hidden = zeros(layer.hidden_nh.shape, dtype=layer.dtype) if needs_hidden else None
         self._main = main.buffer() if main is not None and needs_weight else None
         self._of_weight = torch.empty_like(self._weight) if needs_weight and self._main is None else None
         if self._of_weight is not None:
             self._of_weight[layer.num_columns :].zero_()
         self._of_columns: Tensor | None = None  # the weight's gradient of columns whose tiles are being added
-        self._of_bias = zeros(layer.width, dtype=dtype) if needs_bias else None
+        self._of_bias = zeros(layer.width, dtype=layer.dtype) if needs_bias else None
 
-    def add(self, rows: slice, columns: slice, gradient: Tensor) -> None:
-        """Add what the gradient ``[rows, columns]`` of a tile contributes, rounded to the weight's dtype."""
+    def out(self, tile: Tile) -> Tensor:
+        return tile.x
+
+    def add(self, tile: Tile) -> None:
+        """Add what a tile contributes, rounded to the weight's dtype."""
+        if not self._layer.num_columns:
+            return
+        gradient, rows, columns = tile.x, tile.rows, tile.columns
         if self._of_bias is not None:
             self._of_bias[columns] += gradient.sum(0, dtype=self._of_bias.dtype)
         gradient = gradient.to(self._weight.dtype)
         if self._of_hidden is not None:
             add_product(self._of_hidden[rows], gradient, self._weight[columns], may_round=True)
         if self._main is not None:
-            add_product(self._main[columns], gradient.T, self._hidden_nh[rows])
+            add_product(self._main[columns], gradient.T, self._layer.hidden_nh[rows])
         elif self._of_weight is not None:
             self._add_to_weight(self._of_weight[columns], gradient.T, rows)
 
     def _add_to_weight(self, of_weight: Tensor, gradient: Tensor, rows: slice) -> None:
-        hidden = self._hidden_nh[rows]
-        if len(hidden) == len(self._hidden_nh):
+        hidden, n = self._layer.hidden_nh[rows], self._layer.n
+        if len(hidden) == n:
             torch.mm(gradient, hidden, out=of_weight)
             return
         # Sums of several products are rounded once, at the end.
@@ -265,7 +326,7 @@ class _Gradients:
             self._of_columns = torch.zeros_like(of_weight, dtype=self._layer.dtype)
         assert self._of_columns is not None
         add_product(self._of_columns, gradient, hidden)
-        if rows.stop == len(self._hidden_nh):
+        if rows.stop == n:
             of_weight.copy_(self._of_columns)
 
     def totals(self) -> Inputs:
@@ -291,10 +352,11 @@ class ForwardDerivative:
     second such product, and gain nothing by it.
     """
 
-    def __init__(self, weight: Tensor, n: int, temperature: float, dtype: torch.dtype) -> None:
-        self._weight, self._temperature = weight, temperature
-        self._max_logit = weight.new_full((n,), float("-inf"), dtype=torch.float64)
-        self._exp = weight.new_zeros((n, weight.shape[1]), dtype=dtype)
+    def __init__(self, layer: OutputLayerRows) -> None:
+        weight = layer.weight.detach()
+        self._layer, self._weight, self._temperature = layer, weight, layer.options.scale
+        self._max_logit = weight.new_full((layer.n,), float("-inf"), dtype=torch.float64)
+        self._exp = weight.new_zeros((layer.n, weight.shape[1]), dtype=layer.dtype)
 
     def add(self, tile: Tile, max_logit: Tensor, column: Tensor) -> None:
         """Add a tile, which is overwritten.
@@ -310,12 +372,17 @@ class ForwardDerivative:
         shift.clamp_(min=exp_floor(torch.float64))  # it is -inf before the first tile
         self._max_logit[rows] = highest
         self._exp[rows] *= shift.exp().to(self._exp.dtype)[:, None]
-        ones = torch.ones_like(reference)
-        of_rows = RowGradients(
-            (reference[:, None], ones[:, None], None), NO_SOFTMAX, torch.zeros_like(ones), ones.bool()
-        )
-        write_gradient(tile.logits, tile.logits.logits, of_rows, column, None)
-        weights = tile.logits.logits.to(self._weight.dtype)
+        shift_n1, ones = reference[:, None], torch.ones_like(reference)[:, None]
+
+        def write(block: Block) -> None:
+            part = block.cut(shift_n1[block.in_tile]), block.cut(ones[block.in_tile]), None
+            work = None if block.work is None else block.work[spare:]
+            block.function(block.xs[0], block.out, part, NO_SOFTMAX, None, None, temperature, work)
+
+        spare, temperature = int(self._layer.copies_rows), self._layer.temperature()
+        each_block(self._layer, [tile], block_gradient, write, Blocks(spare), tile.x)
+        tile.put(column, torch.where(column < 0, tile.at(column), 0.0))
+        weights = tile.x.to(self._weight.dtype)
         add_product(self._exp[rows], weights, self._weight[tile.columns], may_round=True)
 
     def finish(self, local_target: Tensor, max_logit: Tensor, sum_exp: Tensor, log_prob: Tensor) -> Tensor:
@@ -330,3 +397,48 @@ class ForwardDerivative:
         target_row = self._weight[local_target.clamp(min=0)].to(dtype)
         at_target = torch.where(local_target >= 0, -log_prob.expm1() / temperature, 0.0)
         return target_row * at_target.to(dtype)[:, None] - self._exp * scale.to(dtype)[:, None]
+
+
+# --- products
+
+
+def product(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return ``hidden @ weight.T + bias``, ``[..., V / tp]``, in a dtype that may be a more precise one."""
+    logits = hidden.new_empty((*hidden.shape[:-1], len(weight)), dtype=dtype)
+    multiply(hidden.flatten(0, -2), weight.T, bias, logits.flatten(0, -2))
+    return logits
+
+
+def multiply(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write ``a @ b + bias`` into ``out``, in the precision of ``out``, which may be higher than theirs."""
+    if a.dtype != out.dtype:
+        out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+        add_product(out, a, b)
+    elif bias is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(bias, a, b, out=out)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, *, may_round: bool = False) -> None:
+    """Add ``a @ b`` to ``total``, in the precision of ``total``, which may be higher than that of both.
+
+    With ``may_round`` a product of bfloat16 matrices is rounded to bfloat16 where torch has no product with
+    another dtype, as on a CPU. (A sum in float16 may be beyond its range.)
+    """
+    # torch's build for AMD's GPUs refuses to multiply 16-bit matrices with a float32 result.
+    is_on_nvidia = a.device.type == "cuda" and torch.version.hip is None
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif is_on_nvidia and _TORCH >= (2, 10):
+        # One product that adds: linkedin/Liger-Kernel#1239 measured 13.4 ms, and 23.5 with a sum of its own.
+        # Before torch 2.10 the total must have the dtype of the matrices (pytorch/pytorch#167931).
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif is_on_nvidia and _TORCH >= (2, 8):
+        for rows in ranges(0, len(a), max(_PRODUCT_BYTES // (b.shape[1] * total.element_size()), 1)):
+            total[rows].add_(torch.mm(a[rows], b, out_dtype=total.dtype))
+    elif may_round and a.dtype == torch.bfloat16:
+        total += torch.mm(a, b)
+    else:
+        for part in ranges(0, len(b), _CONVERTED_COLUMNS):
+            total.addmm_(a[:, part].to(total.dtype), b[part].to(total.dtype))

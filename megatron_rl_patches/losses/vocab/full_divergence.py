@@ -19,21 +19,17 @@ logits of all and computes what the stretches contribute, and another one puts t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import islice
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..logits.autograd import LogitFunction, Tensors, all_gather
-from ..logits.blocks import Block, each_block
-from ..logits.overwriting import StorageClaim
-from ..logits.rows import Grid, Inputs, LogitSource, Tile, grid_of
-from ..logits.softmax import log_sum_exp, sum_of_rows
 from .divergences import Compared, Divergence, Normalizer
+from .log_probs import log_sum_exp, sum_of_rows
+from .reduction import Block, Blocks, Loss, Writer
+from .sources import Source, Tensors
 
 _MINUS_INF, _INF = float("-inf"), float("inf")
 # Where log-probabilities of a column, or of a block of columns, differ by more nats, one distribution gives
@@ -47,10 +43,7 @@ _LARGE = 16.0
 # The functions of a divergence have eight tensors of a block's size at once. A block is as large as if they
 # had two: measured, smaller blocks cost more in calls than a larger cache saves. Blocks of compiled functions
 # are four times as large on a CPU, and as large as those of other compiled functions on a GPU.
-_BLOCKS: dict[str, Any] = {"buffers": 2, "scale": 2, "has_work": False}
-
-#: Restores the rows of a teacher or of the old policy from so many saved tensors.
-_Restore = tuple[Callable[..., LogitSource], int]
+_BLOCKS = Blocks(2, has_work=False, compiled=2)
 
 
 class DivergenceOptions(NamedTuple):
@@ -75,135 +68,60 @@ class DivergenceOptions(NamedTuple):
         return self.divergence.needs_normalizers or len(self.log_weights) > 1
 
 
-def divergence_of(student: LogitSource, others: Sequence[LogitSource], options: DivergenceOptions) -> Tensor:
-    """Return the divergence ``[n]`` of the student from the teachers, which come first of ``others``.
+class FullDivergence(Loss):
+    """The divergence ``[n]`` of a student from its teachers.
 
-    The old policy is the last of them, if the divergence needs one. All have the same ``n`` rows.
-    """
-    tensors: Tensors = {}
-    restores: list[_Restore] = []
-    for number, other in enumerate(others):
-        of_other, restore = other.saved()
-        of_whom = f"teacher {number}" if number < len(options.log_weights) else "the old policy"
-        tensors |= {f"{name} of {of_whom}": tensor for name, tensor in of_other.items()}
-        restores.append((restore, len(of_other)))
-    function = _FullDivergence(student.claim(), restores, options)
-    (divergence,) = function.apply(student, **tensors)
-    return divergence
-
-
-@dataclass(eq=False)
-class _FullDivergence(LogitFunction):
-    """The divergence ``[n]`` of a student from its teachers, see :func:`divergence_of`.
-
-    Attributes:
-        masks_ruled_out: whether ids that the student rules out have no gradient; forward sets it.
+    The sources are the student, the teachers, and the old policy, if the divergence needs one. All have the
+    same ``n`` rows.
     """
 
-    claim: StorageClaim
-    restores: Sequence[_Restore]
-    options: DivergenceOptions
-    masks_ruled_out: bool = False
+    def __init__(self, options: DivergenceOptions) -> None:
+        self.options = options
+        self.masks_ruled_out = False  # whether ids that the student rules out have no gradient
 
-    def forward(self, source: LogitSource, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
-        comparison, divergence = self._comparison(source, tensors), self.options.divergence
-        in_one_pass = False
+    @property
+    def owners(self) -> list[str]:
+        """Whose the sources behind the first one are."""
+        teachers = [f"teacher {number}" for number in range(len(self.options.log_weights))]
+        return [*teachers, "the old policy"] if self.options.divergence.needs_old else teachers
+
+    def forward(
+        self, sources: Sequence[Source], tensors: Tensors, read: Callable[..., Tensor]
+    ) -> tuple[list[Tensor], Tensors]:
+        divergence, sides, in_one_pass = self.options.divergence, _Sides(sources, self.options), False
         if self.options.needs_normalizers:
-            first_pass = comparison._replace(student=source.without_keeping())
-            normalizers = first_pass.reduce(_normalizers, _add_exp, claim=self.claim)
+            normalizers = read(_normalizers, sides.part(), _add_exp, _BLOCKS, keeps_tiles=False)
         else:
-            parts = comparison.reduce(_conditional_parts, partial(_chain_rule, divergence), claim=self.claim)
+
+            def merge(parts: Sequence[Tensor]) -> Tensor:
+                return _chain_rule(divergence, parts)
+
+            parts = read(_conditional_parts, sides.part(), merge, _BLOCKS)
             normalizers, (value, expected) = parts[:-2], parts[-2:]
             in_one_pass = not (value == _INF).any()
         if not in_one_pass:
-            value, expected, *lost = comparison.reduce(_sums, _add, normalizers)
+            value, expected, *lost = read(_sums, sides.part(normalizers), _add, _BLOCKS)
             value = divergence.without_rounding(value, expected - lost[0] if lost else expected)
         # Next to a distribution that rules every column out, nothing is a number.
         are_numbers = (normalizers != _MINUS_INF).all(0)
         value, expected = (total.where(are_numbers, torch.nan) for total in (value, expected))
         self.masks_ruled_out = divergence.covers_mass and not in_one_pass
-        return [value.to(source.dtype)], {"normalizers": normalizers, "expected": expected, **tensors}
+        return [value.to(sources[0].dtype)], {"normalizers": normalizers, "expected": expected}
 
-    def gradients(
-        self, source: LogitSource, saved: Tensors, needed: Sequence[bool], *gradients: Tensor | None
-    ) -> Inputs:
+    def writer(self, sources: Sequence[Source], saved: Tensors, *gradients: Tensor | None) -> Writer:
         (gradient,) = gradients
         assert gradient is not None
-        normalizers, expected = saved.pop("normalizers"), saved.pop("expected").to(source.dtype)
-        comparison = self._comparison(source, saved)
-        weights = (gradient / source.options.scale)[:, None]
-        of_others = comparison.tiles_of_others()
+        sides, expected = _Sides(sources, self.options), saved["expected"].to(sources[0].dtype)
+        weights, of_all = (
+            (gradient / sources[0].options.scale)[:, None],
+            sides.normalizer(saved["normalizers"]),
+        )
 
-        def of_tile(tile: Tile, out: Tensor) -> None:
-            sides = comparison.sides_of(tile, next(of_others))
-            of_all = sides.normalizer(normalizers)
+        def write(block: Block) -> None:
+            of_rows = of_all.part(block.rows, block.cut), block.part(expected[:, None]), block.part(weights)
+            block.function(block.xs, *sides.arguments(block), of_rows, self.masks_ruled_out, block.out)
 
-            def of_block(block: Block) -> None:
-                rows = slice(tile.rows.start + block.rows.start, tile.rows.start + block.rows.stop)
-                of_rows = of_all.part(rows, block.cut), *map(block.cut, (expected[rows, None], weights[rows]))
-                block.function(*sides.arguments(block), of_rows, self.masks_ruled_out, block.out)
-
-            each_block(tile.logits, _block_derivative, of_block, gradient=out, **_BLOCKS)
-
-        return source.gradients(of_tile, needed, comparison.grid)
-
-    def _comparison(self, source: LogitSource, tensors: Tensors) -> _Comparison:
-        remaining = iter(tensors.values())
-        others = [restore(*islice(remaining, n)) for restore, n in self.restores]
-        return _Comparison(source, others, self.options, grid_of([source, *others]))
-
-
-# --- tiles
-
-
-class _Comparison(NamedTuple):
-    """The student and the others, which are all cut into the same tiles."""
-
-    student: LogitSource
-    others: Sequence[LogitSource]
-    options: DivergenceOptions
-    grid: Grid
-
-    def tiles_of_others(self) -> Iterator[tuple[Tile, ...]]:
-        """Yield the tiles of the others, in step with those of the student."""
-        tiles = [other.tiles(self.grid) for other in self.others]
-        return zip(*tiles, strict=True)
-
-    def sides_of(self, tile: Tile, others: Sequence[Tile]) -> _Sides:
-        """Return what functions of a block need of a tile."""
-        of_each = [one.options.scale for one in (self.student, *self.others)]
-        of_each = of_each[:1] if len(set(of_each)) == 1 else of_each
-        scales = [None if number == 1 else tile.logits.scalar(number) for number in of_each]
-        xs = [other.logits.read_all() for other in others]
-        return _Sides(xs, _Preparation(scales, tile.logits.dtype), self.options)
-
-    def reduce(
-        self,
-        function: Callable[..., Tensor],
-        merge: Callable[[Sequence[Tensor]], Tensor],
-        normalizers: Tensor | None = None,
-        claim: StorageClaim | None = None,
-    ) -> Tensor:
-        """Return float64 values ``[m, n]`` of all columns of all ranks from those of blocks, ``[m, b]``."""
-        of_others = self.tiles_of_others()
-
-        def of_tile(tile: Tile) -> Tensor:
-            sides, values = self.sides_of(tile, next(of_others)), []
-            of_all = None if normalizers is None else sides.normalizer(normalizers)
-
-            def of_block(block: Block) -> None:
-                rows = slice(tile.rows.start + block.rows.start, tile.rows.start + block.rows.stop)
-                of_rows = None if of_all is None else of_all.part(rows, block.cut)
-                values.append(block.function(*sides.arguments(block), of_rows))
-
-            each_block(tile.logits, function, of_block, **_BLOCKS)
-            if not values:  # no rows
-                xs = [tile.logits.read_all(), *sides.others]
-                values.append(function(xs, sides.preparation, sides.options, of_all))
-            return torch.cat(values, 1)
-
-        local = self.student.reduce(of_tile, merge, self.grid)
-        return merge(all_gather(local, self.student.options.tp_group, claim).unbind())
+        return Writer(_block_derivative, write, _BLOCKS)
 
 
 class _Preparation(NamedTuple):
@@ -219,28 +137,38 @@ class _Preparation(NamedTuple):
     dtype: torch.dtype
 
 
-@dataclass(eq=False)
 class _Sides:
-    """What functions of a block get: the others' logits ``[rows, w]`` of a tile, and options."""
+    """What functions of a block get beside the logits of all sides."""
 
-    others: list[Tensor]
-    preparation: _Preparation
-    options: DivergenceOptions
+    def __init__(self, sources: Sequence[Source], options: DivergenceOptions) -> None:
+        student, of_each = sources[0], [source.options.scale for source in sources]
+        of_each = of_each[:1] if len(set(of_each)) == 1 else of_each
+        scales = [None if number == 1 else student.scalar(number) for number in of_each]
+        self._options, self._preparation = options, _Preparation(scales, student.dtype)
+        self._device = student.device
 
-    def arguments(self, block: Block) -> tuple[list[Tensor], _Preparation, DivergenceOptions]:
-        """Return the logits of the student, the teachers and the old policy, all cut alike, and options."""
-        xs = [block.x, *(block.cut(other[block.rows]) for other in self.others)]
-        if not block.is_compiled:
-            return xs, self.preparation, self.options
-        return xs, self.preparation, self._as_tensors
+    def arguments(self, block: Block) -> tuple[_Preparation, DivergenceOptions]:
+        """Return how the logits are prepared, and the options."""
+        return self._preparation, self._options if block.work is not None else self._as_tensors
 
     def normalizer(self, exact: Tensor) -> Normalizer:
         """Return what functions subtract from the logits of all, from normalizers ``[m, n]``."""
-        return Normalizer.of(exact, self.preparation.dtype, _common_scale(self.preparation.scales))
+        return Normalizer.of(exact, self._preparation.dtype, _common_scale(self._preparation.scales))
+
+    def part(self, normalizers: Tensor | None = None) -> Callable[[Block], Tensor]:
+        """Return what computes the statistics of a block."""
+        of_all = None if normalizers is None else self.normalizer(normalizers)
+
+        def part(block: Block) -> Tensor:
+            of_rows = None if of_all is None else of_all.part(block.rows, block.cut)
+            values: Tensor = block.function(block.xs, *self.arguments(block), of_rows)
+            return values
+
+        return part
 
     @cached_property
     def _as_tensors(self) -> DivergenceOptions:
-        return self.options.as_tensors(self.others[0].new_empty(0, dtype=self.preparation.dtype))
+        return self._options.as_tensors(torch.empty(0, dtype=self._preparation.dtype, device=self._device))
 
 
 # --- functions of a block

@@ -31,13 +31,10 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from megatron_rl_patches.losses.deferred import logits as deferred
-from megatron_rl_patches.losses.deferred import options as tile_options
-from megatron_rl_patches.losses.deferred import products, tensor
-from megatron_rl_patches.losses.deferred.options import TileOptions
-from megatron_rl_patches.losses.deferred.tiles import OutputLayerRows
-from megatron_rl_patches.losses.logits.arguments import VocabParallelOptions
-from megatron_rl_patches.losses.logits.rows import rows_of
+from megatron_rl_patches.losses.vocab import deferred, output_layer
+from megatron_rl_patches.losses.vocab.arguments import VocabParallelOptions
+from megatron_rl_patches.losses.vocab.output_layer import OutputLayerRows, TileOptions
+from megatron_rl_patches.losses.vocab.sources import grid_of, rows_of
 from tests.references.dense import IGNORE
 from tests.references.live_bytes import live_bytes
 
@@ -55,7 +52,7 @@ Inputs = dict[str, Tensor]
 
 @pytest.fixture(autouse=True)
 def _nothing_has_been_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor, "_warned", set())
+    monkeypatch.setattr(deferred, "_warned", set())
 
 
 def inputs(dtype: torch.dtype = torch.float32, trained: Sequence[str] = NAMES) -> Inputs:
@@ -313,7 +310,7 @@ def test_tiles_have_all_rows_where_these_fit(width: int) -> None:
         assert most_rows == rows.n and (columns % 256 == 0 or columns == width)
 
 
-@pytest.mark.parametrize("keep_bytes", [0, "auto", 4 * 4 * 1024])  # "auto" keeps nothing on a CPU
+@pytest.mark.parametrize("keep_bytes", [0, 4 * 4 * 1024])
 def test_backward_begins_with_the_tile_that_forward_ended_with(keep_bytes: Any) -> None:
     hidden, weight = torch.randn(4, H, requires_grad=True), torch.randn(4096, H, requires_grad=True)
     targets = torch.tensor([0, 1024, 3000, 4095])
@@ -366,25 +363,6 @@ def test_a_tile_without_rows_is_not_kept_for_other_rows() -> None:
     assert vocab_parallel_log_probs(logits[:3], TOKENS[:3]).shape == (3,)
 
 
-def test_auto_keeps_half_of_what_is_free_at_the_first_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_options, "_automatic", {})
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
-    gpu, options = torch.device("cuda", 0), TileOptions(keep_bytes="auto")
-
-    def kept(free: int) -> int:
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10_000))
-        return options.bytes_to_keep(gpu)
-
-    assert kept(1000) == 0
-    options.backward_ran(gpu)
-    assert kept(1000) == 600
-    # The optimizer has made its state; later memory is free again.
-    assert [kept(400), kept(5000)] == [300, 300]
-    options.backward_ran(gpu)
-    assert kept(5000) == 300
-
-
 class _OnGPU(Tensor):
     """A tensor in host memory that says it is on a GPU."""
 
@@ -412,12 +390,12 @@ def test_a_gpu_adds_products_in_float32_with_every_torch(
     a, b = torch.randn(30, 700).bfloat16(), torch.randn(700, 9).bfloat16()
     expected = 1.0 + a.double() @ b.double()
     total = torch.ones(30, 9)
-    monkeypatch.setattr(products, "_TORCH", release)
+    monkeypatch.setattr(output_layer, "_TORCH", release)
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(products, "_PRODUCT_BYTES", 4 * 9 * 7)  # of seven rows
+    monkeypatch.setattr(output_layer, "_PRODUCT_BYTES", 4 * 9 * 7)  # of seven rows
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch, "addmm", addmm)
-    products.add_product(total, a.as_subclass(_OnGPU), b.as_subclass(_OnGPU))
+    output_layer.add_product(total, a.as_subclass(_OnGPU), b.as_subclass(_OnGPU))
     torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-4)
 
 
@@ -868,7 +846,7 @@ def test_an_output_layer_in_host_memory_comes_tile_by_tile() -> None:
     layer = {"weight": torch.ones(width, H), "bias": torch.ones(width)}
     source = rows_of(deferred_logits(hidden, **layer, tile_bytes=tile_bytes), None, VocabParallelOptions())
     with Sizes() as seen:
-        sizes = [tile.logits.logits.numel() for tile in source.tiles()]
+        sizes = [tile.x.numel() for tile in source.tiles(grid_of([source]))]
     assert sum(sizes) == T * width and 4 * max(sizes) <= tile_bytes
     assert sum(seen.copied) == width * (H + 1)
     assert max(seen.copied) == 1024 * H

@@ -37,8 +37,8 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ..logits.arguments import is_number
-from ..logits.softmax import exp
+from .arguments import is_number
+from .log_probs import exp
 
 DivergenceName = Literal[
     "reverse_kl",

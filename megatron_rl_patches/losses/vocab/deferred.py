@@ -5,24 +5,35 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...common.devices import on_device
 from ...common.messages import Message
 from ...errors import InvalidInputError
-from ..logits.arguments import DEFAULT, VocabParallelOptions
-from ..logits.autograd import Tensors, gradients_of_inputs, save_source
-from ..logits.rows import Inputs, LogitSource, SelectedRows
-from ..logits.slices import RowIndex, as_one_slice
-from .contents import Contents, OutputLayer
-from .tiles import OutputLayerRows
+from .arguments import (
+    DEFAULT,
+    RowIndex,
+    VocabParallelOptions,
+    as_one_slice,
+    check_floats,
+    check_group,
+    check_no_transform,
+)
+from .autograd import gradients_of_inputs, save_sources
+from .output_layer import OutputLayerRows, StoredTiles, TileOptions, product
+from .sources import Inputs, SelectedRows, Source, Tensors
 
+Product = Callable[[Tensor], Tensor]
 aten = torch.ops.aten
 _PACKAGE, _TORCH = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
 _MATERIALIZED = Message(
@@ -31,6 +42,247 @@ _MATERIALIZED = Message(
     "If memory runs out, use a loss of this package there, or leave out lean-head.",
 )
 _warned: set[tuple[str, str, int]] = set()
+
+
+def deferred_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    tile_bytes: int | None = None,
+    keep_bytes: int = 0,
+    logit_dtype: torch.dtype | None = None,
+) -> DeferredLogits:
+    """Return the logits ``hidden @ weight.T + bias`` without computing them.
+
+    The functions of :mod:`megatron_rl_patches.losses` that take logits take these, and compute them in tiles
+    that they forget; see :class:`DeferredLogits` for what other code sees.
+
+    Args:
+        hidden: ``[..., h]``, what the output layer would get: with ``sequence_parallel`` this rank's part of
+            the first dimension.
+        weight: ``[V / tp, h]``, in the dtype of ``hidden``: this rank's rows of the output layer. It may be
+            frozen, and it may be that of the embedding. Where nothing has a gradient it may stay in host
+            memory, best pinned: the losses copy it to the device of ``hidden`` in parts, one for each tile.
+            At most two of them are there at a time.
+        bias: ``[V / tp]``, where the weight is.
+        tp_group: ranks that hold the other rows of the weight. The gradient of ``hidden`` is summed over
+            them; the losses need the group as well.
+        sequence_parallel: ``hidden`` is split over ``tp_group``: it is gathered here, and its gradient is
+            reduce-scattered.
+        tile_bytes: how much memory the logits of one tile take. Default: 64 MiB on a CPU; 512 MiB on a GPU,
+            and 1 GiB where all logits take 2 GiB or more. On each device, the last tile of the latest forward
+            stays in memory until its backward, or until other logits are read.
+        keep_bytes: how much more memory the forward of each loss may fill with logits until its backward,
+            which then need not compute them again: with all of them it multiplies three times instead of
+            four. Several losses that wait take as much each. ``"auto"`` takes half of what is free on a GPU
+            at the first backward of the process, and never more later; before that, and on a CPU, it takes
+            nothing.
+        logit_dtype: ``torch.float32``: the logits of 16-bit ``hidden`` and ``weight`` are not rounded, as if
+            both had been converted to float32 before. Their gradient is rounded to the dtype of ``hidden``
+            before it is multiplied, as by Megatron's ``ColumnParallelLinear`` with an ``output_dtype``.
+            ``None``: the logits have the dtype of ``hidden``.
+
+    Returns:
+        Logits ``[..., V / tp]`` in that dtype, of whole sequences. What is computed from them
+        has gradients for ``hidden``, ``weight`` and ``bias``; those of bfloat16 and float16 are accumulated
+        in float32. Without an NVIDIA GPU and torch 2.8, what a tile adds to that of ``hidden`` is rounded
+        to bfloat16 first.
+
+    Raises:
+        InvalidInputError: arguments do not fit; before any communication, on every rank alike.
+    """
+    check_floats(hidden=hidden, weight=weight, **({} if bias is None else {"bias": bias}))
+    if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or len(weight) == 0:
+        raise InvalidInputError(
+            f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}, expected [..., h] and "
+            "[vocab / tp, h]"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise InvalidInputError(f"bias is {list(bias.shape)}, expected {list(weight.shape[:1])}")
+    inputs = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    has_gradient = hidden.requires_grad or any(tensor.requires_grad for tensor in inputs.values())
+    for name, tensor in inputs.items():
+        may_differ = not has_gradient and not tensor.is_meta
+        if tensor.dtype != hidden.dtype or (not may_differ and tensor.device != hidden.device):
+            raise InvalidInputError(
+                f"{name} is {tensor.dtype} on {tensor.device}, expected {hidden.dtype} on {hidden.device} as "
+                "hidden is; another device is possible where nothing requires a gradient"
+            )
+    check_group(tp_group)
+    check_no_transform(hidden, weight, bias)
+    if sequence_parallel and tp_group is None:
+        raise InvalidInputError("sequence_parallel is True without tp_group: pass the group it is split over")
+    tiling = TileOptions(tile_bytes, keep_bytes, logit_dtype=logit_dtype)
+    if logit_dtype is not None and hidden.dtype == torch.float64:
+        raise InvalidInputError("logit_dtype is torch.float32, and hidden is torch.float64: leave it out")
+    whole = gather_sequence(hidden, tp_group) if sequence_parallel else sum_gradient(hidden, tp_group)
+
+    def materialized(hidden: Tensor) -> Tensor:
+        own_bias = None if bias is None else bias.to(hidden.device)
+        if logit_dtype not in (None, hidden.dtype):
+            return product(hidden, weight.to(hidden.device), own_bias, logit_dtype)
+        return torch.nn.functional.linear(hidden, weight.to(hidden.device), own_bias)
+
+    return defer(whole, weight, bias, tiling, materialized)
+
+
+def defer(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, tiling: TileOptions, product: Product
+) -> DeferredLogits:
+    """Return :class:`DeferredLogits` of whole sequences.
+
+    Args:
+        hidden: ``[..., h]``, whose gradient needs no further reduction.
+        product: computes logits ``[..., V / tp]`` of hidden states ``[..., h]`` for code that reads them.
+    """
+    hidden_th = hidden.flatten(0, -2)
+    if hidden_th.is_inference():  # torch counts no writes to it
+        hidden_th = hidden_th.clone()
+    rows = OutputLayerRows(hidden_th, weight, bias, slice(0, len(hidden_th)), tiling)
+    layer = OutputLayer(rows, hidden.shape[:-1], product)
+    logits: DeferredLogits = Defer.apply(layer, *rows.inputs)  # type: ignore[no-untyped-call]
+    # Without grad mode they have no graph. They may get that of an autograd function of other code later.
+    logits._has_gradient = logits.requires_grad
+    return logits
+
+
+def dense(logits: Tensor) -> Tensor:
+    """Return deferred logits as an ordinary tensor in their memory, without a warning; others as they are."""
+    return logits.plain("") if isinstance(logits, DeferredLogits) else logits
+
+
+@dataclass(eq=False)
+class OutputLayer:
+    """The logits ``[..., V / tp]`` of an output layer, which deferred logits are rows of.
+
+    Attributes:
+        rows: reads all of them in tiles.
+        shape: their shape without the last dimension.
+        product: computes ``[..., V / tp]`` of hidden states ``[..., h]``, by the output layer's own code.
+        has_hooks: whether a hook waits for their gradient.
+        has_losses: whether a loss has been computed whose gradient does not pass through them.
+        numbers: the number of each row, int64 ``[T]``.
+    """
+
+    rows: OutputLayerRows
+    shape: torch.Size
+    product: Product
+    has_hooks: bool = False
+    has_losses: bool = False
+    lock: Any = field(default_factory=threading.RLock)
+    _logits: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._versions = self._current_versions()
+        self.numbers = torch.arange(self.shape.numel())
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nobody has written to the tensors that the logits come from."""
+        return self._versions == self._current_versions()
+
+    @property
+    def is_materialized(self) -> bool:
+        """Whether some code has read the logits."""
+        return self._logits is not None
+
+    def logits(self) -> Tensor:
+        """Return all logits ``[T, V / tp]``, which nobody may write to; they stay for the next reader."""
+        with self.lock:
+            self._logits = self._computed() if self._logits is None else self._logits
+            return self._logits
+
+    def own_logits(self) -> Tensor:
+        """Return all logits in memory of their own."""
+        with self.lock, self.without_modes():
+            return self._computed() if self._logits is None else self._logits.clone()
+
+    def own(self, values: Tensor) -> Tensor:
+        """Return values in memory of their own: copied, if they are in that of :meth:`logits`."""
+        shared = None if self._logits is None else self._logits.untyped_storage().data_ptr()
+        with self.without_modes():
+            return values.clone() if values.untyped_storage().data_ptr() == shared else values
+
+    def _computed(self) -> Tensor:
+        if not self.is_unchanged:
+            raise InvalidInputError(
+                "the hidden states or the weight behind deferred logits were overwritten before "
+                "the logits were used: compute what needs the logits first, for instance before the "
+                "optimizer's step"
+            )
+        hidden = self.rows.hidden
+        StoredTiles.free_last(hidden.device)
+        with self.without_modes():
+            logits = self.product(hidden.view(*self.shape, hidden.shape[1])).detach()
+        return logits.reshape(-1, logits.shape[-1])
+
+    @contextmanager
+    def without_modes(self) -> Iterator[None]:
+        """Compute what does not depend on the autograd and autocast modes of who reads the values."""
+        is_inference = any(t.is_inference() for t in self.rows.inputs if t is not None)
+        autocast = torch.autocast(self.rows.device.type, enabled=False)
+        with torch.inference_mode(is_inference), torch.no_grad(), autocast:
+            yield
+
+    def _current_versions(self) -> list[tuple[int, int]]:
+        tensors = self.rows.inputs
+        return [(t._version, t.data_ptr()) for t in tensors if t is not None and not t.is_inference()]
+
+
+class Division(NamedTuple):
+    """A division of all logits by a number, which a tensor may hold.
+
+    Attributes:
+        in_graph: whether autograd has recorded it, in case that the logits have a graph.
+    """
+
+    number: float
+    operand: Tensor | float
+    in_graph: bool = True
+
+
+@dataclass(eq=False)
+class Contents:
+    """What deferred logits are; all views of them share it.
+
+    They are rows of an output layer's logits, converted and divided, until code writes to them or gets an
+    ordinary tensor in their memory, since nothing counts what is written there. From then on they are what
+    their memory holds. Copies are contents of their own, which no write to these can change.
+
+    Attributes:
+        layer: what they are rows of.
+        rows: which rows, int64 ``[n]``.
+        divisions: how they have been divided.
+        memory: ``[n, V / tp]``, once other code has a tensor in it, or has written to it.
+    """
+
+    layer: OutputLayer
+    rows: Tensor
+    divisions: tuple[Division, ...] = ()
+    memory: Tensor | None = None
+
+    def values(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows ``[...]`` of the layer's logits as the contents have them, ``[..., V / tp]``.
+
+        The result may be in the memory of the layer's logits.
+        """
+        logits = self.layer.logits()
+        index = as_one_slice(rows.flatten(), logits.device)
+        with self.layer.without_modes():
+            values = logits[index].view(*rows.shape, logits.shape[1]).to(dtype)
+            for division in self.divisions:
+                values = values / division.operand
+            return values
+
+    def own_values(self, dtype: torch.dtype) -> Tensor:
+        """Return the values ``[n, V / tp]`` in memory of their own."""
+        layer = self.layer
+        if self.rows is layer.numbers and not self.divisions and dtype == layer.rows.logit_dtype:
+            return layer.own_logits()
+        return layer.own(self.values(self.rows, dtype))
 
 
 class DeferredLogits(Tensor):
@@ -117,7 +369,7 @@ class DeferredLogits(Tensor):
         layer = self._contents.layer.rows
         return layer.hidden.detach()[on_device(self._rows, layer.device)]
 
-    def loss_source(self, index: RowIndex, options: VocabParallelOptions) -> LogitSource:
+    def loss_source(self, index: RowIndex, options: VocabParallelOptions) -> Source:
         """Return rows of these logits for the functions that read tiles; they count as ``[T, V / tp]``.
 
         Deferred logits are read undivided; what they are divided by becomes part of the options.
@@ -269,7 +521,7 @@ class Defer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, layer: OutputLayer, *inputs: Tensor | None) -> DeferredLogits:
-        save_source(ctx, layer.rows, {})
+        save_sources(ctx, [layer.rows], {})
         rows = layer.numbers
         return DeferredLogits(Contents(layer, rows), rows.view(layer.shape), layer.rows.logit_dtype)
 
@@ -279,9 +531,9 @@ class Defer(torch.autograd.Function):
 
 
 def _gradients_of_logits(
-    layer: OutputLayerRows, saved: Tensors, needed: Sequence[bool], gradient: Tensor
+    layers: Sequence[OutputLayerRows], saved: Tensors, needed: Sequence[bool], gradient: Tensor
 ) -> Inputs:
-    return layer.gradients_of(gradient, needed)
+    return layers[0].gradients_of(gradient, needed)
 
 
 class ToDense(torch.autograd.Function):
@@ -328,3 +580,56 @@ def _warn(operation: str, logits: DeferredLogits) -> None:
 
 def _is_library(file: str) -> bool:
     return file.startswith((_PACKAGE, _TORCH, "<")) or Path(file).parent == Path(copy.__file__).parent
+
+
+# --- ranks that share the hidden states
+
+
+def sum_gradient(hidden: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the hidden states; their gradient is summed over the group.
+
+    So does Megatron's ``copy_to_tensor_model_parallel_region``.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return hidden
+    return _SumGradient.apply(hidden, group)  # type: ignore[no-untyped-call]
+
+
+def gather_sequence(hidden: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return ``[s, ..., h]`` of all ranks' ``[s / tp, ..., h]``; the gradient is summed and scattered.
+
+    So does Megatron's ``gather_from_sequence_parallel_region``.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return hidden
+    return _GatherSequence.apply(hidden, group)  # type: ignore[no-untyped-call]
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        size = dist.get_world_size(group)
+        whole = hidden.new_empty((size * len(hidden), *hidden.shape[1:]))
+        dist.all_gather_into_tensor(whole, hidden.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        size = dist.get_world_size(ctx.group)
+        part = gradient.new_empty((len(gradient) // size, *gradient.shape[1:]))
+        dist.reduce_scatter_tensor(part, gradient.contiguous(), group=ctx.group)
+        return part, None

