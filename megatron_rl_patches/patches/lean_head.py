@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ..engine.patch import Patch
 from ..errors import PatchError
@@ -43,19 +43,19 @@ class LeanHeadOptions:
         lean_head_tile_bytes: the memory of the logits of one tile; 0: 64 MiB on a CPU; 512 MiB on a GPU, and
             1 GiB where all logits take 2 GiB or more.
         lean_head_keep_bytes: the most memory for logits that each call of a loss keeps, so that backward
-            does not compute them again; ``auto``: half of what is free on a GPU at the first backward.
+            does not compute them again.
 
     Raises:
         PatchError: a number is negative.
     """
 
     lean_head_tile_bytes: int = 0
-    lean_head_keep_bytes: int | Literal["auto"] = "auto"
+    lean_head_keep_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("lean_head_tile_bytes", "lean_head_keep_bytes"):
             value = getattr(self, name)
-            if value != "auto" and value < 0:
+            if value < 0:
                 raise PatchError(f"{name} is {value}: expected a number of bytes, 0 or more")
 
 

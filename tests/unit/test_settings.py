@@ -119,7 +119,7 @@ def test_from_the_environment() -> None:
         "finite_step_limit": ("3", 3),
         "inference_roles": ("teacher, judge", ("teacher", "judge")),
         "lean_head_tile_bytes": ("1024", 1024),
-        "lean_head_keep_bytes": ("auto", "auto"),
+        "lean_head_keep_bytes": ("2048", 2048),
         "opd_top_k": (" 32 ", 32),
         "opd_combine": ("average", "average"),
         "opd_divergence": ("forward_kl", "forward_kl"),

@@ -77,9 +77,7 @@ def deferred_logits(
             stays in memory until its backward, or until other logits are read.
         keep_bytes: how much more memory the forward of each loss may fill with logits until its backward,
             which then need not compute them again: with all of them it multiplies three times instead of
-            four. Several losses that wait take as much each. ``"auto"`` takes half of what is free on a GPU
-            at the first backward of the process, and never more later; before that, and on a CPU, it takes
-            nothing.
+            four. Several losses that wait take as much each.
         logit_dtype: ``torch.float32``: the logits of 16-bit ``hidden`` and ``weight`` are not rounded, as if
             both had been converted to float32 before. Their gradient is rounded to the dtype of ``hidden``
             before it is multiplied, as by Megatron's ``ColumnParallelLinear`` with an ``output_dtype``.

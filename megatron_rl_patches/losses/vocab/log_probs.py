@@ -31,6 +31,7 @@ Frameworks keep one to three softmaxes and use three to six collectives: slime's
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -409,7 +410,9 @@ def buffered_statistics(
         z.clamp_(min=exp_floor(z.dtype))
     exp_z = exp(z, out=buffers[int(with_entropy)])
     sums = sum_of_columns(exp_z).scatter_(1, largest[:, None], sum_of_columns(of_largest)[:, None])
-    sum_exp_minus_1 = sums.sum(1, dtype=torch.float64)
+    # Next to NaN and +inf nothing is a number, and without a column the sum is zero.
+    of_others = max_logit.nan_to_num(math.nan, math.nan, -1.0).double()
+    sum_exp_minus_1 = sums.sum(1, dtype=torch.float64).where(max_logit.isfinite(), of_others)
     if not with_entropy:
         return max_logit, sum_exp_minus_1
     return max_logit, sum_exp_minus_1, sum_of_columns(z.mul_(exp_z)).sum(1, dtype=torch.float64)

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unfl
 from triton.runtime import interpreter
 
 from megatron_rl_patches import losses
-from megatron_rl_patches.losses.vocab import blocks, compiling
+from megatron_rl_patches.losses.vocab import compiling, reduction
 from megatron_rl_patches.losses.vocab.log_probs import block_gradient, block_statistics
 from tests.lab.kernels.machine_code import load
 from tests.lab.kernels.pretended_gpu import pretended_gpu
@@ -278,8 +278,8 @@ if __name__ == "__main__":
             (compiling, "_compiled", interpreting(sources, errors)),
             (compiling.BlockFunction, "_give_up", _raise),
             # As on a GPU:
-            (blocks, "best_stretch", lambda device: 1024),
-            (blocks, "_as_one_stretch", blocks.stretches),
+            (reduction, "best_stretch", lambda device: 1024),
+            (reduction, "_as_one_stretch", reduction.stretches),
         ):
             stack.enter_context(patch.object(owner, name, value))
         CASES[sys.argv[1]]()

@@ -24,8 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl_patches import losses
 from megatron_rl_patches.common.devices import on_device
-from megatron_rl_patches.losses.vocab.output_layer import add_product
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
+from megatron_rl_patches.losses.vocab.output_layer import add_product
 from tests.lab.rehearsal.recorder import Recorder, recording
 from tests.references.heads import ALL_KEPT, BASE, DEFERRED, Setup, share_of_logits
 
@@ -184,9 +184,8 @@ def log_probs(
     assert (weight.grad is not None and weight.grad.dtype == dtype) == trains
 
 
-def log_probs_of_kept_tiles(dtype: torch.dtype, keep_bytes: Any, backwards: int = 1) -> None:
-    for _ in range(backwards):
-        log_probs(dtype, deferred={"keep_bytes": keep_bytes, "tile_bytes": LOGITS_OF_TILE * dtype.itemsize})
+def log_probs_of_kept_tiles(dtype: torch.dtype) -> None:
+    log_probs(dtype, deferred={"keep_bytes": 1 << 30, "tile_bytes": LOGITS_OF_TILE * dtype.itemsize})
 
 
 @torch.no_grad()
@@ -299,12 +298,7 @@ LOSSES: dict[str, tuple[Case, int | None]] = {
     "deferred": (partial(log_probs, deferred={}), 3),
     "deferred, some rows": (partial(log_probs, deferred={}, some_rows=True), 3),
     "deferred, small tiles": (partial(log_probs, deferred={"tile_bytes": 1 << 23}), None),
-    "deferred, tiles kept": (partial(log_probs_of_kept_tiles, keep_bytes=1 << 30), 4 * 3),
-    # They are kept after the first backward.
-    "deferred, tiles kept automatically": (
-        partial(log_probs_of_kept_tiles, keep_bytes="auto", backwards=2),
-        4 * 4 - 1 + 4 * 3,
-    ),
+    "deferred, tiles kept": (log_probs_of_kept_tiles, 4 * 3),
     "deferred, frozen": (partial(log_probs, deferred={}, trains=False), 2),
     "deferred, frozen, no entropy": (partial(log_probs, deferred={}, trains=False, entropy=False), 2),
     "deferred, scoring": (scoring, 1),

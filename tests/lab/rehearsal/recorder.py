@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_rl_patches.losses import DeferredLogits, output_layer
-from megatron_rl_patches.losses.vocab import options
-from megatron_rl_patches.losses.vocab import compiling, softmax
+from megatron_rl_patches.losses.vocab import at_ids, compiling, log_probs
+from megatron_rl_patches.losses.vocab import output_layer as tiles
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm)
@@ -282,8 +282,8 @@ def _raise(block: Any, error: Exception) -> None:
 def recording(conditions_hold: bool = False, compiling_fails: bool = False) -> Iterator[Recorder]:
     """Let the code inside make fake tensors on the device ``cuda``; the stand-ins must be loaded."""
     recorder = Recorder(conditions_hold)
-    call, buffered_statistics = compiling.BlockFunction.__call__, softmax.buffered_statistics
-    block_gradient = softmax.block_gradient
+    call, buffered_statistics = compiling.BlockFunction.__call__, log_probs.buffered_statistics
+    block_gradient = log_probs.block_gradient
     data_ptr, tolist = torch.UntypedStorage.data_ptr, FakeTensor.tolist
 
     def row_pass(block: Any, *args: Any) -> Any:
@@ -326,7 +326,6 @@ def recording(conditions_hold: bool = False, compiling_fails: bool = False) -> I
         return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
 
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(options._automatic, clear=True))
         for owner, name, value in (
             (fake_tensor, "init_gpu_context", lambda *device: None),  # it would start a kernel
             (FakeTensorMode, "avoid_device_init", True),
@@ -343,8 +342,8 @@ def recording(conditions_hold: bool = False, compiling_fails: bool = False) -> I
             # Under the modes of a rehearsal the functions run as Python, on the blocks of compiled ones.
             (compiling, "_is_disabled", lambda: False),
             (compiling.BlockFunction, "__call__", row_pass),
-            (softmax, "buffered_statistics", buffered),
-            (softmax, "block_gradient", gradient),
+            *((module, "buffered_statistics", buffered) for module in (log_probs, at_ids)),
+            *((module, "block_gradient", gradient) for module in (log_probs, at_ids, tiles)),
             (compiling, "_no_retry_before", 0.0),
             # Where it need not fail, do not go on with plain operators.
             (compiling, "_call_compiled", fail)

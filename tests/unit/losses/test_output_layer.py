@@ -14,8 +14,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, layers
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_rl_patches.losses import DeferredLogits, output_layer
-from megatron_rl_patches.losses.vocab.deferred import dense
 from megatron_rl_patches.losses.output_layer import column_parallel_forward, deferring, language_model_forward
+from megatron_rl_patches.losses.vocab.deferred import dense
 
 HIDDEN = torch.ones(3, 1, 4)
 OWN = object()  # what the layer's own forward returns

@@ -16,9 +16,9 @@ from torch.nn.functional import linear
 
 from megatron_rl_patches import losses
 from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.losses.objectives.topk_divergences import of_buckets
 from megatron_rl_patches.losses.vocab import compiling
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES, divergence_named
-from megatron_rl_patches.losses.objectives.topk_divergences import of_buckets
 from tests.ranks import by_speed
 from tests.references.dense import dense_divergence
 from tests.unit.losses.vocab.sizes import Sizes
