@@ -30,8 +30,6 @@ Frameworks keep one to three softmaxes and use three to six collectives: slime's
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -181,76 +179,73 @@ class LogProbsAndEntropy(Loss):
     def forward(
         self, sources: Sequence[Source], tensors: Tensors, read: Callable[..., Tensor]
     ) -> tuple[tuple[Tensor, Tensor | None], Tensors]:
-        (source,), keep_mask = sources, tensors["keep_mask"]
-        options, ids = source.options, tensors["ids"]
-        valid, column = ids != options.ignore_index, ids - options.tp_rank * source.width
-        column = torch.where(valid & (column >= 0) & (column < source.width), column, -1)
-        temperature, with_entropy = source.temperature(), options.with_entropy
+        (source,), ids, keep_mask = sources, tensors["ids"], tensors["keep_mask"]
+        options, temperature = source.options, source.temperature()
+        with_entropy, has_gradient = options.with_entropy, options.with_entropy and options.entropy_grad
         passes = [(keep_mask, False)] if keep_mask is not None else []
         passes += [(None, with_entropy)] if with_entropy or not passes else []
         sizes = [2 + entropy for _, entropy in passes]
         # Where the logits of a block are copied, the first of two passes must not overwrite them.
         spare = int(len(passes) > 1 and source.copies_rows)
-        has_gradient_of_entropy = with_entropy and options.entropy_grad
-        derivative = None
-        if keep_mask is None and not has_gradient_of_entropy:
-            derivative = source.forward_derivative()
         divisors = _divisors(sizes, source)
+        derivative = None if has_gradient or keep_mask is not None else source.forward_derivative()
 
         def part(block: Block) -> Tensor:
-            of_passes = [
-                (None if mask is None else block.cut(_in_tile(mask, block.rows, block.tile)), entropy)
-                for mask, entropy in passes
-            ]
-            x, work = block.xs[0], block.work
-            if work is None:
-                values = block.function(x, of_passes, temperature)
+            of_passes = [(_of_block(mask, block), entropy) for mask, entropy in passes]
+            if block.work is None:
+                values = block.function(block.xs[0], of_passes, temperature)
             else:
-                values = [buffered_statistics(x, one, temperature, work[spare:]) for one in of_passes]
+                work = block.work[spare:]
+                values = [buffered_statistics(block.xs[0], one, temperature, work) for one in of_passes]
             return torch.stack([value.double() for of_pass in values for value in of_pass])
 
         def of_tile(tile: Tile, statistics: Tensor) -> Tensor:
-            of_target = _column_in(tile, column)
-            logit = torch.where(of_target < 0, _MINUS_INF, tile.at(of_target))
+            column, is_here = _targets_in(tile, ids, source)
+            logit = torch.where(is_here, tile.at(column).double(), _MINUS_INF)
             if keep_mask is not None:
-                is_kept = _in_tile(keep_mask, tile.rows, tile).gather(1, of_target.clamp(min=0)[:, None])
-                own = torch.where((of_target < 0) | is_kept.squeeze(1), _MINUS_INF, logit)
-                both = [statistics[:2], torch.stack([own, torch.zeros_like(own)])]
-                statistics = torch.cat([merged(both, options.scale), statistics[2:]])
-            values = torch.cat([statistics, logit[None]])
+                is_kept = keep_mask[tile.rows, tile.columns].gather(1, column[:, None]).squeeze(1)
+                own = logit.masked_fill(is_kept, _MINUS_INF)
+                of_kept = merged([statistics[:2], torch.stack([own, torch.zeros_like(own)])], options.scale)
+                statistics = torch.cat([of_kept, statistics[2:]])
             if derivative is not None:
-                derivative.add(tile, values[0], of_target)
+                derivative.add(tile, statistics[0], column.where(is_here, -1))
+            values = torch.cat([statistics, logit[None]])
             return values if divisors is None else values / divisors
 
         def merge(parts: Sequence[Tensor]) -> Tensor:
             of_passes = zip(*(torch.split(values[:-1], sizes) for values in parts), strict=True)
-            logit = functools.reduce(torch.maximum, [values[-1] for values in parts])
+            logit = torch.stack([values[-1] for values in parts]).amax(0)
             return torch.cat([*(merged(one, options.temperature) for one in of_passes), logit[None]])
 
         blocks = Blocks(1 + with_entropy + spare)
         total = read(block_statistics, part, merge, blocks, of_tile, keeps_tiles=derivative is None)
-        max_logit, sum_exp_minus_1 = total[:2]
-        exact = (total[-1] - max_logit) / options.temperature - sum_exp_minus_1.log1p()
-        log_prob, entropy = torch.where(valid, exact, 0.0).to(source.dtype), None
+        *of_passes, (target_logit,) = torch.split(total, [*sizes, 1])
+        valid = ids != options.ignore_index
+        # Of the columns that log-probabilities see, and of all columns.
+        kept = of_all = _Softmax(of_passes[0], options)
+        if keep_mask is not None and with_entropy:
+            of_all = _Softmax(of_passes[1], options)
+        exact, entropy = kept.log_prob(target_logit), None
+        log_prob = torch.where(valid, exact, 0.0).to(source.dtype)
         if with_entropy:
-            _, of_all, sum_z_exp = total[-4:-1]
-            entropy = torch.where(valid, of_all.log1p() - sum_z_exp / (1.0 + of_all), 0.0).to(source.dtype)
-        # Backward compares with the logits that this rank reads.
-        total = total if divisors is None else total * divisors
+            exact_entropy = of_all.entropy()
+            entropy = torch.where(valid, exact_entropy, 0.0).to(source.dtype)
         if derivative is not None:
-            of_log_prob = derivative.finish(column, total[0], 1.0 + sum_exp_minus_1, exact)
+            column = ids - options.tp_rank * source.width
+            column = column.where((column >= 0) & (column < source.width), -1)
+            # It compares with the logits that this rank reads.
+            max_logit = kept.max_logit * options.divisor
+            of_log_prob = derivative.finish(column, max_logit, kept.sum_exp, exact)
             return (log_prob, entropy), {"valid": valid, "derivative": of_log_prob}
-        of_rows = {
-            "column": column,
-            "valid": valid,
-            "keep_mask": keep_mask,
-            "log_prob": log_prob.clone(),  # since the caller may change the returned tensor
-            "target_logit": total[-1].to(source.dtype),
-            "softmax": _softmax_of(total[: sizes[0]], source.dtype),
-        }
-        if len(passes) > 1 and options.entropy_grad:
-            of_rows["softmax of the entropy"] = _softmax_of(total[2:-1], source.dtype)
-        return (log_prob, entropy), of_rows
+        # Of the target, whose gradient is more than that of a column, by log-probability and by entropy.
+        of_rows = [exact.expm1(), *kept.for_backward()]  # 1 - p, accurate when p is near 1
+        if has_gradient:
+            log_p = exact if keep_mask is None else of_all.log_prob(target_logit)
+            log_p = log_p.clamp(min=exp_floor(torch.float64))
+            of_target = log_p.exp() * (log_p + exact_entropy)
+            of_rows += [of_target, *of_all.for_backward(), *of_all.mean_z]
+        numbers = torch.stack(of_rows).to(source.dtype)
+        return (log_prob, entropy), {"ids": ids, "valid": valid, "keep_mask": keep_mask, "numbers": numbers}
 
     def gradients(
         self, sources: Sequence[Source], saved: Tensors, needed: Sequence[bool], *gradients: Tensor | None
@@ -265,27 +260,31 @@ class LogProbsAndEntropy(Loss):
         return sources[0].gradients_by_derivative(of_rows)
 
     def writer(self, sources: Sequence[Source], saved: Tensors, *gradients: Tensor | None) -> Writer:
-        (source,), (of_log_prob, of_entropy) = sources, gradients
-        scale, temperature, dtype = source.options.scale, source.temperature(), source.dtype
-        column, valid, keep_mask, log_prob, target_logit, softmax, *others = saved.values()
-        softmax_of_entropy = others[0] if others else softmax
+        """Return what writes ``exp(z) * (a + b * z)``, summed over the softmaxes, and the target's gradient.
+
+        With ``g`` and ``h`` the gradients of log-probability and entropy, a column gets
+        ``-p * (g + h * (z - mean of z)) / T``, where the mean of ``z`` is that of ``p``, and the target
+        ``((1 - p) * g - p * h * (log p + entropy)) / T``. A keep-mask has a ``p`` of its own.
+        """
+        (source,), (g, h), (ids, valid, keep_mask, numbers) = sources, gradients, saved.values()
+        scale, temperature = source.options.scale, source.temperature()
+        of_target, max_logit, weight, *of_all = numbers.unbind()
+        masked = unmasked = NO_SOFTMAX
+        has_grad, at_target = valid, torch.zeros_like(of_target)
+        if g is not None:
+            has_grad, at_target = g != 0, g * of_target
+            masked = _columns(max_logit, weight * g)
+        if h is not None:
+            of_target, max_logit, weight, mean_z = of_all
+            has_grad = h != 0 if g is None else torch.logical_or(g, h)
+            at_target = at_target + h * of_target
+            of_columns = -h * mean_z if g is None or keep_mask is not None else g - h * mean_z
+            unmasked = _columns(max_logit, weight * of_columns, weight * h)
         if keep_mask is None:
-            masked, unmasked = NO_SOFTMAX, _contribution_of(softmax, of_log_prob, of_entropy, scale)
-        else:
-            masked = _contribution_of(softmax, of_log_prob, None, scale)
-            unmasked = _contribution_of(softmax_of_entropy, None, of_entropy, scale)
-        at_target, has_grad = torch.zeros_like(log_prob), torch.zeros_like(valid)
-        if of_log_prob is not None:
-            has_grad |= of_log_prob != 0
-            at_target -= of_log_prob * log_prob.expm1()  # 1 - p, accurate when p is near 1
-        if of_entropy is not None:
-            max_logit, sum_exp, mean_z = softmax_of_entropy
-            has_grad |= of_entropy != 0
-            z = ((target_logit - max_logit) / scale).clamp(min=exp_floor(dtype))
-            at_target -= of_entropy * (z.exp() / sum_exp) * (z - mean_z)
+            masked, unmasked = NO_SOFTMAX, masked if h is None else unmasked
         # Rows that a loss mask leaves out may hold NaN, and zero times NaN is NaN.
-        has_grad &= valid
-        at_target = torch.where(has_grad, at_target / scale, 0.0)
+        has_grad = has_grad & valid
+        at_target = torch.where(has_grad, at_target / -scale, 0.0)
         # On a GPU, reading the answer would make the CPU wait, and masking rows costs nothing.
         all_have_grad = has_grad.device.type == "cpu" and bool(has_grad.all())
         spare = int(source.copies_rows)  # the logits of a block, overwritten with their gradient
@@ -296,19 +295,39 @@ class LogProbsAndEntropy(Loss):
                 block.out,
                 tuple(map(block.part, unmasked)),
                 tuple(map(block.part, masked)),
-                None if masked[1] is None else block.cut(_in_tile(keep_mask, block.rows, block.tile)),
+                None if masked[1] is None else _of_block(keep_mask, block),
                 None if all_have_grad else block.part(has_grad[:, None]),
                 temperature,
                 None if block.work is None else block.work[spare:],
             )
 
         def finish(tile: Tile, gradient: Tensor) -> None:
-            of_target = _column_in(tile, column)
+            column, is_here = _targets_in(tile, ids, source)
             tile = tile._replace(x=gradient)
-            tile.put(of_target, torch.where(of_target < 0, tile.at(of_target), at_target[tile.rows].double()))
+            tile.put(column, torch.where(is_here, at_target[tile.rows].to(gradient.dtype), tile.at(column)))
 
         tensors = spare + (masked[1] is not None and unmasked[1] is not None) + (unmasked[2] is not None)
         return Writer(block_gradient, write, Blocks(tensors), finish)
+
+
+class _Softmax:
+    """A softmax of each row over the whole vocabulary, float64, in the units of the caller's logits."""
+
+    def __init__(self, statistics: Tensor, options: VocabParallelOptions) -> None:
+        self.max_logit, sum_exp_minus_1, *sum_z_exp = statistics.unbind()
+        self.sum_exp, self._options = 1.0 + sum_exp_minus_1, options
+        self._log_sum_exp = sum_exp_minus_1.log1p()
+        self.mean_z = [total / self.sum_exp for total in sum_z_exp]  # one, where there is an entropy
+
+    def log_prob(self, logit: Tensor) -> Tensor:
+        return (logit - self.max_logit) / self._options.temperature - self._log_sum_exp
+
+    def entropy(self) -> Tensor:
+        return self._log_sum_exp - self.mean_z[0]
+
+    def for_backward(self) -> list[Tensor]:
+        """Return the largest logit as this rank reads it, and what ``exp(z)`` is to be multiplied by."""
+        return [self.max_logit * self._options.divisor, -1.0 / (self._options.scale * self.sum_exp)]
 
 
 def _divisors(sizes: Sequence[int], source: Source) -> Tensor | None:
@@ -320,36 +339,22 @@ def _divisors(sizes: Sequence[int], source: Source) -> Tensor | None:
     return torch.tensor([[*of_all, divisor]], dtype=torch.float64, device=source.device).T
 
 
-def _column_in(tile: Tile, column: Tensor) -> Tensor:
-    """Return the targets' columns of the tile's rows in the tile, -1 for those that it does not have."""
-    column = column[tile.rows] - tile.columns.start
-    return torch.where((column >= 0) & (column < tile.columns.stop - tile.columns.start), column, -1)
+def _targets_in(tile: Tile, ids: Tensor, source: Source) -> tuple[Tensor, Tensor]:
+    """Return a column of the tile for each row, and whether it is that of the row's target."""
+    column = ids[tile.rows]
+    if first := source.options.tp_rank * source.width + tile.columns.start:
+        column = column - first
+    is_here = column >= 0
+    if source.options.tp_size > 1 or tile.width < source.width:
+        is_here &= column < tile.width
+    return column.clamp(0, tile.width - 1), is_here
 
 
-def _in_tile(mask: Tensor, rows: slice, tile: Tile) -> Tensor:
-    return mask[rows, tile.columns]
+def _of_block(mask: Tensor | None, block: Block) -> Tensor | None:
+    return None if mask is None else block.cut(mask[block.rows, block.tile.columns])
 
 
-def _softmax_of(statistics: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the largest logit, ``sum(exp(z))`` and the mean of ``z``, ``[2 or 3, n]``, of each row."""
-    max_logit, sum_exp_minus_1, *sum_z_exp = statistics
-    sum_exp = 1.0 + sum_exp_minus_1
-    return torch.stack([max_logit, sum_exp, *(total / sum_exp for total in sum_z_exp)]).to(dtype)
-
-
-def _contribution_of(
-    softmax: Tensor, of_log_prob: Tensor | None, of_entropy: Tensor | None, temperature: float
-) -> SoftmaxGradient:
-    """Return ``-p * (of_log_prob + of_entropy * (z - mean_z)) / T``, right for all but the target."""
-    max_logit, sum_exp, *mean_z = softmax
-    a = b = None
-    if of_log_prob is not None:
-        a = -of_log_prob / (temperature * sum_exp)
-    if of_entropy is not None:
-        b = -of_entropy / (temperature * sum_exp)
-        a = -b * mean_z[0] if a is None else a - b * mean_z[0]
-    if a is None:
-        return NO_SOFTMAX
+def _columns(max_logit: Tensor, a: Tensor, b: Tensor | None = None) -> SoftmaxGradient:
     return max_logit[:, None], a[:, None], None if b is None else b[:, None]
 
 
@@ -404,15 +409,15 @@ def buffered_statistics(
     # The stretch of the largest logit is summed without it: 1 would swallow the digits of the others.
     of_largest = x[torch.arange(len(x), device=x.device), largest] - reference[:, :, 0]
     of_largest = exp(scaled_(of_largest, temperature))
-    of_largest = of_largest.scatter_(1, of_largest.argmax(1, keepdim=True), 0.0)
+    # In its place stands 0, NaN for NaN and +inf, and -1 where no column counts.
+    term = (max_logit[:, None] - reference[:, :, 0]).clamp_(min=-1.0)
+    of_largest = of_largest.scatter_(1, of_largest.argmax(1, keepdim=True), term)
     z = scaled_(torch.sub(x, reference, out=buffers[0]), temperature)
     if with_entropy:
         z.clamp_(min=exp_floor(z.dtype))
     exp_z = exp(z, out=buffers[int(with_entropy)])
     sums = sum_of_columns(exp_z).scatter_(1, largest[:, None], sum_of_columns(of_largest)[:, None])
-    # Next to NaN and +inf nothing is a number, and without a column the sum is zero.
-    of_others = max_logit.nan_to_num(math.nan, math.nan, -1.0).double()
-    sum_exp_minus_1 = sums.sum(1, dtype=torch.float64).where(max_logit.isfinite(), of_others)
+    sum_exp_minus_1 = sums.sum(1, dtype=torch.float64)
     if not with_entropy:
         return max_logit, sum_exp_minus_1
     return max_logit, sum_exp_minus_1, sum_of_columns(z.mul_(exp_z)).sum(1, dtype=torch.float64)

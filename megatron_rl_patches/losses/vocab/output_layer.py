@@ -381,7 +381,8 @@ class ForwardDerivative:
 
         spare, temperature = int(self._layer.copies_rows), self._layer.temperature()
         each_block(self._layer, [tile], block_gradient, write, Blocks(spare), tile.x)
-        tile.put(column, torch.where(column < 0, tile.at(column), 0.0))
+        here = column.clamp(min=0)
+        tile.put(here, tile.at(here).masked_fill(column >= 0, 0.0))
         weights = tile.x.to(self._weight.dtype)
         add_product(self._exp[rows], weights, self._weight[tile.columns], may_round=True)
 

@@ -73,11 +73,10 @@ class Tile(NamedTuple):
         return self.x.shape[1]
 
     def at(self, column: Tensor) -> Tensor:
-        """Return the logit of each row in its column, float64; a negative column stands for the first."""
-        column = column.clamp(min=0)
+        """Return the logit of each row in its column."""
         if isinstance(self.place, slice):
-            return self.x[self.place].gather(1, column[:, None]).squeeze(1).double()
-        return self.x[self.place, column].double()
+            return self.x[self.place].gather(1, column[:, None]).squeeze(1)
+        return self.x[self.place, column]
 
     def rows_at(self, numbers: Tensor) -> Tensor:
         """Return a copy of the logits of some of its rows."""
@@ -86,11 +85,11 @@ class Tile(NamedTuple):
         return self.x.index_select(0, self.place[numbers])
 
     def put(self, column: Tensor, values: Tensor) -> None:
-        """Write one value per row into its column; a negative column stands for the first."""
+        """Write one value per row into its column."""
         numbers: Tensor | slice = self.place
         if isinstance(numbers, slice):
             numbers = torch.arange(numbers.start, numbers.stop, device=self.x.device)
-        self.x[numbers, column.clamp(min=0)] = values.to(self.x.dtype)
+        self.x[numbers, column] = values
 
 
 class Gradients(ABC):
@@ -319,9 +318,11 @@ class _OfLogits(Gradients):
         if not isinstance(index, Tensor):
             self._gradient, stop = logits if in_place else torch.empty_like(logits), 0
             for run in (index,) if isinstance(index, slice) else index:
-                self._gradient[stop : run.start].zero_()
+                if stop < run.start:
+                    self._gradient[stop : run.start].zero_()
                 stop = run.stop
-            self._gradient[stop:].zero_()
+            if stop < len(logits):
+                self._gradient[stop:].zero_()
         elif in_place:
             others = torch.ones(len(logits), dtype=torch.int8, device=logits.device).index_fill_(0, index, 0)
             # Sorting brings the other rows to the front. nonzero() would make the CPU wait for the GPU.
