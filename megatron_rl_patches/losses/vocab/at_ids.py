@@ -24,9 +24,9 @@ from torch import Tensor
 
 from .arguments import Rows, VocabParallelOptions, valid_indices
 from .distributions import NO_ENTRY
-from .log_probs import NO_SOFTMAX, block_gradient, block_statistics, buffered_statistics, merged
-from .reduction import Block, Blocks, Loss, Writer, rows_of_block
-from .sources import Source, Tensors, Tile, ranges, rows_of
+from .reduction import Block, Blocks, Loss, Writer, ranges, rows_of_block
+from .softmax import NO_SOFTMAX, block_gradient, block_statistics, buffered_statistics, merged
+from .sources import Source, Tensors, Tile, rows_of
 
 _MINUS_INF = float("-inf")
 BLOCKS_WITH_MASK = 4  # on a GPU, times the size of other blocks, since they have a mask of their size
@@ -117,7 +117,7 @@ class LogProbsAt(Loss):
         self, sources: Sequence[Source], tensors: Tensors, read: Callable[..., Tensor]
     ) -> tuple[list[Tensor], Tensors]:
         (source,), indices = sources, tensors["indices"]
-        options, temperature, first = source.options, source.temperature(), _first_id(source)
+        options, temperature, first = source.options, source.temperature, _first_id(source)
 
         def part(block: Block) -> Tensor:
             x, work = block.xs[0].flatten(1), block.work
@@ -166,7 +166,7 @@ class LogProbsAt(Loss):
         return [log_probs, log_tail.to(source.dtype, copy=True)], of_rows
 
     def writer(self, sources: Sequence[Source], saved: Tensors, *gradients: Tensor | None) -> Writer:
-        (source,), indices, temperature = sources, saved["indices"], sources[0].temperature()
+        (source,), indices, temperature = sources, saved["indices"], sources[0].temperature
         of_rows, first = _row_terms(saved, source, *gradients), _first_id(source)
         spare = int(source.copies_rows)
 

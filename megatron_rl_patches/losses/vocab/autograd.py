@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from itertools import islice
 from typing import Any, ParamSpec, TypeVar
 
@@ -62,7 +60,7 @@ def gradients_of_inputs(
         return (None,) * len(sources[0].inputs)
     with torch.no_grad():
         needed = ctx.needs_input_grad[before:]
-        results: Inputs = without_autocast(compute)(sources, others, needed, *gradients)
+        results: Inputs = compute(sources, others, needed, *gradients)
     if not torch.is_grad_enabled():  # without create_graph=True
         return results
     computed_from = *sources[0].inputs, *gradients
@@ -108,20 +106,3 @@ class _DifferentiableOnce(torch.autograd.Function):
             "a gradient that deferred logits or a vocabulary-parallel loss have computed cannot be "
             "differentiated twice: second derivatives need ordinary logits and torch.log_softmax"
         )
-
-
-def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function, run with autocast switched off.
-
-    Forward and backward, which may differ in what autocast says, must read the same numbers.
-    """
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with ExitStack() as stack:
-            for device in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, enabled=False))
-            return function(*args, **kwargs)
-
-    return run

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from ...errors import InvalidInputError
 from .arguments import is_number
-from .log_probs import exp
+from .softmax import exp
 
 DivergenceName = Literal[
     "reverse_kl",

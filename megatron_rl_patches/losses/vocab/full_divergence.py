@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from .divergences import Compared, Divergence, Normalizer
-from .log_probs import log_sum_exp, sum_of_rows
 from .reduction import Block, Blocks, Loss, Writer
+from .softmax import log_sum_exp, sum_of_rows
 from .sources import Source, Tensors
 
 _MINUS_INF, _INF = float("-inf"), float("inf")

@@ -23,9 +23,9 @@ from torch import Tensor
 from ...common.devices import each_prefetched, on_device
 from ...errors import InvalidInputError
 from .arguments import DEFAULT, VocabParallelOptions, check_integer
-from .log_probs import NO_SOFTMAX, block_gradient, exp_floor, finite
-from .reduction import Block, Blocks, each_block
-from .sources import Gradients, Grid, Inputs, Source, Tensors, Tile, best_stretch, ranges
+from .reduction import Block, Blocks, best_stretch, each_block, ranges
+from .softmax import NO_SOFTMAX, block_gradient, exp_floor, finite
+from .sources import Gradients, Grid, Inputs, Source, Tensors, Tile
 
 _MIB = 1 << 20
 _LARGE_TILE = 1 << 30
@@ -119,12 +119,10 @@ class OutputLayerRows(Source):
     computes_tiles = True
 
     def __post_init__(self) -> None:
-        index, self.device = self.index, self.hidden.device
-        self.n = len(index) if isinstance(index, Tensor) else index.stop - index.start
-        self.width, self.inputs = len(self.weight), (self.hidden, self.weight, self.bias)
+        index, inputs = self.index, (self.hidden, self.weight, self.bias)
+        n = len(index) if isinstance(index, Tensor) else index.stop - index.start
         self.logit_dtype = self.tiling.logit_dtype or self.hidden.dtype
-        self.dtype = torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
-        self.copies_rows = self.logit_dtype != self.dtype
+        self.set_up(self.options, n, len(self.weight), self.logit_dtype, inputs, False)
 
     # --- as a source
 
@@ -379,7 +377,7 @@ class ForwardDerivative:
             work = None if block.work is None else block.work[spare:]
             block.function(block.xs[0], block.out, part, NO_SOFTMAX, None, None, temperature, work)
 
-        spare, temperature = int(self._layer.copies_rows), self._layer.temperature()
+        spare, temperature = int(self._layer.copies_rows), self._layer.temperature
         each_block(self._layer, [tile], block_gradient, write, Blocks(spare), tile.x)
         here = column.clamp(min=0)
         tile.put(here, tile.at(here).masked_fill(column >= 0, 0.0))

@@ -17,11 +17,13 @@ Statistics travel between tiles and ranks as float64, in the units of the logits
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,11 +31,13 @@ from torch import Tensor
 
 from . import compiling
 from .arguments import VocabParallelOptions
-from .autograd import gradients_of_inputs, save_sources, without_autocast
-from .sources import STRETCH, Grid, Inputs, Place, Runs, Source, Tensors, Tile, best_stretch, grid_of, ranges
+from .autograd import gradients_of_inputs, save_sources
+from .sources import Grid, Inputs, Place, Runs, Source, Tensors, Tile
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _MIB = 1 << 20
-_SHORTEST_STRETCH = 64  # columns
+_STRETCH, _SHORTEST_STRETCH = 256, 64  # columns, on a CPU
 _BLOCKS_OF_GPU = 16
 
 
@@ -122,8 +126,10 @@ class Loss(ABC):
     ) -> tuple[Sequence[Tensor | None], Tensors]:
         """Return the results, and the tensors that :meth:`writer` needs; ``read`` is :func:`_read`."""
 
-    def writer(self, sources: Sequence[Any], saved: Tensors, *gradients: Tensor | None) -> Writer:
+    def writer(self, sources: Sequence[Any], saved: Tensors, *gradients: Tensor | None) -> Writer | Tensor:
         """Return what writes the gradient of the first source, if there is one.
+
+        Where forward has summed up the derivative, return it for each row, weighted with the gradients.
 
         Args:
             gradients: of the results; ``None`` for a result that nobody differentiates.
@@ -134,7 +140,10 @@ class Loss(ABC):
         self, sources: Sequence[Any], saved: Tensors, needed: Sequence[bool], *gradients: Tensor | None
     ) -> Inputs:
         """Return the gradients of the first source's inputs; ``None`` for one that needs none."""
-        writer, totals = self.writer(sources, saved, *gradients), sources[0].gradients(needed)
+        writer = self.writer(sources, saved, *gradients)
+        if isinstance(writer, Tensor):
+            return sources[0].gradients_by_derivative(writer)
+        totals = sources[0].gradients(needed)
         for tiles in _in_step(sources, grid_of(sources), is_backward=True):
             out = totals.out(tiles[0])
             each_block(sources[0], tiles, writer.function, writer.write, writer.blocks, out)
@@ -164,7 +173,25 @@ class _Reduction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        return None, None, None, None, *gradients_of_inputs(ctx, ctx.loss.gradients, 4, *gradients)
+        compute = without_autocast(ctx.loss.gradients)
+        return None, None, None, None, *gradients_of_inputs(ctx, compute, 4, *gradients)
+
+
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function, run with autocast switched off.
+
+    Forward and backward, which may differ in what autocast says, must read the same numbers.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            return function(*args, **kwargs)
+
+    return run
 
 
 # --- tiles and blocks
@@ -211,6 +238,39 @@ def _collect(part: Callable[[Block], Tensor], values: list[Tensor], block: Block
     values.append(part(block))
 
 
+def grid_of(sources: Sequence[Source]) -> Grid:
+    """Cut the rows and columns of sources such that the tiles of all take the memory of one tile."""
+    first = sources[0]
+    width = max(first.num_columns, 1)
+    rows, columns = max(first.n, 1), width
+    if cut := [source for source in sources if source.computes_tiles]:
+        shapes = [source.shape_of_tiles(width, len(sources)) for source in cut]
+        rows, columns = (min(sizes) for sizes in zip(*shapes, strict=True))
+    return Grid(ranges(0, first.n, rows) or [slice(0, 0)], columns_of(first, columns), len(sources))
+
+
+def columns_of(source: Source, step: int) -> list[slice]:
+    """Cut the columns that have a token id into ranges of so many; one column, if this rank has no id.
+
+    Where padding follows, what exceeds a multiple of a stretch is a range of its own, and all others can be
+    cut into stretches. It comes first where tiles are computed, since backward begins with the last tile.
+    """
+    count = source.num_columns
+    rest = count % best_stretch(source.device) if count < source.width else 0
+    end = rest if source.computes_tiles else count - rest
+    return [*ranges(0, end, step), *ranges(end, count, step)] or [slice(0, 1)]
+
+
+def best_stretch(device: torch.device) -> int:
+    """Return how many columns a stretch has where the number of columns is a multiple of that."""
+    return 1024 if device.type == "cuda" else _STRETCH
+
+
+def ranges(start: int, stop: int, step: int) -> list[slice]:
+    """Cut a range into parts of so many numbers; the last one may be shorter."""
+    return [slice(number, min(number + step, stop)) for number in range(start, stop, step)]
+
+
 def _in_step(sources: Sequence[Source], grid: Grid, is_backward: bool = False) -> Iterator[tuple[Tile, ...]]:
     return zip(*(source.tiles(grid, is_backward) for source in sources), strict=True)
 
@@ -231,7 +291,7 @@ def each_block(
         gradient: ``[any, w]``, where the tile's rows are to be written.
     """
     tile, options, on_gpu = tiles[0], source.options, source.device.type == "cuda"
-    runs, row_bytes = tile.runs or [(tile.rows, slice(0, 0))], tile.width * source.dtype.itemsize
+    runs, row_bytes = tile.runs or [(tile.rows, slice(0, 0))], tile.x.shape[1] * source.dtype.itemsize
     is_large = options.fused == "auto" and source.n * source.width >= compiling.WORTHWHILE_ELEMENTS
     scale = (
         (blocks.compiled_on_gpu if on_gpu else blocks.compiled) if options.fused is True or is_large else 0
@@ -243,7 +303,7 @@ def each_block(
         cut = _as_one_stretch if is_writing and not on_gpu else stretches
         if isinstance(tile.place, Tensor) and len(runs) == 1:
             scale = 1  # copies of single rows have to fit into the cache
-        compiled_bytes = tile.width * tile.x.itemsize if on_gpu else row_bytes
+        compiled_bytes = tile.x.shape[1] * tile.x.itemsize if on_gpu else row_bytes
         for rows, place in (
             _cut(runs, rows_of_block(tile.x, options, compiled_bytes, scale)) if call.compiled else ()
         ):
@@ -257,7 +317,7 @@ def each_block(
     cut = _uncut if is_writing or not blocks.has_work else stretches
     parts = _cut(runs, rows_of_block(tile.x, options, row_bytes * max(blocks.tensors, 1)), done)
     most = max((rows.stop - rows.start for rows, _ in parts), default=0)
-    size = (blocks.tensors * blocks.has_work, most, tile.width)
+    size = (blocks.tensors * blocks.has_work, most, tile.x.shape[1])
     work = tile.x.new_empty(size, dtype=source.dtype)
     for rows, place in parts:
         buffers = work[:, : rows.stop - rows.start]
@@ -359,7 +419,7 @@ def _width_of_stretches(columns: int, best: int) -> int:
     width = math.gcd(columns, best)
     if width >= _SHORTEST_STRETCH:
         return width
-    divisors = (width for width in range(8 * STRETCH, _SHORTEST_STRETCH, -1) if columns % width == 0)
+    divisors = (width for width in range(8 * _STRETCH, _SHORTEST_STRETCH, -1) if columns % width == 0)
     return next(divisors, columns)
 
 

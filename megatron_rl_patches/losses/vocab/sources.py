@@ -39,7 +39,6 @@ Inputs = tuple[Tensor | None, ...]
 Place = slice | Tensor  # rows of a tensor: a range, or numbers
 Runs = list[tuple[slice, Place]]  # ranges of rows that are read, each with its place
 Tensors = dict[str, Any]  # by the names that errors use; some may be None
-STRETCH = 256  # columns, on a CPU
 
 
 class Grid(NamedTuple):
@@ -115,6 +114,8 @@ class Source(ABC):
         options: how they are read; their scale is that of these logits.
         n: how many rows.
         width: how many columns this rank has, ``V / tp``.
+        num_columns: how many of them have a token id; those behind them pad the vocabulary.
+        temperature: what the logits are divided by as a :meth:`scalar`, or ``None`` where it is 1.
         dtype: that of statistics and gradients: float64 for float64 logits, else float32.
         device: where the logits are, or would be.
         inputs: the tensors that have gradients.
@@ -125,18 +126,33 @@ class Source(ABC):
     options: VocabParallelOptions
     n: int
     width: int
+    num_columns: int
+    temperature: Tensor | None
     dtype: torch.dtype
     device: torch.device
     inputs: Inputs
     copies_rows: bool
     computes_tiles: ClassVar[bool] = False
 
-    @property
-    def num_columns(self) -> int:
-        """How many of this rank's columns have a token id; those behind them pad the vocabulary."""
-        if (size := self.options.vocab_size) is None:
-            return self.width
-        return min(max(size - self.options.tp_rank * self.width, 0), self.width)
+    def set_up(
+        self,
+        options: VocabParallelOptions,
+        n: int,
+        width: int,
+        dtype: torch.dtype,
+        inputs: Inputs,
+        copies_rows: bool,
+    ) -> None:
+        """Set the attributes; ``dtype`` is that of the logits, and the first input says on which device."""
+        assert inputs[0] is not None
+        self.options, self.n, self.width, self.inputs = options, n, width, inputs
+        self.device = inputs[0].device
+        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.copies_rows = copies_rows or dtype != self.dtype
+        self.num_columns, size = width, options.vocab_size
+        if size is not None:
+            self.num_columns = min(max(size - options.tp_rank * width, 0), width)
+        self.temperature = None if options.scale == 1 else self.scalar(options.scale)
 
     @abstractmethod
     def tiles(self, grid: Grid, is_backward: bool = False) -> Iterator[Tile]:
@@ -177,49 +193,12 @@ class Source(ABC):
         """Return the gradients of the inputs from what :meth:`forward_derivative` has summed up, weighted."""
         raise NotImplementedError
 
-    def temperature(self) -> Tensor | None:
-        """Return what the logits are divided by as a :meth:`scalar`, or ``None`` where it is 1."""
-        return None if self.options.scale == 1 else self.scalar(self.options.scale)
-
     def scalar(self, number: float) -> Tensor:
         """Return a number as a tensor without dimensions, in the dtype of the computation.
 
         A compiled function must not see it as a number: each value would be compiled in.
         """
         return torch.full((), number, dtype=self.dtype, device=self.device)
-
-
-def grid_of(sources: Sequence[Source]) -> Grid:
-    """Cut the rows and columns of sources such that the tiles of all take the memory of one tile."""
-    first = sources[0]
-    width = max(first.num_columns, 1)
-    rows, columns = max(first.n, 1), width
-    if cut := [source for source in sources if source.computes_tiles]:
-        shapes = [source.shape_of_tiles(width, len(sources)) for source in cut]
-        rows, columns = (min(sizes) for sizes in zip(*shapes, strict=True))
-    return Grid(ranges(0, first.n, rows) or [slice(0, 0)], columns_of(first, columns), len(sources))
-
-
-def columns_of(source: Source, step: int) -> list[slice]:
-    """Cut the columns that have a token id into ranges of so many; one column, if this rank has no id.
-
-    Where padding follows, what exceeds a multiple of a stretch is a range of its own, and all others can be
-    cut into stretches. It comes first where tiles are computed, since backward begins with the last tile.
-    """
-    count = source.num_columns
-    rest = count % best_stretch(source.device) if count < source.width else 0
-    end = rest if source.computes_tiles else count - rest
-    return [*ranges(0, end, step), *ranges(end, count, step)] or [slice(0, 1)]
-
-
-def best_stretch(device: torch.device) -> int:
-    """Return how many columns a stretch has where the number of columns is a multiple of that."""
-    return 1024 if device.type == "cuda" else STRETCH
-
-
-def ranges(start: int, stop: int, step: int) -> list[slice]:
-    """Cut a range into parts of so many numbers; the last one may be shorter."""
-    return [slice(number, min(number + step, stop)) for number in range(start, stop, step)]
 
 
 # --- logits that exist
@@ -248,17 +227,14 @@ class SelectedRows(Source):
     """
 
     def __init__(self, logits: Tensor, index: RowIndex, options: VocabParallelOptions = DEFAULT) -> None:
-        self.logits, self.index, self.options = logits, index, options
-        self.width, self.device, self.inputs = logits.shape[1], logits.device, (logits,)
-        self.dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        self.copies_rows = isinstance(index, Tensor) or logits.dtype != self.dtype
-        slices = () if isinstance(index, Tensor) else (index,) if isinstance(index, slice) else index
+        self.logits, self.index, are_numbers = logits, index, isinstance(index, Tensor)
         #: Ranges of the n rows, each with its place in the T.
         self._runs: list[tuple[slice, slice]] = []
-        self.n = len(index) if isinstance(index, Tensor) else 0
-        for place in slices:
-            first, self.n = self.n, self.n + place.stop - place.start
-            self._runs.append((slice(first, self.n), place))
+        n = len(index) if isinstance(index, Tensor) else 0
+        for place in () if isinstance(index, Tensor) else (index,) if isinstance(index, slice) else index:
+            first, n = n, n + place.stop - place.start
+            self._runs.append((slice(first, n), place))
+        self.set_up(options, n, logits.shape[1], logits.dtype, (logits,), are_numbers)
 
     def tiles(self, grid: Grid, is_backward: bool = False) -> Iterator[Tile]:
         logits = self.logits.detach()

@@ -19,9 +19,9 @@ from ...errors import InvalidInputError
 from .arguments import Rows, VocabParallelOptions, check_integer
 from .at_ids import BLOCKS_WITH_MASK, log_masses, total_and_tail
 from .distributions import TopKDistribution
-from .log_probs import block_statistics, exp, finite, merged, scaled_, sum_of_rows
-from .reduction import Block, Blocks, Loss, rows_of_block
-from .sources import Source, Tensors, Tile, ranges, rows_of
+from .reduction import Block, Blocks, Loss, ranges, rows_of_block
+from .softmax import block_statistics, exp, finite, merged, scaled_, sum_of_rows
+from .sources import Source, Tensors, Tile, rows_of
 
 _MINUS_INF = float("-inf")
 _SMALLEST_GROUP, _LARGEST_GROUP = 4, 16
@@ -84,7 +84,7 @@ class TopK(Loss):
         self, sources: Sequence[Source], tensors: Tensors, read: Callable[..., Tensor]
     ) -> tuple[list[Tensor], Tensors]:
         (source,), k = sources, self.k
-        options, temperature = source.options, source.temperature()
+        options, temperature = source.options, source.temperature
 
         def part(block: Block) -> Tensor:
             x = block.xs[0].flatten(1)

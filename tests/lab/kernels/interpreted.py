@@ -35,7 +35,7 @@ from triton.runtime import interpreter
 
 from megatron_rl_patches import losses
 from megatron_rl_patches.losses.vocab import compiling, reduction
-from megatron_rl_patches.losses.vocab.log_probs import block_gradient, block_statistics
+from megatron_rl_patches.losses.vocab.softmax import block_gradient, block_statistics
 from tests.lab.kernels.machine_code import load
 from tests.lab.kernels.pretended_gpu import pretended_gpu
 from tests.lab.kernels.sources import CAPABILITY, Source, tensors_of

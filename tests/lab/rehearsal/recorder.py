@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_rl_patches.losses import DeferredLogits, output_layer
-from megatron_rl_patches.losses.vocab import at_ids, compiling, log_probs
+from megatron_rl_patches.losses.vocab import at_ids, compiling, log_probs, softmax
 from megatron_rl_patches.losses.vocab import output_layer as tiles
 
 aten = torch.ops.aten
@@ -282,8 +282,8 @@ def _raise(block: Any, error: Exception) -> None:
 def recording(conditions_hold: bool = False, compiling_fails: bool = False) -> Iterator[Recorder]:
     """Let the code inside make fake tensors on the device ``cuda``; the stand-ins must be loaded."""
     recorder = Recorder(conditions_hold)
-    call, buffered_statistics = compiling.BlockFunction.__call__, log_probs.buffered_statistics
-    block_gradient = log_probs.block_gradient
+    call, buffered_statistics = compiling.BlockFunction.__call__, softmax.buffered_statistics
+    block_gradient = softmax.block_gradient
     data_ptr, tolist = torch.UntypedStorage.data_ptr, FakeTensor.tolist
 
     def row_pass(block: Any, *args: Any) -> Any:

@@ -34,7 +34,8 @@ from megatron_rl_patches.losses import (
 from megatron_rl_patches.losses.vocab import deferred, output_layer
 from megatron_rl_patches.losses.vocab.arguments import VocabParallelOptions
 from megatron_rl_patches.losses.vocab.output_layer import OutputLayerRows, TileOptions
-from megatron_rl_patches.losses.vocab.sources import grid_of, rows_of
+from megatron_rl_patches.losses.vocab.reduction import grid_of
+from megatron_rl_patches.losses.vocab.sources import rows_of
 from tests.references.dense import IGNORE
 from tests.references.live_bytes import live_bytes
 

@@ -1,0 +1,219 @@
+"""Softmax statistics and gradients of a block of rows, with plain operators that may be compiled.
+
+Compiled, :func:`block_statistics` and :func:`block_gradient` each read the logits in a single kernel. Where
+nothing is compiled, :func:`buffered_statistics` takes the place of the first, and the operators write into
+buffers that stay in the cache.
+
+What a block of columns adds to a row, with ``z = (x - max_logit) / T``:
+
+* ``max_logit``, -inf where no column counts,
+* ``sum_exp_minus_1 = sum(exp(z)) - 1``,
+* ``sum_z_exp = sum(z * exp(z))``, for the entropy.
+
+Numerics: a sum over a row is made of float32 sums over stretches of some hundred columns, which are added
+up in float64. The row's largest term, ``exp(0) = 1``, is left out of its stretch, since it would swallow the
+digits of all others where these are small. Measured against float64, log-probabilities and entropies have a
+relative error of 1e-7 in ordinary cases, and below 2e-6 in the worst cases of the tests. A gradient holds
+single terms ``exp(z)``, whose relative error grows with ``-z``, to 4e-6 for probabilities below 1e-20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .reduction import stretches
+
+_MINUS_INF = float("-inf")
+_LOG2_E = 1.4426950408889634
+_LONGEST_STRETCH = 4096  # that is summed in float32
+
+#: What one softmax contributes to the gradient of rows ``x``: ``(max_logit, a, b)``, ``[n, 1]`` each, mean
+#: ``exp(z) * (a + b * z)`` with ``z = (x - max_logit) / temperature``. ``b`` is ``None`` where no entropy is
+#: differentiated, and all three are where there is no softmax: torch.compile guards on the members of an
+#: argument that it has seen before, and fails if the argument itself becomes ``None``.
+SoftmaxGradient = tuple[Tensor | None, Tensor | None, Tensor | None]
+NO_SOFTMAX: SoftmaxGradient = (None, None, None)
+#: Of one softmax: the keep-mask ``[rows, stretches, columns]`` or ``None``, and whether there is an entropy.
+_Pass = tuple[Tensor | None, bool]
+
+
+def block_statistics(
+    x: Tensor, passes: Sequence[_Pass], temperature: Tensor | None
+) -> list[tuple[Tensor, ...]]:
+    """Return the statistics of each pass over logits ``[rows, stretches, columns]``.
+
+    Compiled, one kernel reads the logits, once for all passes. Small ones merge the stretches of each row.
+    """
+    x = x if x.dtype == torch.float64 else x.float()
+    return [_merged_stretches(x, one_pass, temperature) for one_pass in passes]
+
+
+def _merged_stretches(x: Tensor, one_pass: _Pass, temperature: Tensor | None) -> tuple[Tensor, ...]:
+    keep_mask, with_entropy = one_pass
+    if keep_mask is not None:
+        x = torch.where(keep_mask, x, _MINUS_INF)
+    max_logits = x.amax(2)
+    difference = x - finite(max_logits)[:, :, None]
+    exp_z = exp(difference, scale=temperature)
+    # The stretch of the largest logit is read again, for a sum without 1, and with the digits of the others.
+    max_logit, largest = max_logits.max(1)
+    of_largest = x[torch.arange(len(x), device=x.device), largest] - finite(max_logit)[:, None]
+    is_largest = of_largest == 0
+    others = sum_of_columns(exp(of_largest, scale=temperature).masked_fill(is_largest, 0.0))
+    minus_1 = others.double() + (sum_of_columns(is_largest.to(x.dtype)).double() - 1.0)
+    in_largest = torch.arange(x.shape[1], device=x.device) == largest[:, None]
+    parts = [max_logits, torch.where(in_largest, minus_1[:, None], sum_of_columns(exp_z).double() - 1.0)]
+    if with_entropy:
+        weighted = torch.where(exp_z == 0, 0.0, difference * exp_z)  # -inf * 0 would be NaN
+        parts.append(scaled_(sum_of_columns(weighted), temperature))
+    return _merged([values.T for values in parts], temperature)
+
+
+def buffered_statistics(
+    x: Tensor, one_pass: _Pass, temperature: Tensor | None, buffers: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the statistics of one pass over logits ``[rows, stretches, columns]``.
+
+    ``buffers`` ``[1 or 2, rows, stretches, columns]`` are overwritten; ``x`` may be the first of them.
+    """
+    keep_mask, with_entropy = one_pass
+    if keep_mask is not None:
+        minus_inf = torch.full((), _MINUS_INF, dtype=x.dtype, device=x.device)
+        x = torch.where(keep_mask, x, minus_inf, out=buffers[0])
+    max_logit, largest = x.amax(2).max(1)
+    reference = finite(max_logit)[:, None, None]
+    # The stretch of the largest logit is summed without it: 1 would swallow the digits of the others.
+    of_largest = x[torch.arange(len(x), device=x.device), largest] - reference[:, :, 0]
+    of_largest = exp(scaled_(of_largest, temperature))
+    # In its place stands 0, NaN for NaN and +inf, and -1 where no column counts.
+    term = (max_logit[:, None] - reference[:, :, 0]).clamp_(min=-1.0)
+    of_largest = of_largest.scatter_(1, of_largest.argmax(1, keepdim=True), term)
+    z = scaled_(torch.sub(x, reference, out=buffers[0]), temperature)
+    if with_entropy:
+        z.clamp_(min=exp_floor(z.dtype))
+    exp_z = exp(z, out=buffers[int(with_entropy)])
+    sums = sum_of_columns(exp_z).scatter_(1, largest[:, None], sum_of_columns(of_largest)[:, None])
+    sum_exp_minus_1 = sums.sum(1, dtype=torch.float64)
+    if not with_entropy:
+        return max_logit, sum_exp_minus_1
+    return max_logit, sum_exp_minus_1, sum_of_columns(z.mul_(exp_z)).sum(1, dtype=torch.float64)
+
+
+def finite(max_logit: Tensor) -> Tensor:
+    """Replace -inf, the largest logit where no column counts."""
+    return max_logit.clamp(min=torch.finfo(max_logit.dtype).min)
+
+
+def merged(parts: Sequence[Tensor], temperature: float) -> Tensor:
+    """Return the statistics ``[2 or 3, n]`` over all columns from those of parts.
+
+    In float64 and in the order of the parts, so that ranks that have the same parts get the same bits.
+    """
+    return torch.stack(_merged(torch.stack(list(parts)).unbind(1), temperature))
+
+
+def _merged(parts: Sequence[Tensor], temperature: float | Tensor | None) -> tuple[Tensor, ...]:
+    max_logits, sums, *sums_z_exp = parts
+    max_logit = max_logits.amax(0)
+    z = scaled_(max_logits - finite(max_logit), temperature)
+    weights = z.exp()
+    # The weight of the largest part, 1, is left out: the result is the sum minus 1.
+    is_largest = max_logits == max_logit
+    of_others = weights.masked_fill(is_largest, 0.0).sum(0, dtype=torch.float64)
+    sum_exp_minus_1 = (weights * sums).sum(0) + of_others + (is_largest.double().sum(0) - 1.0)
+    statistics = max_logit.double(), torch.where(max_logit == _MINUS_INF, -1.0, sum_exp_minus_1)
+    if not sums_z_exp:
+        return statistics
+    z = torch.where(weights == 0, 0.0, z)
+    return *statistics, (weights * (sums_z_exp[0] + z * (1.0 + sums))).sum(0)
+
+
+def block_gradient(
+    x: Tensor,
+    out: Tensor,
+    unmasked: SoftmaxGradient,
+    masked: SoftmaxGradient,
+    keep_mask: Tensor | None,
+    has_grad: Tensor | None,
+    temperature: Tensor | None,
+    buffers: Tensor | None,
+) -> None:
+    """Write the gradient of logits ``x`` ``[rows, ...]`` into ``out``, which may be ``x`` itself.
+
+    Args:
+        buffers: ``[k, rows, ...]`` in the dtype of ``out``, to be overwritten: the first for a masked
+            contribution beside an unmasked one, the last for ``z`` where there is a ``b``.
+    """
+    total: Tensor | None = None
+    if keep_mask is not None:
+        work = None if buffers is None else out if unmasked[1] is None else buffers[0]
+        total = _contribution(x, masked, temperature, work, work).masked_fill_(~keep_mask, 0.0)
+    if unmasked[1] is not None:
+        exp_out = None if buffers is None else out
+        z_out = exp_out if buffers is None or unmasked[2] is None else buffers[-1]
+        part = _contribution(x, unmasked, temperature, z_out, exp_out)
+        total = part if total is None else part.add_(total)
+    if total is None:
+        total = torch.zeros_like(out)
+    if has_grad is not None:
+        total.masked_fill_(~has_grad, 0.0)
+    if total is not out:
+        out.copy_(total)
+
+
+def _contribution(
+    x: Tensor,
+    softmax: SoftmaxGradient,
+    temperature: Tensor | None,
+    z_out: Tensor | None,
+    exp_out: Tensor | None,
+) -> Tensor:
+    """Return ``exp(z) * (a + b * z)``. Both buffers may be the same tensor if ``b`` is ``None``."""
+    max_logit, a, b = softmax
+    assert max_logit is not None and a is not None
+    z = scaled_(torch.sub(x.to(max_logit.dtype), max_logit, out=z_out), temperature)
+    if b is None:
+        return exp(z, exp_out).mul_(a)
+    if exp_out is None:
+        exp_z = exp(z)
+        return torch.where(exp_z == 0, a, z.mul_(b).add_(a)).mul_(exp_z)  # where -inf * 0 would be NaN
+    z.clamp_(min=exp_floor(z.dtype))
+    return exp(z, exp_out).mul_(z.mul_(b).add_(a))
+
+
+def exp(z: Tensor, out: Tensor | None = None, *, scale: Tensor | None = None) -> Tensor:
+    """Return ``exp(z / scale)`` by way of ``exp2``: on some CPUs ``torch.exp`` takes three times as long."""
+    return torch.mul(z, _LOG2_E if scale is None else _LOG2_E / scale, out=out).exp2_()
+
+
+def exp_floor(dtype: torch.dtype) -> float:
+    """Return a ``z`` with ``exp(z) == 0`` to take the place of -inf, since ``0 * inf`` is not a number."""
+    return -750.0 if dtype == torch.float64 else -110.0
+
+
+def sum_of_rows(x: Tensor) -> Tensor:
+    """Return sums over rows ``[b, w]`` or stretches ``[b, stretches, columns]``, in float64."""
+    if x.dim() == 3:
+        return sum_of_columns(x).double()
+    return sum_of_columns(stretches(x)).sum(1, dtype=torch.float64)
+
+
+def log_sum_exp(x: Tensor, scale: Tensor | None) -> Tensor:
+    """Return ``log(sum(exp(x / scale)))`` of rows or stretches, float64."""
+    largest = x.amax(-1)
+    reference = largest.where(largest != _MINUS_INF, 0.0)
+    of_others = sum_of_rows(exp(x - reference[..., None], scale=scale)).log()
+    return (reference.double() if scale is None else reference.double() / scale) + of_others
+
+
+def sum_of_columns(x: Tensor) -> Tensor:
+    """Sum ``[..., columns]`` over its columns, long stretches in float64."""
+    return x.sum(-1, dtype=torch.float64 if x.shape[-1] > _LONGEST_STRETCH else None)
+
+
+def scaled_(z: Tensor, temperature: float | Tensor | None) -> Tensor:
+    """Divide differences ``z`` of logits in place. To divide the logits first would add a rounding error."""
+    return z if temperature is None else z.div_(temperature)
