@@ -5,6 +5,7 @@ All ranks of a context-parallel group pass the same lengths, so either all of th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,12 +22,15 @@ def integers(name: str, lengths: Any) -> Lengths:
     values = lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths
     if not isinstance(values, Iterable) or isinstance(values, str):
         raise InvalidInputError(f"{name} are {lengths!r}, expected a list of integers")
-    return tuple(_integer(name, length) for length in values)
-
-
-def _integer(name: str, length: Any) -> int:
-    is_scalar = isinstance(length, torch.Tensor) and length.numel() == 1
-    return check_integer(name, length.item() if is_scalar else length, -(2**63), "integers")
+    numbers = []
+    for length in values:
+        is_bool = isinstance(length, bool) or str(getattr(length, "dtype", "")).endswith("bool")
+        integer: Any = None if is_bool else length
+        try:
+            numbers.append(operator.index(integer))
+        except TypeError:
+            raise InvalidInputError(f"{name} is {length!r}, expected integers") from None
+    return tuple(numbers)
 
 
 def check_lengths(totals: Lengths, responses: Lengths, without_prompt: bool = False) -> None:
