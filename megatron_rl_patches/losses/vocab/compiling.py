@@ -7,7 +7,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -72,17 +73,23 @@ class BlockFunction:
             return _call_compiled(self._function, self._is_elementwise, *args)
         return self._function(*args)
 
-    def attempt(self, compute: Callable[[], None]) -> bool:
-        """Compute a block with the compiled function, and return whether that went well."""
-        try:
-            compute()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            if self._required or not self.compiled:
-                raise
-            self._give_up(error)
-        return self.compiled
+    def each(
+        self, parts: Iterable[tuple[slice, Any]], compute: Callable[[slice, Any], None], done: int
+    ) -> int:
+        """Compute parts of rows with the compiled function, until that fails; return where it has ended."""
+        with _limits_of_torch() if self.compiled else nullcontext():
+            for rows, place in parts:
+                try:
+                    compute(rows, place)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    if self._required:
+                        raise
+                    self._give_up(error)
+                    break
+                done = rows.stop
+        return done
 
     def _give_up(self, error: Exception) -> None:
         global _no_retry_before
@@ -105,7 +112,13 @@ def _is_disabled() -> bool:
         or in_any_thread()
         or any(os.environ.get(name) == "1" for name in _DISABLING_VARIABLES)
         or getattr(sys.modules.get("torch._dynamo.config"), "disable", False)
+        or getattr(_stance(), "stance", "default") == "force_eager"
     )
+
+
+def _stance() -> Any:
+    """Return what :func:`torch.compiler.set_stance` has set."""
+    return getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
 
 
 @cache
@@ -119,7 +132,7 @@ def _has_compiler(device: str) -> bool:
     return is_present
 
 
-def _call_compiled(function: Callable[..., Any], is_elementwise: bool, *args: Any) -> Any:
+def _limits_of_torch() -> Any:
     # This import takes a second, so only compiled calls do it.
     import torch._dynamo.config as config
 
@@ -127,15 +140,18 @@ def _call_compiled(function: Callable[..., Any], is_elementwise: bool, *args: An
     names = ("recompile_limit", "accumulated_recompile_limit")
     if not hasattr(config, "recompile_limit"):
         names = ("cache_size_limit", "accumulated_cache_size_limit")
+    # Constants of a module become part of the code. Otherwise each call would make tensors of them.
+    return config.patch({**dict.fromkeys(names, _VARIANTS), "specialize_float": True})
+
+
+def _call_compiled(function: Callable[..., Any], is_elementwise: bool, *args: Any) -> Any:
     for logits in args[0] if isinstance(args[0], list) else args[:1]:
         # Stretches of a width that is compiled in fit into registers of a GPU, which then reads each stretch
         # once: for its largest logit and for all sums. It reads and writes 16 bytes at a time. A single
         # stretch is a whole row, of any width.
         if logits.shape[1] > 1 or not is_elementwise:
             torch._dynamo.mark_static(logits, 2)
-    # Constants of a module become part of the code. Otherwise each call would make tensors of them.
-    with config.patch({**dict.fromkeys(names, _VARIANTS), "specialize_float": True}):
-        return _compiled(function, is_elementwise)(*args)
+    return _compiled(function, is_elementwise)(*args)
 
 
 #: The compiler writes an intermediate result to memory if it needs more operations or reads than these. With

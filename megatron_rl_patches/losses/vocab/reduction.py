@@ -47,14 +47,14 @@ class Blocks(NamedTuple):
     Attributes:
         tensors: how many tensors of a block's size plain operators need at a time.
         has_work: they get these as buffers; what they sum up comes in stretches then, as for a compiler.
-        compiled: blocks of a compiled function on a CPU are so many times as large, since it needs no buffers
-            that have to fit into the cache; 0: nothing is compiled.
-        compiled_on_gpu: the same on a GPU.
+        compiled: a compiled function on a CPU, which needs no buffers that have to fit into the cache, gets a
+            tile in so many blocks; 0: nothing is compiled.
+        compiled_on_gpu: blocks of a compiled function on a GPU are so many times as large as others.
     """
 
     tensors: int = 1
     has_work: bool = True
-    compiled: int = 8
+    compiled: int = 4
     compiled_on_gpu: int = _BLOCKS_OF_GPU
 
 
@@ -290,30 +290,22 @@ def each_block(
         function: what computes a block; it is compiled for large logits, see :class:`.BlockFunction`.
         gradient: ``[any, w]``, where the tile's rows are to be written.
     """
-    tile, options, on_gpu = tiles[0], source.options, source.device.type == "cuda"
-    runs, row_bytes = tile.runs or [(tile.rows, slice(0, 0))], tile.x.shape[1] * source.dtype.itemsize
+    tile, options, is_writing = tiles[0], source.options, gradient is not None
+    runs, done = tile.runs or [(tile.rows, slice(0, 0))], tile.rows.start
+    row_bytes = tile.x.shape[1] * source.dtype.itemsize
     is_large = options.fused == "auto" and source.n * source.width >= compiling.WORTHWHILE_ELEMENTS
-    scale = (
-        (blocks.compiled_on_gpu if on_gpu else blocks.compiled) if options.fused is True or is_large else 0
-    )
-    is_writing, done = gradient is not None, tile.rows.start
-    if scale:
+    if blocks.compiled and (options.fused is True or is_large):
         call = compiling.BlockFunction(function, options.fused is True, source.device.type, is_writing)
+        parts = _cut(runs, _compiled_rows(tile, options, row_bytes, blocks)) if call.compiled else []
         # On a CPU, what is computed for each logit alone is faster in one loop over a row.
-        cut = _as_one_stretch if is_writing and not on_gpu else stretches
-        if isinstance(tile.place, Tensor) and len(runs) == 1:
-            scale = 1  # copies of single rows have to fit into the cache
-        compiled_bytes = tile.x.shape[1] * tile.x.itemsize if on_gpu else row_bytes
-        for rows, place in (
-            _cut(runs, rows_of_block(tile.x, options, compiled_bytes, scale)) if call.compiled else ()
-        ):
-            block = _block_of(tiles, rows, place, gradient, None, call, cut)
-            if not call.attempt(partial(_compute, compute, block, gradient, place)):
-                break  # these rows come again, for plain operators
-            done = rows.stop
-        else:
-            if call.compiled:
-                return
+        cut = _as_one_stretch if is_writing and source.device.type == "cpu" else stretches
+
+        def attempt(rows: slice, place: Place) -> None:
+            _compute(compute, _block_of(tiles, rows, place, gradient, None, call, cut), gradient, place)
+
+        done = call.each(parts, attempt, done)
+        if call.compiled:
+            return
     cut = _uncut if is_writing or not blocks.has_work else stretches
     parts = _cut(runs, rows_of_block(tile.x, options, row_bytes * max(blocks.tensors, 1)), done)
     most = max((rows.stop - rows.start for rows, _ in parts), default=0)
@@ -323,6 +315,23 @@ def each_block(
         buffers = work[:, : rows.stop - rows.start]
         block = _block_of(tiles, rows, place, gradient, buffers, function, cut)
         _compute(compute, block, gradient, place)
+
+
+def _compiled_rows(tile: Tile, options: VocabParallelOptions, row_bytes: int, blocks: Blocks) -> int:
+    """Return how many rows a block of a compiled function has."""
+    if tile.x.device.type == "cuda":
+        # Nothing is copied, and each call is a handful of kernels.
+        return rows_of_block(
+            tile.x, options, tile.x.shape[1] * tile.x.itemsize, 1 if _copies(tile) else blocks.compiled_on_gpu
+        )
+    if options.block_bytes or _copies(tile):
+        return rows_of_block(tile.x, options, row_bytes)
+    return max(-(-(tile.rows.stop - tile.rows.start) // blocks.compiled), 1)
+
+
+def _copies(tile: Tile) -> bool:
+    """Return whether blocks are copies of single rows, which have to fit into the cache."""
+    return len(tile.runs) == 1 and isinstance(tile.runs[0][1], Tensor)
 
 
 def _cut(runs: Runs, step: int, start: int = 0) -> Runs:
