@@ -12,17 +12,16 @@ and the sum over tiles, which the gradient of the hidden states is, has few term
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import ClassVar, Protocol
+from functools import cached_property, partial
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ...common.devices import each_prefetched, on_device
-from ...errors import InvalidInputError
-from .arguments import DEFAULT, VocabParallelOptions, check_integer
+from .arguments import DEFAULT, VocabParallelOptions
 from .log_probs import NO_SOFTMAX, block_gradient, exp_floor, finite
 from .reduction import Block, Blocks, each_block
 from .sources import Gradients, Grid, Inputs, Source, Tensors, Tile, best_stretch, ranges
@@ -49,28 +48,18 @@ class MainGradient(Protocol):
         """Return what autograd gets in place of the gradient, which has been added to the buffer."""
 
 
-@dataclass(frozen=True)
-class TileOptions:
+class TileOptions(NamedTuple):
     """How the tiles of an output layer are computed, and how much memory they may take.
 
     Attributes:
-        tile_bytes: see :func:`.deferred_logits`.
-        keep_bytes: see :func:`.deferred_logits`.
+        tile_bytes: see :func:`.deferred_logits`, as for all others but ``main_gradient``.
         main_gradient: where the weight's gradient goes; ``None``: to autograd.
-        logit_dtype: see :func:`.deferred_logits`.
     """
 
     tile_bytes: int | None = None
     keep_bytes: int = 0
     main_gradient: MainGradient | None = None
     logit_dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        if self.tile_bytes is not None:
-            check_integer("tile_bytes", self.tile_bytes, 1, "a number of bytes")
-        check_integer("keep_bytes", self.keep_bytes, 0, "a number of bytes")
-        if self.logit_dtype not in (None, torch.float32):
-            raise InvalidInputError(f"logit_dtype is {self.logit_dtype!r}, expected torch.float32 or None")
 
 
 class StoredTiles(dict[tuple[int, int], Tensor]):
@@ -90,10 +79,9 @@ class StoredTiles(dict[tuple[int, int], Tensor]):
     @classmethod
     def free_last(cls, device: torch.device, unless_of: StoredTiles | None = None) -> None:
         """Free the tile that the latest forward has left on the device."""
-        if device in cls._latest:
-            reference, place = cls._latest[device]
-            if (latest := reference()) is not None and latest is not unless_of:
-                latest.pop(place, None)
+        reference, place = cls._latest.get(device, (None, (0, 0)))
+        if reference and (latest := reference()) is not None and latest is not unless_of:
+            latest.pop(place, None)
 
 
 @dataclass(eq=False)
@@ -139,42 +127,50 @@ class OutputLayerRows(Source):
         begins_with_last = share == len(row_ranges) == 1
         if is_backward and begins_with_last:
             column_ranges = column_ranges[::-1]
-        memory = _TileMemory(self, buffer_size, may_keep=not is_backward)
-        weight, bias = self.weight.detach(), self.bias
-        bias = None if bias is None else on_device(bias.detach(), self.device)
-        weights = each_prefetched([weight[columns] for columns in column_ranges], self.device)
+        has_ids = self.options.vocab_size is None or self.num_columns > 0
+        bias = None if self.bias is None else on_device(self.bias.detach(), self.device)
+        weights: Iterable[Tensor] = [self.weight.detach()[columns] for columns in column_ranges]
+        if self.weight.device != self.device:
+            weights = each_prefetched(list(weights), self.device)
+        stored, buffer, new = self.stored_tiles, None, partial(self.hidden.new_empty, dtype=self.logit_dtype)
+        StoredTiles.free_last(self.device, unless_of=stored)
+        left = self.tiling.keep_bytes if self.keeps_tiles and not is_backward else 0
         for columns, part in zip(column_ranges, weights, strict=True):
             for rows in row_ranges:
                 hidden, place = self.hidden_nh[rows], (rows.start, columns.start)
-                logits, is_computed = memory.of_tile(place, len(hidden), len(part))
-                if not self.num_columns:
+                size, memory = len(hidden) * len(part), stored.pop(place, None)
+                is_computed = memory is not None
+                if memory is None:
+                    left -= max(size * self.logit_dtype.itemsize, 1)
+                    if left >= 0:
+                        memory = stored[place] = new(size)
+                    else:
+                        memory = buffer = new(buffer_size) if buffer is None else buffer
+                elif len(memory) >= buffer_size:
+                    buffer = memory
+                logits = memory[:size].view(len(hidden), len(part))
+                if not has_ids:
                     logits.fill_(float("-inf"))
                 elif not is_computed:
                     multiply(hidden, part.T, None if bias is None else bias[columns], logits)
                 whole = slice(0, len(hidden))
                 yield Tile(logits, whole, rows, columns, [(rows, whole)])
-        if self.keeps_tiles and begins_with_last and not is_backward:
-            memory.store_last(place)
+        if self.keeps_tiles and begins_with_last and not is_backward and buffer is not None:
+            stored.store_last(place, buffer)
 
     def gradients(self, needed: Sequence[bool]) -> Gradients:
         return _OfInputs(self, needed)
 
     def saved(self) -> tuple[Tensors, Callable[..., OutputLayerRows]]:
-        tiling, options, keeps_tiles, tiles = self.tiling, self.options, self.keeps_tiles, self.stored_tiles
         numbers, rows = (self.index, slice(0)) if isinstance(self.index, Tensor) else (None, self.index)
+        others = self.tiling, self.options, self.keeps_tiles, self.stored_tiles
 
-        def restore(
-            hidden: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None
-        ) -> OutputLayerRows:
-            index = rows if numbers is None else numbers
-            return OutputLayerRows(hidden, weight, bias, index, tiling, options, keeps_tiles, tiles)
+        def restore(*inputs: Any) -> OutputLayerRows:
+            *tensors, numbers = inputs
+            return OutputLayerRows(*tensors, rows if numbers is None else numbers, *others)
 
-        return {
-            "the hidden states": self.hidden,
-            "the weight of the output layer": self.weight,
-            "its bias": self.bias,
-            "rows": numbers,
-        }, restore
+        names = "the hidden states", "the weight of the output layer", "its bias", "rows"
+        return dict(zip(names, (*self.inputs, numbers), strict=True)), restore
 
     def shape_of_tiles(self, width: int, share: int) -> tuple[int, int]:
         elements = max(self._tile_bytes() // share // self.logit_dtype.itemsize, 1)
@@ -202,28 +198,18 @@ class OutputLayerRows(Source):
     def forward_derivative(self) -> ForwardDerivative | None:
         """Return sums for a backward that needs the gradient of hidden states, and no other gradient."""
         is_frozen = not any(t is not None and t.requires_grad for t in (self.weight, self.bias))
-        if not (is_frozen and self.keeps_tiles and self.hidden.requires_grad):
-            return None
-        return ForwardDerivative(self.without_keeping())
+        needed = is_frozen and self.keeps_tiles and self.hidden.requires_grad
+        return ForwardDerivative(self.without_keeping()) if needed else None
 
     def gradients_by_derivative(self, of_selected: Tensor) -> Inputs:
         return self.spread(of_selected), None, None
-
-    # --- for deferred logits
 
     def select(
         self, index: slice | Tensor, options: VocabParallelOptions, *, trained: bool, keeps_tiles: bool
     ) -> OutputLayerRows:
         """Return these rows of the ``T``, which may have gradients if they are trained."""
-        rows = self if trained else self.detached()
-        return replace(
-            rows, index=index, options=options, keeps_tiles=keeps_tiles, stored_tiles=StoredTiles()
-        )
-
-    def detached(self) -> OutputLayerRows:
-        """Return the same rows without gradients for anything."""
-        bias = None if self.bias is None else self.bias.detach()
-        return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
+        inputs = self.inputs if trained else [None if t is None else t.detach() for t in self.inputs]
+        return OutputLayerRows(*inputs, index, self.tiling, options, keeps_tiles)  # type: ignore[arg-type]
 
     def gradients_of(self, gradient: Tensor, needed: Sequence[bool]) -> Inputs:
         """Return the gradients of the inputs from that of all logits ``[n, V / tp]``."""
@@ -249,52 +235,20 @@ class OutputLayerRows(Source):
         return gradient
 
 
-class _TileMemory:
-    """The memory of one tile after the other: its own if it waits for a backward, or else a buffer."""
-
-    def __init__(self, layer: OutputLayerRows, buffer_size: int, may_keep: bool) -> None:
-        """Take how many logits the buffer has, and whether tiles may be kept."""
-        self._layer, self._buffer_size, self._stored = layer, buffer_size, layer.stored_tiles
-        self._buffer: Tensor | None = None
-        keeps = may_keep and layer.keeps_tiles and layer.tiling.keep_bytes != 0
-        StoredTiles.free_last(layer.device, unless_of=self._stored)  # before it is asked how much is free
-        self._left = layer.tiling.keep_bytes if keeps else -1
-
-    def of_tile(self, place: tuple[int, int], rows: int, columns: int) -> tuple[Tensor, bool]:
-        """Return a tile ``[rows, columns]``, and whether its logits are there already."""
-        size, memory = rows * columns, self._stored.pop(place, None)
-        if memory is not None:
-            if len(memory) >= self._buffer_size:
-                self._buffer = memory
-            return memory[:size].view(rows, columns), True
-        self._left -= size * self._layer.logit_dtype.itemsize
-        if self._left >= 0:
-            memory = self._stored[place] = self._new(size)
-        else:
-            memory = self._buffer = self._new(self._buffer_size) if self._buffer is None else self._buffer
-        return memory[:size].view(rows, columns), False
-
-    def store_last(self, place: tuple[int, int]) -> None:
-        """Let the tile that is in the buffer wait for a backward."""
-        if self._buffer is not None:
-            self._stored.store_last(place, self._buffer)
-
-    def _new(self, size: int) -> Tensor:
-        return self._layer.hidden.new_empty(size, dtype=self._layer.logit_dtype)
-
-
 class _OfInputs(Gradients):
     """The gradients of hidden states, weight and bias, summed over tiles, which they have overwritten."""
 
     def __init__(self, layer: OutputLayerRows, needed: Sequence[bool]) -> None:
         self._layer, self._weight = layer, layer.weight.detach()
         needs_hidden, needs_weight, needs_bias = needed
-        main, zeros = layer.tiling.main_gradient, layer.hidden.new_zeros
+        main, zeros, size = layer.tiling.main_gradient, layer.hidden.new_zeros, layer.options.vocab_size
+        count = layer.width if size is None else layer.num_columns
+        self._has_ids = count > 0
         self._of_hidden = zeros(layer.hidden_nh.shape, dtype=layer.dtype) if needs_hidden else None
         self._main = main.buffer() if main is not None and needs_weight else None
         self._of_weight = torch.empty_like(self._weight) if needs_weight and self._main is None else None
         if self._of_weight is not None:
-            self._of_weight[layer.num_columns :].zero_()
+            self._of_weight[count:].zero_()
         self._of_columns: Tensor | None = None  # the weight's gradient of columns whose tiles are being added
         self._of_bias = zeros(layer.width, dtype=layer.dtype) if needs_bias else None
 
@@ -303,7 +257,7 @@ class _OfInputs(Gradients):
 
     def add(self, tile: Tile) -> None:
         """Add what a tile contributes, rounded to the weight's dtype."""
-        if not self._layer.num_columns:
+        if not self._has_ids:
             return
         gradient, rows, columns = tile.x, tile.rows, tile.columns
         if self._of_bias is not None:
