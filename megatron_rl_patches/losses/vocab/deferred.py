@@ -6,9 +6,9 @@ import copy
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,6 +41,19 @@ _MATERIALIZED = Message(
     "If memory runs out, use a loss of this package there, or leave out lean-head.",
 )
 _warned: set[tuple[str, str, int]] = set()
+Product = Callable[[Tensor], Tensor]
+#: By which numbers logits have been divided, each with what holds it, perhaps a tensor.
+Divisions = tuple[tuple[float, Tensor | float], ...]
+
+
+def _reading(function: Callable[..., Any], copies: bool = False, has_graph: bool = True) -> Any:
+    """Return a method that calls a function of the storage, which logits without values do not have."""
+
+    def method(logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+        read = logits.plain if has_graph else partial(logits._plain_values, aliases=not copies)
+        return function(read(function.__name__, copies=copies), *args, **kwargs)
+
+    return method
 
 
 def deferred_logits(
@@ -77,16 +90,14 @@ def deferred_logits(
         keep_bytes: how much more memory the forward of each loss may fill with logits until its backward,
             which then need not compute them again: with all of them it multiplies three times instead of
             four. Several losses that wait take as much each.
-        logit_dtype: ``torch.float32``: the logits of 16-bit ``hidden`` and ``weight`` are not rounded, as if
-            both had been converted to float32 before. Their gradient is rounded to the dtype of ``hidden``
-            before it is multiplied, as by Megatron's ``ColumnParallelLinear`` with an ``output_dtype``.
-            ``None``: the logits have the dtype of ``hidden``.
+        logit_dtype: ``torch.float32``: the logits of 16-bit ``hidden`` and ``weight`` are not rounded; their
+            gradient is, before it is multiplied, as by Megatron's ``ColumnParallelLinear`` with an
+            ``output_dtype``. ``None``: the logits have the dtype of ``hidden``.
 
     Returns:
-        Logits ``[..., V / tp]`` in that dtype, of whole sequences. What is computed from them
-        has gradients for ``hidden``, ``weight`` and ``bias``; those of bfloat16 and float16 are accumulated
-        in float32. Without an NVIDIA GPU and torch 2.8, what a tile adds to that of ``hidden`` is rounded
-        to bfloat16 first.
+        Logits ``[..., V / tp]`` of whole sequences. What is computed from them has gradients for ``hidden``,
+        ``weight`` and ``bias``; those of bfloat16 and float16 are accumulated in float32. Without an NVIDIA
+        GPU and torch 2.8, what a tile adds to that of ``hidden`` is rounded to bfloat16 first.
 
     Raises:
         InvalidInputError: arguments do not fit; before any communication, on every rank alike.
@@ -97,13 +108,11 @@ def deferred_logits(
     check_group(tp_group)
     check_integer("tile_bytes", 1 if tile_bytes is None else tile_bytes, 1, "a number of bytes")
     check_integer("keep_bytes", keep_bytes, 0, "a number of bytes")
+    shapes, expected = [list(hidden.shape), list(weight.shape)], "[..., h] and [vocab / tp, h]"
     if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or len(weight) == 0:
-        raise InvalidInputError(
-            f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}, expected [..., h] and "
-            "[vocab / tp, h]"
-        )
+        raise InvalidInputError(f"hidden is {shapes[0]} and weight {shapes[1]}, expected {expected}")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise InvalidInputError(f"bias is {list(bias.shape)}, expected {list(weight.shape[:1])}")
+        raise InvalidInputError(f"bias is {list(bias.shape)}, expected {shapes[1][:1]}")
     has_gradient = any(tensor.requires_grad for tensor in (hidden, *layer.values()))
     for name, tensor in layer.items():
         fits = tensor.device == hidden.device or not (has_gradient or tensor.is_meta)
@@ -120,21 +129,17 @@ def deferred_logits(
         raise InvalidInputError("logit_dtype is torch.float32, and hidden is torch.float64: leave it out")
 
     def materialized(hidden: Tensor) -> Tensor:
-        on_its_device = weight.to(hidden.device), None if bias is None else bias.to(hidden.device)
-        if logit_dtype not in (None, hidden.dtype):
-            return product(hidden, *on_its_device, logit_dtype)
-        return torch.nn.functional.linear(hidden, *on_its_device)
+        beside = weight.to(hidden.device), None if bias is None else bias.to(hidden.device)
+        if logit_dtype in (None, hidden.dtype):
+            return torch.nn.functional.linear(hidden, *beside)
+        return product(hidden, *beside, logit_dtype)
 
     tiling = TileOptions(tile_bytes, keep_bytes, logit_dtype=logit_dtype)
     return defer(sum_gradient(hidden, tp_group, sequence_parallel), weight, bias, tiling, materialized)
 
 
 def defer(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tiling: TileOptions,
-    product: Callable[[Tensor], Tensor],
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, tiling: TileOptions, product: Product
 ) -> DeferredLogits:
     """Return :class:`DeferredLogits` of whole sequences.
 
@@ -163,8 +168,6 @@ class OutputLayer:
 
     Attributes:
         source: reads all of them in tiles.
-        shape: their shape without the last dimension.
-        product: computes ``[..., V / tp]`` of hidden states ``[..., h]``, by the output layer's own code.
         numbers: the number of each row, int64 ``[T]``.
         has_hooks: whether a hook waits for their gradient.
         has_losses: whether a loss has been computed whose gradient does not pass through them.
@@ -174,44 +177,41 @@ class OutputLayer:
     has_hooks = has_losses = False
     materialized: Tensor | None = None
 
-    def __init__(
-        self, source: OutputLayerRows, shape: torch.Size, product: Callable[[Tensor], Tensor]
-    ) -> None:
-        self.source, self.shape, self.product = source, shape, product
+    def __init__(self, source: OutputLayerRows, shape: torch.Size, product: Product) -> None:
+        self.source, self.shape, self._product = source, shape, product
         self.numbers, self.lock = torch.arange(len(source.hidden)), threading.RLock()
-        self._versions = self.versions()
+        self._counted = [t for t in source.inputs if t is not None and not t.is_inference()]
+        self._versions = self._current_versions()
 
-    def versions(self) -> list[tuple[int, int]]:
-        """Return what changes if code writes to the tensors that the logits come from."""
-        tensors = self.source.inputs
-        return [(t._version, t.data_ptr()) for t in tensors if t is not None and not t.is_inference()]
+    def _current_versions(self) -> list[tuple[int, int]]:
+        return [(t._version, t.data_ptr()) for t in self._counted]
 
     @property
     def is_unchanged(self) -> bool:
         """Whether nobody has written to the tensors that the logits come from."""
-        return self._versions == self.versions()
+        return self._versions == self._current_versions()
 
-    def values(
-        self,
-        rows: Tensor,
-        dtype: torch.dtype,
-        divisions: Iterable[tuple[float, Tensor | float]],
-        own: bool = False,
-    ) -> Tensor:
+    def values(self, rows: Tensor, dtype: torch.dtype, divisions: Divisions, own: bool = False) -> Tensor:
         """Return rows ``[...]`` of the logits, converted and divided, ``[..., V / tp]``.
 
-        Args:
-            own: in memory of their own; otherwise it may be that of all logits, which stay for other readers.
+        They are in memory of their ``own``, or perhaps in that of all logits, which stay for other readers.
         """
-        source, device = self.source, self.source.device
-        with self.lock, ExitStack() as modes:
-            # They do not depend on the autograd and autocast modes of who reads them.
-            is_inference = any(t.is_inference() for t in source.inputs if t is not None)
-            for mode in (torch.inference_mode(is_inference), torch.no_grad()):
-                modes.enter_context(mode)
-            modes.enter_context(torch.autocast(device.type, enabled=False))
-            logits = self._computed() if self.materialized is None else self.materialized
-            values = logits[as_one_slice(rows.flatten(), device)].view(*rows.shape, source.width).to(dtype)
+        source = self.source
+        is_inference = any(t.is_inference() for t in source.inputs if t is not None)
+        # Values do not depend on the autograd and autocast modes of who reads them.
+        autocast = torch.autocast(source.device.type, enabled=False)
+        with self.lock, torch.inference_mode(is_inference), torch.no_grad(), autocast:
+            if (logits := self.materialized) is None:
+                if not self.is_unchanged:
+                    raise InvalidInputError(
+                        "the hidden states or the weight behind deferred logits were overwritten before the "
+                        "logits were used: compute what needs the logits first, for instance before the "
+                        "optimizer's step"
+                    )
+                StoredTiles.free_last(source.device)
+                logits = self._product(source.hidden.view(*self.shape, -1)).detach().flatten(0, -2)
+            index = as_one_slice(rows.flatten(), source.device)
+            values = logits[index].view(*rows.shape, source.width).to(dtype)
             for _, operand in divisions:
                 values = values / operand
             shares = values.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
@@ -220,37 +220,24 @@ class OutputLayer:
             self.materialized = logits
             return values.clone() if own and shares else values
 
-    def _computed(self) -> Tensor:
-        if not self.is_unchanged:
-            raise InvalidInputError(
-                "the hidden states or the weight behind deferred logits were overwritten before "
-                "the logits were used: compute what needs the logits first, for instance before the "
-                "optimizer's step"
-            )
-        StoredTiles.free_last(self.source.device)
-        logits = self.product(self.source.hidden.view(*self.shape, -1)).detach()
-        return logits.reshape(-1, logits.shape[-1])
-
 
 @dataclass(eq=False)
 class Contents:
-    """What deferred logits are; all views of them share it.
+    """What deferred logits are, which all views of them share.
 
     They are rows of an output layer's logits, converted and divided, until code writes to them or gets an
     ordinary tensor in their memory, since nothing counts what is written there. From then on they are what
     their memory holds. Copies are contents of their own, which no write to these can change.
 
     Attributes:
-        layer: what they are rows of.
-        rows: which rows, int64 ``[n]``.
-        divisions: what they have been divided by, each a number and what holds it, perhaps a tensor.
-        has_gradient: whether their gradient is that of rows of the layer's logits.
+        rows: which rows of the layer's logits, int64 ``[n]``.
+        has_gradient: whether their gradient is that of these rows.
         memory: ``[n, V / tp]``, once other code has a tensor in it, or has written to it.
     """
 
     layer: OutputLayer
     rows: Tensor
-    divisions: tuple[tuple[float, Tensor | float], ...] = ()
+    divisions: Divisions = ()
     has_gradient: bool = False
     memory: Tensor | None = None
 
@@ -346,13 +333,13 @@ class DeferredLogits(Tensor):
         if isinstance(index, Tensor):
             rows = on_device(rows, index.device)
         selected, options = as_one_slice(rows[index], device), options.divided(divisor)
-        return layer.source.select(selected, options, trained=trained, keeps_tiles=keeps)
+        return layer.source.select(selected, options, trained, keeps)
 
     # --- operations
 
     # The methods of this class take the place of torch's. Results are of this class only if
     # __torch_dispatch__ returns one, not because an argument is.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -416,44 +403,24 @@ class DeferredLogits(Tensor):
         state = "deferred" if is_deferred else "materialized"
         return f"DeferredLogits({list(self.shape)}, {self.dtype}, device={self.device}, {state})"
 
-    # The following read the storage, which logits without values do not have.
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain("pickling", copies=True).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def __copy__(self) -> Tensor:
-        return copy.copy(self.plain("copy.copy"))
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.plain("copy.deepcopy", copies=True).__deepcopy__(memo)  # type: ignore[no-untyped-call]
-
-    def data_ptr(self) -> int:
-        return self._plain_values("data_ptr", aliases=True).data_ptr()
-
-    def untyped_storage(self) -> Any:
-        return self._plain_values("untyped_storage", aliases=True).untyped_storage()
-
-    def tolist(self) -> Any:
-        return self._plain_values("tolist", aliases=False).tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.plain("numpy").numpy(force=force)
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.plain("__dlpack__").__dlpack__(**options)
+    __copy__, numpy, __dlpack__ = _reading(copy.copy), _reading(Tensor.numpy), _reading(Tensor.__dlpack__)
+    __reduce_ex__, __deepcopy__ = _reading(Tensor.__reduce_ex__, True), _reading(Tensor.__deepcopy__, True)
+    data_ptr = _reading(Tensor.data_ptr, has_graph=False)
+    untyped_storage = _reading(Tensor.untyped_storage, has_graph=False)
+    tolist = _reading(Tensor.tolist, copies=True, has_graph=False)
 
     def plain(self, operation: str, copies: bool = False) -> Tensor:
         """Return an ordinary tensor in the memory of the values, or a copy; a warning names the operation."""
         plain: Tensor = ToDense.apply(self, operation, copies)  # type: ignore[no-untyped-call]
         return plain
 
-    def sum(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def sum(self, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or not self.is_deferred:
             return super().sum(*args, **kwargs)
         total: Tensor = self.followed["sum"](self)
         return total
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> Tensor:
         return self.detach()
 
@@ -492,8 +459,8 @@ class Defer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        def compute(layers: Sequence[OutputLayerRows], _: Any, needed: Sequence[bool], of_rows: Tensor) -> Any:
-            return layers[0].gradients_of(of_rows, needed)
+        def compute(sources: Sequence[Any], _: Any, needed: Sequence[bool], gradient: Tensor) -> Any:
+            return sources[0].gradients_of(gradient, needed)
 
         return None, *gradients_of_inputs(ctx, compute, 1, gradient.flatten(0, -2))
 
@@ -512,7 +479,8 @@ class ToDense(torch.autograd.Function):
 
 def memory_order(like: Tensor) -> tuple[list[int], list[int]]:
     """Return the dimensions of a tensor in their order in memory, and the permutation back."""
-    order = sorted(range(like.dim()), key=lambda dim: -like.stride(dim))
+    strides = like.stride()
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
     return order, [order.index(dim) for dim in range(len(order))]
 
 

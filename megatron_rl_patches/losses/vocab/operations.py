@@ -82,9 +82,7 @@ def _view(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     has_gradient = func is not aten.detach.default and bool(_has_gradient_of_rows([logits]))
     # A view is an inference tensor if what it is a view of is one, whatever the mode.
     with torch.inference_mode(logits.is_inference()):
-        views = [
-            type(logits)(logits._contents, part[..., 0], logits.dtype, has_gradient) for part in parts
-        ]
+        views = [type(logits)(logits._contents, part[..., 0], logits.dtype, has_gradient) for part in parts]
     return views if has_parts else views[0]
 
 
@@ -120,7 +118,9 @@ def _cat(func: Any, parts: Sequence[DeferredLogits], dim: int = 0) -> DeferredLo
     dim %= parts[0].dim()
     if any(kind(part) != kind(parts[0]) for part in parts) or dim == parts[0].dim() - 1:
         return None
-    return _derived(parts, func([_rows_beside(part, *(other._rows for other in parts)) for part in parts], dim))
+    return _derived(
+        parts, func([_rows_beside(part, *(other._rows for other in parts)) for part in parts], dim)
+    )
 
 
 def _rows_beside(logits: DeferredLogits, *others: Any) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -165,9 +165,9 @@ class OutputLayerRows(Source):
         numbers, rows = (self.index, slice(0)) if isinstance(self.index, Tensor) else (None, self.index)
         others = self.tiling, self.options, self.keeps_tiles, self.stored_tiles
 
-        def restore(*inputs: Any) -> OutputLayerRows:
-            *tensors, numbers = inputs
-            return OutputLayerRows(*tensors, rows if numbers is None else numbers, *others)
+        def restore(*saved: Any) -> OutputLayerRows:
+            hidden, weight, bias, numbers = saved
+            return OutputLayerRows(hidden, weight, bias, rows if numbers is None else numbers, *others)
 
         names = "the hidden states", "the weight of the output layer", "its bias", "rows"
         return dict(zip(names, (*self.inputs, numbers), strict=True)), restore
@@ -193,7 +193,7 @@ class OutputLayerRows(Source):
         return _LARGE_TILE if large else _LARGE_TILE // 2
 
     def without_keeping(self) -> OutputLayerRows:
-        return replace(self, keeps_tiles=False, stored_tiles=StoredTiles())
+        return self.select(self.index, self.options)
 
     def forward_derivative(self) -> ForwardDerivative | None:
         """Return sums for a backward that needs the gradient of hidden states, and no other gradient."""
@@ -205,11 +205,12 @@ class OutputLayerRows(Source):
         return self.spread(of_selected), None, None
 
     def select(
-        self, index: slice | Tensor, options: VocabParallelOptions, *, trained: bool, keeps_tiles: bool
+        self, index: slice | Tensor, options: VocabParallelOptions, trained: bool = True, keeps: bool = False
     ) -> OutputLayerRows:
         """Return these rows of the ``T``, which may have gradients if they are trained."""
-        inputs = self.inputs if trained else [None if t is None else t.detach() for t in self.inputs]
-        return OutputLayerRows(*inputs, index, self.tiling, options, keeps_tiles)  # type: ignore[arg-type]
+        inputs: Any = [t if t is None or trained else t.detach() for t in self.inputs]
+        hidden, weight, bias = inputs
+        return OutputLayerRows(hidden, weight, bias, index, self.tiling, options, keeps)
 
     def gradients_of(self, gradient: Tensor, needed: Sequence[bool]) -> Inputs:
         """Return the gradients of the inputs from that of all logits ``[n, V / tp]``."""
@@ -229,10 +230,10 @@ class OutputLayerRows(Source):
         if self.n == len(self.hidden) and isinstance(self.index, slice):
             return of_selected
         gradient = torch.zeros_like(self.hidden)
-        if isinstance(self.index, Tensor):
-            return gradient.index_add_(0, self.index, of_selected)
-        gradient[self.index] = of_selected
-        return gradient
+        if isinstance(self.index, slice):
+            gradient[self.index] = of_selected
+            return gradient
+        return gradient.index_add_(0, self.index, of_selected)  # a row may be there several times
 
 
 class _OfInputs(Gradients):
@@ -249,7 +250,7 @@ class _OfInputs(Gradients):
         self._of_weight = torch.empty_like(self._weight) if needs_weight and self._main is None else None
         if self._of_weight is not None:
             self._of_weight[count:].zero_()
-        self._of_columns: Tensor | None = None  # the weight's gradient of columns whose tiles are being added
+        self._of_columns = self._weight  # the weight's gradient of columns whose tiles are being added
         self._of_bias = zeros(layer.width, dtype=layer.dtype) if needs_bias else None
 
     def out(self, tile: Tile) -> Tensor:
@@ -259,29 +260,22 @@ class _OfInputs(Gradients):
         """Add what a tile contributes, rounded to the weight's dtype."""
         if not self._has_ids:
             return
-        gradient, rows, columns = tile.x, tile.rows, tile.columns
+        gradient, rows, columns, layer = tile.x, tile.rows, tile.columns, self._layer
         if self._of_bias is not None:
             self._of_bias[columns] += gradient.sum(0, dtype=self._of_bias.dtype)
-        gradient = gradient.to(self._weight.dtype)
+        gradient, hidden = gradient.to(self._weight.dtype), layer.hidden_nh[rows]
         if self._of_hidden is not None:
             add_product(self._of_hidden[rows], gradient, self._weight[columns], may_round=True)
         if self._main is not None:
-            add_product(self._main[columns], gradient.T, self._layer.hidden_nh[rows])
-        elif self._of_weight is not None:
-            self._add_to_weight(self._of_weight[columns], gradient.T, rows)
-
-    def _add_to_weight(self, of_weight: Tensor, gradient: Tensor, rows: slice) -> None:
-        hidden, n = self._layer.hidden_nh[rows], self._layer.n
-        if len(hidden) == n:
-            torch.mm(gradient, hidden, out=of_weight)
-            return
-        # Sums of several products are rounded once, at the end.
-        if rows.start == 0:
-            self._of_columns = torch.zeros_like(of_weight, dtype=self._layer.dtype)
-        assert self._of_columns is not None
-        add_product(self._of_columns, gradient, hidden)
-        if rows.stop == n:
-            of_weight.copy_(self._of_columns)
+            add_product(self._main[columns], gradient.T, hidden)
+        elif self._of_weight is not None and len(hidden) == layer.n:
+            torch.mm(gradient.T, hidden, out=self._of_weight[columns])
+        elif self._of_weight is not None:  # sums of several products are rounded once, at the end
+            if rows.start == 0:
+                self._of_columns = torch.zeros_like(self._weight[columns], dtype=layer.dtype)
+            add_product(self._of_columns, gradient.T, hidden)
+            if rows.stop == layer.n:
+                self._of_weight[columns] = self._of_columns
 
     def totals(self) -> Inputs:
         """Return the gradients of hidden states, weight and bias, in their dtypes."""
@@ -319,7 +313,7 @@ class ForwardDerivative:
             max_logit: the largest logit of each of its rows, float64.
             column: the target's column in the tile, -1 where it has none.
         """
-        rows = tile.rows
+        rows, spare, temperature = tile.rows, int(self._layer.copies_rows), self._layer.temperature()
         highest = torch.maximum(self._max_logit[rows], max_logit)
         reference = finite(highest.to(self._exp.dtype))
         shift = (self._max_logit[rows] - reference) / self._temperature
@@ -333,7 +327,6 @@ class ForwardDerivative:
             work = None if block.work is None else block.work[spare:]
             block.function(block.xs[0], block.out, part, NO_SOFTMAX, None, None, temperature, work)
 
-        spare, temperature = int(self._layer.copies_rows), self._layer.temperature()
         each_block(self._layer, [tile], block_gradient, write, Blocks(spare), tile.x)
         tile.put(column, torch.where(column < 0, tile.at(column), 0.0))
         weights = tile.x.to(self._weight.dtype)
@@ -348,9 +341,9 @@ class ForwardDerivative:
         """
         temperature, dtype = self._temperature, self._exp.dtype
         scale = ((self._max_logit - max_logit) / temperature).exp() / (sum_exp * temperature)
-        target_row = self._weight[local_target.clamp(min=0)].to(dtype)
         at_target = torch.where(local_target >= 0, -log_prob.expm1() / temperature, 0.0)
-        return target_row * at_target.to(dtype)[:, None] - self._exp * scale.to(dtype)[:, None]
+        of_target = self._weight[local_target.clamp(min=0)].to(dtype) * at_target.to(dtype)[:, None]
+        return of_target - self._exp * scale.to(dtype)[:, None]
 
 
 # --- products
