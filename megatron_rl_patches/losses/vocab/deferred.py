@@ -180,16 +180,13 @@ class OutputLayer:
     def __init__(self, source: OutputLayerRows, shape: torch.Size, product: Product) -> None:
         self.source, self.shape, self._product = source, shape, product
         self.numbers, self.lock = torch.arange(len(source.hidden)), threading.RLock()
-        self._counted = [t for t in source.inputs if t is not None and not t.is_inference()]
-        self._versions = self._current_versions()
-
-    def _current_versions(self) -> list[tuple[int, int]]:
-        return [(t._version, t.data_ptr()) for t in self._counted]
+        counted = [t for t in source.inputs if t is not None and not t.is_inference()]
+        self._versions = [(t, t._version, t.data_ptr()) for t in counted]
 
     @property
     def is_unchanged(self) -> bool:
         """Whether nobody has written to the tensors that the logits come from."""
-        return self._versions == self._current_versions()
+        return all((t._version, t.data_ptr()) == (version, place) for t, version, place in self._versions)
 
     def values(self, rows: Tensor, dtype: torch.dtype, divisions: Divisions, own: bool = False) -> Tensor:
         """Return rows ``[...]`` of the logits, converted and divided, ``[..., V / tp]``.
@@ -409,16 +406,13 @@ class DeferredLogits(Tensor):
     untyped_storage = _reading(Tensor.untyped_storage, has_graph=False)
     tolist = _reading(Tensor.tolist, copies=True, has_graph=False)
 
-    def plain(self, operation: str, copies: bool = False) -> Tensor:
+    def plain(self, operation: str, copies: bool = False) -> Any:
         """Return an ordinary tensor in the memory of the values, or a copy; a warning names the operation."""
-        plain: Tensor = ToDense.apply(self, operation, copies)  # type: ignore[no-untyped-call]
-        return plain
+        return ToDense.apply(self, operation, copies)  # type: ignore[no-untyped-call]
 
-    def sum(self, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or not self.is_deferred:
-            return super().sum(*args, **kwargs)
-        total: Tensor = self.followed["sum"](self)
-        return total
+    def sum(self, *args: Any, **kwargs: Any) -> Any:
+        is_of_all = not (args or kwargs) and self.is_deferred
+        return self.followed["sum"](self) if is_of_all else super().sum(*args, **kwargs)
 
     @property
     def data(self) -> Tensor:
@@ -446,10 +440,7 @@ class DeferredLogits(Tensor):
 
 
 class Defer(torch.autograd.Function):
-    """Makes deferred logits a function of hidden states, weight and bias.
-
-    Its backward gets only gradients of code that read the logits; losses in tiles compute theirs themselves.
-    """
+    """Makes deferred logits a function of hidden states, weight and bias, for code that reads them."""
 
     @staticmethod
     def forward(ctx: Any, layer: OutputLayer, *inputs: Tensor | None) -> DeferredLogits:
@@ -518,16 +509,14 @@ def _is_library(file: str) -> bool:
 # --- ranks that share the hidden states
 
 
-def sum_gradient(hidden: Tensor, group: dist.ProcessGroup | None, is_split: bool = False) -> Tensor:
+def sum_gradient(hidden: Tensor, group: dist.ProcessGroup | None, is_split: bool = False) -> Any:
     """Return hidden states ``[s, ..., h]`` whose gradient is summed over the group.
 
     With ``is_split`` each rank has ``[s / tp, ..., h]``, and gets its part of the sum. So do Megatron's
     ``copy_to_tensor_model_parallel_region`` and ``gather_from_sequence_parallel_region``.
     """
-    if group is None or dist.get_world_size(group) == 1:
-        return hidden
-    whole: Tensor = _SumGradient.apply(hidden, group, is_split)  # type: ignore[no-untyped-call]
-    return whole
+    is_alone = group is None or dist.get_world_size(group) == 1
+    return hidden if is_alone else _SumGradient.apply(hidden, group, is_split)  # type: ignore[no-untyped-call]
 
 
 class _SumGradient(torch.autograd.Function):

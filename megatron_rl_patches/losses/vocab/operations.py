@@ -1,4 +1,4 @@
-"""The operations on deferred logits whose result is deferred, too, and those that are computed in tiles.
+"""The operations on deferred logits whose result is deferred, too, and their sum, which is computed in tiles.
 
 Each function gets the operation and its arguments, and returns ``None`` for arguments that it cannot follow.
 To import this module fills in :attr:`.DeferredLogits.followed`.
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from ...common.devices import on_device
 from .arguments import DEFAULT, in_float32
@@ -30,19 +29,20 @@ def _derived(
     *,
     division: Any = None,
     dtype: torch.dtype | None = None,
-    keeps_strides: bool = False,
+    memory_format: torch.memory_format | None = torch.contiguous_format,
 ) -> DeferredLogits | None:
     """Return logits with contents of their own, made of others.
 
     Args:
         rows: which rows of the layer's logits, in the shape of the result.
         division: one more than the first parent has.
-        keeps_strides: their dimensions have the order in memory that those of the first parent have.
+        memory_format: unless it is contiguous, dimensions are in memory as those of the first parent are.
     """
     if (has_gradient := _has_gradient_of_rows(parents)) is None:
         return None
     first, contents = parents[0], parents[0]._contents
-    order, back = memory_order(torch.empty_like(first._rows) if keeps_strides else rows.new_empty(rows.shape))
+    is_contiguous = memory_format == torch.contiguous_format
+    order, back = memory_order(rows.new_empty(rows.shape) if is_contiguous else torch.empty_like(first._rows))
     in_memory = rows.permute(order).clone(memory_format=torch.contiguous_format)
     divisions = contents.divisions if division is None else (*contents.divisions, division)
     derived = Contents(contents.layer, in_memory.flatten(), divisions, has_gradient)
@@ -67,47 +67,38 @@ def _view(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
 
     The operation is applied to a matrix with the row's number in every column, which takes no memory.
     """
-    rows, width = logits._rows, logits.shape[-1]
+    width = logits.shape[-1]
     try:
-        result = func(rows.unsqueeze(-1).expand(*rows.shape, width), *args, **kwargs)
+        result = func(logits._rows.unsqueeze(-1).expand(logits.shape), *args, **kwargs)
     except RuntimeError:
         return None
-    has_parts = isinstance(result, (list, tuple))
-    parts: Sequence[Tensor] = result if has_parts else [result]
+    parts: Sequence[Tensor] = [result] if isinstance(result, Tensor) else result
     # The dimension of the columns has stride 0. It must still be the last one and complete.
-    if any(part.dim() == 0 or part.shape[-1] != width for part in parts):
-        return None
-    if any(part.numel() > 0 and part.stride(-1) != 0 for part in parts):
+    if any(x.dim() == 0 or x.shape[-1] != width or (x.numel() > 0 and x.stride(-1) != 0) for x in parts):
         return None
     has_gradient = func is not aten.detach.default and bool(_has_gradient_of_rows([logits]))
     # A view is an inference tensor if what it is a view of is one, whatever the mode.
     with torch.inference_mode(logits.is_inference()):
         views = [type(logits)(logits._contents, part[..., 0], logits.dtype, has_gradient) for part in parts]
-    return views if has_parts else views[0]
+    return views[0] if isinstance(result, Tensor) else views
 
 
 def _copy(func: Any, logits: DeferredLogits, *, memory_format: Any = None) -> DeferredLogits | None:
-    return _derived([logits], logits._rows, keeps_strides=_keeps_strides(memory_format))
-
-
-def _keeps_strides(memory_format: torch.memory_format | None) -> bool:
-    return memory_format in (None, torch.preserve_format)
+    return _derived([logits], logits._rows, memory_format=memory_format)
 
 
 def _index(func: Any, logits: DeferredLogits, indices: Sequence[Tensor | None]) -> DeferredLogits | None:
     # A mask indexes as many dimensions as it has, and any other index one.
     taken = [index.dim() if index is not None and index.dtype in _MASKS else 1 for index in indices]
-    return _taken(func, logits, indices) if sum(taken) < logits.dim() else None
+    if sum(taken) >= logits.dim():
+        return None
+    return _derived([logits], func(_rows_beside(logits, *indices), indices))
 
 
 def _index_select(func: Any, logits: DeferredLogits, dim: int, index: Tensor) -> DeferredLogits | None:
-    dim %= logits.dim()
-    return _taken(func, logits, dim, index) if dim < logits.dim() - 1 else None
-
-
-def _taken(func: Any, logits: DeferredLogits, *args: Any) -> DeferredLogits | None:
-    """Return what the operation takes from the logits, whose columns it leaves complete."""
-    return _derived([logits], func(_rows_beside(logits, *tree_leaves(args)), *args))
+    if (dim := dim % logits.dim()) == logits.dim() - 1:
+        return None
+    return _derived([logits], func(_rows_beside(logits, index), dim, index))
 
 
 def _cat(func: Any, parts: Sequence[DeferredLogits], dim: int = 0) -> DeferredLogits | None:
@@ -118,9 +109,8 @@ def _cat(func: Any, parts: Sequence[DeferredLogits], dim: int = 0) -> DeferredLo
     dim %= parts[0].dim()
     if any(kind(part) != kind(parts[0]) for part in parts) or dim == parts[0].dim() - 1:
         return None
-    return _derived(
-        parts, func([_rows_beside(part, *(other._rows for other in parts)) for part in parts], dim)
-    )
+    numbers = [part._rows for part in parts]
+    return _derived(parts, func([_rows_beside(part, *numbers) for part in parts], dim))
 
 
 def _rows_beside(logits: DeferredLogits, *others: Any) -> Tensor:
@@ -131,15 +121,14 @@ def _rows_beside(logits: DeferredLogits, *others: Any) -> Tensor:
 
 def _divide(func: Any, logits: DeferredLogits, divisor: Any) -> DeferredLogits | None:
     division = _division(divisor, logits)
-    return division and _derived([logits], logits._rows, division=division, keeps_strides=True)
+    return division and _derived([logits], logits._rows, division=division, memory_format=None)
 
 
 def _divide_in_place(func: Any, logits: DeferredLogits, divisor: Any) -> DeferredLogits | None:
     contents, division = logits._contents, _division(divisor, logits)
-    if division is None or contents.memory is not None or logits._rows.numel() != contents.rows.numel():
+    if division is None or logits._rows.numel() != contents.rows.numel():
         return None
-    # A division that autograd does not record leaves the gradient of what came before undivided. A loss in
-    # tiles would divide it.
+    # A loss in tiles would divide the gradient of what came before, too, which autograd has not recorded.
     if contents.has_gradient and not (torch.is_grad_enabled() and logits.has_gradient_of_rows):
         return None
     contents.divisions = *contents.divisions, division
@@ -174,8 +163,7 @@ def _convert(func: Any, logits: DeferredLogits, *, dtype: Any = None, **kwargs: 
     elsewhere = kwargs.get("device") not in (None, logits.device) or kwargs.get("pin_memory")
     if elsewhere or dtype not in (logits.dtype, torch.float32) or logits.dtype == torch.float64 != dtype:
         return None
-    keeps = _keeps_strides(kwargs.get("memory_format"))
-    return _derived([logits], logits._rows, dtype=dtype, keeps_strides=keeps)
+    return _derived([logits], logits._rows, dtype=dtype, memory_format=kwargs.get("memory_format"))
 
 
 def _like(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
@@ -184,16 +172,13 @@ def _like(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     return func(stand_in, *args, **{**kwargs, "device": kwargs.get("device") or logits.device})
 
 
-# --- computed in tiles
-
-
 class _SumOfLogits(Loss):
     """The sum of all logits of the selected rows, in the layer's ``dtype``; forward computes no logits."""
 
     def forward(
         self, sources: Sequence[OutputLayerRows], tensors: Tensors, read: Callable[..., Tensor]
     ) -> tuple[list[Tensor], Tensors]:
-        (layer,) = sources
+        layer = sources[0]
         weight = layer.weight.detach().sum(0, dtype=layer.dtype).to(layer.device)
         total = layer.hidden_nh.sum(0, dtype=layer.dtype) @ weight
         if layer.bias is not None and layer.n:
@@ -202,17 +187,12 @@ class _SumOfLogits(Loss):
 
     def writer(self, sources: Sequence[Any], saved: Tensors, *gradients: Tensor | None) -> Writer:
         def write(block: Block) -> None:
-            block.function(block.out, gradients[0])
+            block.out.copy_(gradients[0].expand_as(block.out))  # type: ignore[union-attr]
 
-        return Writer(_fill, write, Blocks(has_work=False, compiled=0, compiled_on_gpu=0))
-
-
-def _fill(out: Tensor, value: Tensor) -> None:
-    out.copy_(value.expand_as(out))
+        return Writer(write, write, Blocks(has_work=False, compiled=0, compiled_on_gpu=0))
 
 
 def _sum(logits: DeferredLogits) -> Tensor:
-    """Return the sum of all logits, which some losses multiply by zero."""
     source = logits.loss_source(slice(None), DEFAULT)
     (total,) = _SumOfLogits()(source)
     return (total / source.options.scale).to(logits.dtype)

@@ -5,8 +5,7 @@ states and once for the weight. So memory is one tile, whatever the vocabulary i
 and no other source is read together with this one, forward's last tile stays in memory until other logits are
 read, or until backward, which begins with it and need not compute it again.
 
-Tiles have all selected rows and few columns where they can: the weight's gradient of a tile is then complete,
-and the sum over tiles, which the gradient of the hidden states is, has few terms.
+Tiles have all selected rows and few columns where they can: the weight's gradient of a tile is then complete.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class TileOptions(NamedTuple):
 
 
 class StoredTiles(dict[tuple[int, int], Tensor]):
-    """Tiles that wait for a backward, by their first row and column; each in memory that may be larger.
+    """Tiles that wait for a backward, by their first row and column, in memory that may be larger.
 
     The last tile of a forward stays until its backward, or until other logits need memory for a tile.
     """
@@ -91,9 +90,7 @@ class OutputLayerRows(Source):
     Attributes:
         hidden: ``[T, h]``.
         weight: ``[V / tp, h]``, this rank's part; see :func:`.deferred_logits`, as for the bias ``[V / tp]``.
-        keeps_tiles: whether tiles may be kept for a backward.
-        stored_tiles: the tiles that wait for a backward.
-        logit_dtype: the dtype of the logits.
+        keeps_tiles: whether tiles may be kept for a backward; ``stored_tiles`` are.
     """
 
     hidden: Tensor
@@ -113,8 +110,6 @@ class OutputLayerRows(Source):
         self.logit_dtype = self.tiling.logit_dtype or self.hidden.dtype
         self.dtype = torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
         self.copies_rows = self.logit_dtype != self.dtype
-
-    # --- as a source
 
     def tiles(self, grid: Grid, is_backward: bool = False) -> Iterator[Tile]:
         row_ranges, column_ranges, share = grid
@@ -185,7 +180,7 @@ class OutputLayerRows(Source):
         return max(min(elements // columns, self.n), 1), columns
 
     def _tile_bytes(self) -> int:
-        if self.tiling.tile_bytes is not None or self.device.type != "cuda":
+        if self.tiling.tile_bytes or self.device.type != "cuda":
             return self.tiling.tile_bytes or 64 * _MIB
         # Larger tiles need fewer products, as backward begins with the last one. They take half of all logits
         # at most. There are two sizes, so that microbatches of many lengths leave no gaps in the memory.
@@ -196,7 +191,6 @@ class OutputLayerRows(Source):
         return self.select(self.index, self.options)
 
     def forward_derivative(self) -> ForwardDerivative | None:
-        """Return sums for a backward that needs the gradient of hidden states, and no other gradient."""
         is_frozen = not any(t is not None and t.requires_grad for t in (self.weight, self.bias))
         needed = is_frozen and self.keeps_tiles and self.hidden.requires_grad
         return ForwardDerivative(self.without_keeping()) if needed else None
@@ -288,16 +282,11 @@ class _OfInputs(Gradients):
 
 
 class ForwardDerivative:
-    """The derivative of log-probabilities by the hidden states of an output layer that is frozen.
+    """The derivative ``[n, h]`` of log-probabilities by the hidden states of an output layer that is frozen.
 
-    The gradient of a row's hidden state is linear in the gradient of its log-probability. So forward, which
-    has the logits at hand, computes the derivative ``[n, h]``, and backward only multiplies it::
-
-        d log_prob / d hidden = sum over columns of d log_prob / dx * weight[column]
-
-    A tile contributes ``exp(z) @ weight``, without the target's column, and with ``z`` relative to the
-    largest logit so far. The sum is scaled when a tile with a larger one comes. An entropy would need a
-    second such product, and gain nothing by it.
+    Forward, which has the logits at hand, computes it, and backward only multiplies it. A tile contributes
+    ``exp(z) @ weight``, without the target's column, and with ``z`` relative to the largest logit so far. The
+    sum is scaled when a tile with a larger one comes. An entropy would need another product.
     """
 
     def __init__(self, layer: OutputLayerRows) -> None:
@@ -307,12 +296,7 @@ class ForwardDerivative:
         self._exp = weight.new_zeros((layer.n, weight.shape[1]), dtype=layer.dtype)
 
     def add(self, tile: Tile, max_logit: Tensor, column: Tensor) -> None:
-        """Add a tile, which is overwritten.
-
-        Args:
-            max_logit: the largest logit of each of its rows, float64.
-            column: the target's column in the tile, -1 where it has none.
-        """
+        """Add a tile, which is overwritten; ``column`` is that of the target, or -1."""
         rows, spare, temperature = tile.rows, int(self._layer.copies_rows), self._layer.temperature()
         highest = torch.maximum(self._max_logit[rows], max_logit)
         reference = finite(highest.to(self._exp.dtype))
@@ -320,24 +304,22 @@ class ForwardDerivative:
         shift.clamp_(min=exp_floor(torch.float64))  # it is -inf before the first tile
         self._max_logit[rows] = highest
         self._exp[rows] *= shift.exp().to(self._exp.dtype)[:, None]
-        shift_n1, ones = reference[:, None], torch.ones_like(reference)[:, None]
+        numbers = torch.stack([reference, torch.ones_like(reference)])[:, :, None]
 
         def write(block: Block) -> None:
-            part = block.cut(shift_n1[block.in_tile]), block.cut(ones[block.in_tile]), None
+            part = *(block.cut(number[block.in_tile]) for number in numbers), None
             work = None if block.work is None else block.work[spare:]
             block.function(block.xs[0], block.out, part, NO_SOFTMAX, None, None, temperature, work)
 
         each_block(self._layer, [tile], block_gradient, write, Blocks(spare), tile.x)
         tile.put(column, torch.where(column < 0, tile.at(column), 0.0))
-        weights = tile.x.to(self._weight.dtype)
-        add_product(self._exp[rows], weights, self._weight[tile.columns], may_round=True)
+        exp = tile.x.to(self._weight.dtype)
+        add_product(self._exp[rows], exp, self._weight[tile.columns], may_round=True)
 
     def finish(self, local_target: Tensor, max_logit: Tensor, sum_exp: Tensor, log_prob: Tensor) -> Tensor:
-        """Return this rank's part of d log_prob / d hidden, ``[n, h]``.
+        """Return this rank's part of d log_prob / d hidden ``[n, h]``, from numbers of all ranks' columns.
 
-        Args:
-            local_target: ``[n]``, a column of this rank or -1.
-            max_logit: statistics over the whole vocabulary, as ``sum_exp`` and ``log_prob``, float64 ``[n]``.
+        ``local_target`` is a column of this rank or -1.
         """
         temperature, dtype = self._temperature, self._exp.dtype
         scale = ((self._max_logit - max_logit) / temperature).exp() / (sum_exp * temperature)
