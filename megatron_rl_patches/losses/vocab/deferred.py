@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -34,7 +35,13 @@ from .output_layer import OutputLayerRows, StoredTiles, TileOptions, product
 from .sources import SelectedRows, Source
 
 aten = torch.ops.aten
-_PACKAGE, _TORCH = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
+_LIBRARIES = (
+    str(Path(__file__).parents[2]),
+    str(Path(torch.__file__).parent),
+    copy.__file__,
+    pickle.__file__,
+    "<",
+)
 _MATERIALIZED = Message(
     "{operation} at {file}:{line} has materialized deferred logits {shape}",
     "The result is right, but these logits stay in memory until nothing refers to them.",
@@ -129,10 +136,8 @@ def deferred_logits(
         raise InvalidInputError("logit_dtype is torch.float32, and hidden is torch.float64: leave it out")
 
     def materialized(hidden: Tensor) -> Tensor:
-        beside = weight.to(hidden.device), None if bias is None else bias.to(hidden.device)
-        if logit_dtype in (None, hidden.dtype):
-            return torch.nn.functional.linear(hidden, *beside)
-        return product(hidden, *beside, logit_dtype)
+        own_bias = None if bias is None else bias.to(hidden.device)
+        return product(hidden, weight.to(hidden.device), own_bias, logit_dtype or hidden.dtype)
 
     tiling = TileOptions(tile_bytes, keep_bytes, logit_dtype=logit_dtype)
     return defer(sum_gradient(hidden, tp_group, sequence_parallel), weight, bias, tiling, materialized)
@@ -206,7 +211,8 @@ class OutputLayer:
                         "optimizer's step"
                     )
                 StoredTiles.free_last(source.device)
-                logits = self._product(source.hidden.view(*self.shape, -1)).detach().flatten(0, -2)
+                hidden = source.hidden.view(*self.shape, source.hidden.shape[1])
+                logits = self._product(hidden).detach().flatten(0, -2)
             index = as_one_slice(rows.flatten(), source.device)
             values = logits[index].view(*rows.shape, source.width).to(dtype)
             for _, operand in divisions:
@@ -494,16 +500,12 @@ def _aliased(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[in
 def _warn(operation: str, logits: DeferredLogits) -> None:
     """Warn, once for each line of code, that an operation materializes the logits."""
     frame = sys._getframe()
-    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     file, line = frame.f_code.co_filename, frame.f_lineno
     if (operation, file, line) not in _warned:
         _warned.add((operation, file, line))
         _MATERIALIZED.log(operation=operation, file=file, line=line, shape=list(logits.shape))
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith((_PACKAGE, _TORCH, "<")) or Path(file).parent == Path(copy.__file__).parent
 
 
 # --- ranks that share the hidden states
