@@ -35,13 +35,8 @@ from .output_layer import OutputLayerRows, StoredTiles, TileOptions, product
 from .sources import SelectedRows, Source
 
 aten = torch.ops.aten
-_LIBRARIES = (
-    str(Path(__file__).parents[2]),
-    str(Path(torch.__file__).parent),
-    copy.__file__,
-    pickle.__file__,
-    "<",
-)
+_PACKAGE, _TORCH = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
+_LIBRARIES = _PACKAGE, _TORCH, copy.__file__, pickle.__file__, "<"
 _MATERIALIZED = Message(
     "{operation} at {file}:{line} has materialized deferred logits {shape}",
     "The result is right, but these logits stay in memory until nothing refers to them.",
@@ -194,7 +189,7 @@ class OutputLayer:
         return all((t._version, t.data_ptr()) == (version, place) for t, version, place in self._versions)
 
     def values(self, rows: Tensor, dtype: torch.dtype, divisions: Divisions, own: bool = False) -> Tensor:
-        """Return rows ``[...]`` of the logits, converted and divided, ``[..., V / tp]``.
+        """Return rows ``[n]`` of the logits, converted and divided, ``[n, V / tp]``.
 
         They are in memory of their ``own``, or perhaps in that of all logits, which stay for other readers.
         """
@@ -212,9 +207,8 @@ class OutputLayer:
                     )
                 StoredTiles.free_last(source.device)
                 hidden = source.hidden.view(*self.shape, source.hidden.shape[1])
-                logits = self._product(hidden).detach().flatten(0, -2)
-            index = as_one_slice(rows.flatten(), source.device)
-            values = logits[index].view(*rows.shape, source.width).to(dtype)
+                logits = self._product(hidden).detach().flatten(0, -2).contiguous()
+            values = logits[as_one_slice(rows, source.device)].to(dtype)
             for _, operand in divisions:
                 values = values / operand
             shares = values.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
@@ -397,9 +391,11 @@ class DeferredLogits(Tensor):
             offset = memory.storage_offset() + self.storage_offset()
             values = memory.as_strided(self.shape, self.stride(), offset)
             return values.clone() if copies else values
-        order, back = memory_order(self._rows)
-        values = layer.values(self._rows.permute(order), self.dtype, contents.divisions, own=copies)
-        return values.permute(*back, len(back))
+        rows = self._rows.clone()  # dimensions of the values have the order in memory that these have
+        in_memory = rows.as_strided((rows.numel(),), (1,))
+        values = layer.values(in_memory, self.dtype, contents.divisions, own=copies)
+        strides = *(stride * self.shape[-1] for stride in rows.stride()), 1
+        return values.as_strided(self.shape, strides, values.storage_offset())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         is_deferred = self._contents.memory is None and self._contents.layer.materialized is None
@@ -472,13 +468,6 @@ class ToDense(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient, None, None
-
-
-def memory_order(like: Tensor) -> tuple[list[int], list[int]]:
-    """Return the dimensions of a tensor in their order in memory, and the permutation back."""
-    strides = like.stride()
-    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
-    return order, [order.index(dim) for dim in range(len(order))]
 
 
 #: Operations that return tensors in the memory of an argument, which their schema does not say.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...common.devices import on_device
 from .arguments import DEFAULT, in_float32
-from .deferred import Contents, DeferredLogits, memory_order
+from .deferred import Contents, DeferredLogits
 from .output_layer import OutputLayerRows
 from .reduction import Block, Blocks, Loss, Writer
 from .sources import Tensors
@@ -36,17 +36,15 @@ def _derived(
     Args:
         rows: which rows of the layer's logits, in the shape of the result.
         division: one more than the first parent has.
-        memory_format: unless it is contiguous, dimensions are in memory as those of the first parent are.
+        memory_format: whether dimensions keep their order in memory, as for ``clone``.
     """
     if (has_gradient := _has_gradient_of_rows(parents)) is None:
         return None
     first, contents = parents[0], parents[0]._contents
-    is_contiguous = memory_format == torch.contiguous_format
-    order, back = memory_order(rows.new_empty(rows.shape) if is_contiguous else torch.empty_like(first._rows))
-    in_memory = rows.permute(order).clone(memory_format=torch.contiguous_format)
+    rows = rows.clone(memory_format=memory_format)
     divisions = contents.divisions if division is None else (*contents.divisions, division)
-    derived = Contents(contents.layer, in_memory.flatten(), divisions, has_gradient)
-    return type(first)(derived, in_memory.permute(back), dtype or first.dtype, has_gradient)
+    derived = Contents(contents.layer, rows.as_strided((rows.numel(),), (1,)), divisions, has_gradient)
+    return type(first)(derived, rows, dtype or first.dtype, has_gradient)
 
 
 def _has_gradient_of_rows(parents: Sequence[DeferredLogits]) -> bool | None:

@@ -135,14 +135,12 @@ class OutputLayerRows(Source):
                 hidden, place = self.hidden_nh[rows], (rows.start, columns.start)
                 size, memory = len(hidden) * len(part), stored.pop(place, None)
                 is_computed = memory is not None
-                if memory is None:
-                    left -= max(size * self.logit_dtype.itemsize, 1)
-                    if left >= 0:
-                        memory = stored[place] = new(size)
-                    else:
-                        memory = buffer = new(buffer_size) if buffer is None else buffer
-                elif len(memory) >= buffer_size:
-                    buffer = memory
+                if memory is not None:
+                    buffer = memory if len(memory) >= buffer_size else buffer
+                elif (left := left - max(size * self.logit_dtype.itemsize, 1)) >= 0:
+                    memory = stored[place] = new(size)
+                else:
+                    memory = buffer = new(buffer_size) if buffer is None else buffer
                 logits = memory[:size].view(len(hidden), len(part))
                 if not has_ids:
                     logits.fill_(float("-inf"))
@@ -272,7 +270,6 @@ class _OfInputs(Gradients):
                 self._of_weight[columns] = self._of_columns
 
     def totals(self) -> Inputs:
-        """Return the gradients of hidden states, weight and bias, in their dtypes."""
         layer, main = self._layer, self._layer.tiling.main_gradient
         return (
             None if self._of_hidden is None else layer.spread(self._of_hidden),
@@ -313,14 +310,11 @@ class ForwardDerivative:
 
         each_block(self._layer, [tile], block_gradient, write, Blocks(spare), tile.x)
         tile.put(column, torch.where(column < 0, tile.at(column), 0.0))
-        exp = tile.x.to(self._weight.dtype)
-        add_product(self._exp[rows], exp, self._weight[tile.columns], may_round=True)
+        weight = self._weight[tile.columns]
+        add_product(self._exp[rows], tile.x.to(weight.dtype), weight, may_round=True)
 
     def finish(self, local_target: Tensor, max_logit: Tensor, sum_exp: Tensor, log_prob: Tensor) -> Tensor:
-        """Return this rank's part of d log_prob / d hidden ``[n, h]``, from numbers of all ranks' columns.
-
-        ``local_target`` is a column of this rank or -1.
-        """
+        """Return this rank's part, from its column of each target, or -1, and from numbers of all ranks."""
         temperature, dtype = self._temperature, self._exp.dtype
         scale = ((self._max_logit - max_logit) / temperature).exp() / (sum_exp * temperature)
         at_target = torch.where(local_target >= 0, -log_prob.expm1() / temperature, 0.0)
