@@ -29,8 +29,7 @@ _MIB = 1 << 20
 _LARGE_TILE = 1 << 30
 _FEWEST_COLUMNS = 1024
 _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
-# Where torch has no product of 16-bit matrices with a float32 result, so many of their columns are converted
-# to float32 at a time.
+# Where torch has no float32 product of 16-bit matrices, so many of their columns are converted at a time.
 _CONVERTED_COLUMNS = 512
 # Where torch has such a product, but does not add it to a float32 tensor, so large a part of it is computed
 # at a time. The product of few rows of logits would be as large as the weight.
@@ -235,13 +234,12 @@ class _OfInputs(Gradients):
         self._layer, self._weight = layer, layer.weight.detach()
         needs_hidden, needs_weight, needs_bias = needed
         main, zeros, size = layer.tiling.main_gradient, layer.hidden.new_zeros, layer.options.vocab_size
-        count = layer.width if size is None else layer.num_columns
-        self._has_ids = count > 0
+        self._count = layer.width if size is None else layer.num_columns
         self._of_hidden = zeros(layer.hidden_nh.shape, dtype=layer.dtype) if needs_hidden else None
         self._main = main.buffer() if main is not None and needs_weight else None
         self._of_weight = torch.empty_like(self._weight) if needs_weight and self._main is None else None
         if self._of_weight is not None:
-            self._of_weight[count:].zero_()
+            self._of_weight[self._count :].zero_()
         self._of_columns = self._weight  # the weight's gradient of columns whose tiles are being added
         self._of_bias = zeros(layer.width, dtype=layer.dtype) if needs_bias else None
 
@@ -250,7 +248,7 @@ class _OfInputs(Gradients):
 
     def add(self, tile: Tile) -> None:
         """Add what a tile contributes, rounded to the weight's dtype."""
-        if not self._has_ids:
+        if not self._count:
             return
         gradient, rows, columns, layer = tile.x, tile.rows, tile.columns, self._layer
         if self._of_bias is not None:
