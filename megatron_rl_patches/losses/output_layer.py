@@ -20,7 +20,7 @@ from torch import Tensor
 from ..common.chunks import has_base
 from ..common.messages import Message
 from ..common.scopes import Scope, replaced
-from .vocab.deferred import DeferredLogits, defer, gather_sequence, sum_gradient
+from .vocab.deferred import DeferredLogits, defer, sum_gradient
 from .vocab.log_probs import vocab_parallel_log_probs
 from .vocab.output_layer import TileOptions, product
 
@@ -167,7 +167,7 @@ def _deferred_output(
             _MATERIALIZED.log(reason=reason)
         return None
     assert weight is not None
-    whole = gather_sequence(input_, group) if layer.sequence_parallel else sum_gradient(input_, group)
+    whole = sum_gradient(input_, group, layer.sequence_parallel)
     bias = None if layer.skip_bias_add else layer.bias
 
     dtype = logit_dtype_of(layer, weight)

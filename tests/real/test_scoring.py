@@ -82,7 +82,7 @@ def test_layouts(layout: str) -> None:
     values = _dense_values(alone)
     ddp, student = filled(TinyModel(**sizes))
     teacher = _other_weights(TinyModel(**sizes), student)
-    with mock.patch.object(OutputLayer, "logits", side_effect=AssertionError("the logits were made")):
+    with mock.patch.object(OutputLayer, "values", side_effect=AssertionError("the logits were made")):
         with contextlib.redirect_stderr(io.StringIO()) as stderr:
             scores = forward_log_probs(student, microbatches(), **SCORE)
         of_ddp = forward_log_probs(ddp, microbatches(), progress=False, **SCORE)

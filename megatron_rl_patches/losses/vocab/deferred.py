@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,27 +22,40 @@ from ...common.devices import on_device
 from ...common.messages import Message
 from ...errors import InvalidInputError
 from .arguments import (
-    DEFAULT,
     RowIndex,
     VocabParallelOptions,
     as_one_slice,
     check_floats,
     check_group,
+    check_integer,
     check_no_transform,
 )
 from .autograd import gradients_of_inputs, save_sources
 from .output_layer import OutputLayerRows, StoredTiles, TileOptions, product
-from .sources import Inputs, SelectedRows, Source, Tensors
+from .sources import SelectedRows, Source
 
-Product = Callable[[Tensor], Tensor]
 aten = torch.ops.aten
 _PACKAGE, _TORCH = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
+_LIBRARIES = _PACKAGE, _TORCH, copy.__file__, pickle.__file__, "<"
 _MATERIALIZED = Message(
     "{operation} at {file}:{line} has materialized deferred logits {shape}",
     "The result is right, but these logits stay in memory until nothing refers to them.",
     "If memory runs out, use a loss of this package there, or leave out lean-head.",
 )
 _warned: set[tuple[str, str, int]] = set()
+Product = Callable[[Tensor], Tensor]
+#: By which numbers logits have been divided, each with what holds it, perhaps a tensor.
+Divisions = tuple[tuple[float, Tensor | float], ...]
+
+
+def _reading(function: Callable[..., Any], copies: bool = False, has_graph: bool = True) -> Any:
+    """Return a method that calls a function of the storage, which logits without values do not have."""
+
+    def method(logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+        read = logits.plain if has_graph else partial(logits._plain_values, aliases=not copies)
+        return function(read(function.__name__, copies=copies), *args, **kwargs)
+
+    return method
 
 
 def deferred_logits(
@@ -78,53 +92,50 @@ def deferred_logits(
         keep_bytes: how much more memory the forward of each loss may fill with logits until its backward,
             which then need not compute them again: with all of them it multiplies three times instead of
             four. Several losses that wait take as much each.
-        logit_dtype: ``torch.float32``: the logits of 16-bit ``hidden`` and ``weight`` are not rounded, as if
-            both had been converted to float32 before. Their gradient is rounded to the dtype of ``hidden``
-            before it is multiplied, as by Megatron's ``ColumnParallelLinear`` with an ``output_dtype``.
-            ``None``: the logits have the dtype of ``hidden``.
+        logit_dtype: ``torch.float32``: the logits of 16-bit ``hidden`` and ``weight`` are not rounded; their
+            gradient is, before it is multiplied, as by Megatron's ``ColumnParallelLinear`` with an
+            ``output_dtype``. ``None``: the logits have the dtype of ``hidden``.
 
     Returns:
-        Logits ``[..., V / tp]`` in that dtype, of whole sequences. What is computed from them
-        has gradients for ``hidden``, ``weight`` and ``bias``; those of bfloat16 and float16 are accumulated
-        in float32. Without an NVIDIA GPU and torch 2.8, what a tile adds to that of ``hidden`` is rounded
-        to bfloat16 first.
+        Logits ``[..., V / tp]`` of whole sequences. What is computed from them has gradients for ``hidden``,
+        ``weight`` and ``bias``; those of bfloat16 and float16 are accumulated in float32. Without an NVIDIA
+        GPU and torch 2.8, what a tile adds to that of ``hidden`` is rounded to bfloat16 first.
 
     Raises:
         InvalidInputError: arguments do not fit; before any communication, on every rank alike.
     """
-    check_floats(hidden=hidden, weight=weight, **({} if bias is None else {"bias": bias}))
+    layer = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    check_floats(hidden=hidden, **layer)
+    check_no_transform(hidden, weight, bias)
+    check_group(tp_group)
+    check_integer("tile_bytes", 1 if tile_bytes is None else tile_bytes, 1, "a number of bytes")
+    check_integer("keep_bytes", keep_bytes, 0, "a number of bytes")
+    shapes, expected = [list(hidden.shape), list(weight.shape)], "[..., h] and [vocab / tp, h]"
     if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or len(weight) == 0:
-        raise InvalidInputError(
-            f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}, expected [..., h] and "
-            "[vocab / tp, h]"
-        )
+        raise InvalidInputError(f"hidden is {shapes[0]} and weight {shapes[1]}, expected {expected}")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise InvalidInputError(f"bias is {list(bias.shape)}, expected {list(weight.shape[:1])}")
-    inputs = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-    has_gradient = hidden.requires_grad or any(tensor.requires_grad for tensor in inputs.values())
-    for name, tensor in inputs.items():
-        may_differ = not has_gradient and not tensor.is_meta
-        if tensor.dtype != hidden.dtype or (not may_differ and tensor.device != hidden.device):
+        raise InvalidInputError(f"bias is {list(bias.shape)}, expected {shapes[1][:1]}")
+    has_gradient = any(tensor.requires_grad for tensor in (hidden, *layer.values()))
+    for name, tensor in layer.items():
+        fits = tensor.device == hidden.device or not (has_gradient or tensor.is_meta)
+        if tensor.dtype != hidden.dtype or not fits:
             raise InvalidInputError(
                 f"{name} is {tensor.dtype} on {tensor.device}, expected {hidden.dtype} on {hidden.device} as "
                 "hidden is; another device is possible where nothing requires a gradient"
             )
-    check_group(tp_group)
-    check_no_transform(hidden, weight, bias)
     if sequence_parallel and tp_group is None:
         raise InvalidInputError("sequence_parallel is True without tp_group: pass the group it is split over")
-    tiling = TileOptions(tile_bytes, keep_bytes, logit_dtype=logit_dtype)
+    if logit_dtype not in (None, torch.float32):
+        raise InvalidInputError(f"logit_dtype is {logit_dtype!r}, expected torch.float32 or None")
     if logit_dtype is not None and hidden.dtype == torch.float64:
         raise InvalidInputError("logit_dtype is torch.float32, and hidden is torch.float64: leave it out")
-    whole = gather_sequence(hidden, tp_group) if sequence_parallel else sum_gradient(hidden, tp_group)
 
     def materialized(hidden: Tensor) -> Tensor:
         own_bias = None if bias is None else bias.to(hidden.device)
-        if logit_dtype not in (None, hidden.dtype):
-            return product(hidden, weight.to(hidden.device), own_bias, logit_dtype)
-        return torch.nn.functional.linear(hidden, weight.to(hidden.device), own_bias)
+        return product(hidden, weight.to(hidden.device), own_bias, logit_dtype or hidden.dtype)
 
-    return defer(whole, weight, bias, tiling, materialized)
+    tiling = TileOptions(tile_bytes, keep_bytes, logit_dtype=logit_dtype)
+    return defer(sum_gradient(hidden, tp_group, sequence_parallel), weight, bias, tiling, materialized)
 
 
 def defer(
@@ -139,11 +150,11 @@ def defer(
     hidden_th = hidden.flatten(0, -2)
     if hidden_th.is_inference():  # torch counts no writes to it
         hidden_th = hidden_th.clone()
-    rows = OutputLayerRows(hidden_th, weight, bias, slice(0, len(hidden_th)), tiling)
-    layer = OutputLayer(rows, hidden.shape[:-1], product)
-    logits: DeferredLogits = Defer.apply(layer, *rows.inputs)  # type: ignore[no-untyped-call]
+    source = OutputLayerRows(hidden_th, weight, bias, slice(0, len(hidden_th)), tiling)
+    layer = OutputLayer(source, hidden.shape[:-1], product)
+    logits: DeferredLogits = Defer.apply(layer, *source.inputs)  # type: ignore[no-untyped-call]
     # Without grad mode they have no graph. They may get that of an autograd function of other code later.
-    logits._has_gradient = logits.requires_grad
+    logits._has_gradient = logits._contents.has_gradient = logits.requires_grad
     return logits
 
 
@@ -152,135 +163,80 @@ def dense(logits: Tensor) -> Tensor:
     return logits.plain("") if isinstance(logits, DeferredLogits) else logits
 
 
-@dataclass(eq=False)
 class OutputLayer:
     """The logits ``[..., V / tp]`` of an output layer, which deferred logits are rows of.
 
     Attributes:
-        rows: reads all of them in tiles.
-        shape: their shape without the last dimension.
-        product: computes ``[..., V / tp]`` of hidden states ``[..., h]``, by the output layer's own code.
+        source: reads all of them in tiles.
+        numbers: the number of each row, int64 ``[T]``.
         has_hooks: whether a hook waits for their gradient.
         has_losses: whether a loss has been computed whose gradient does not pass through them.
-        numbers: the number of each row, int64 ``[T]``.
+        materialized: all of them ``[T, V / tp]``, once code has read them; nobody may write to them.
     """
 
-    rows: OutputLayerRows
-    shape: torch.Size
-    product: Product
-    has_hooks: bool = False
-    has_losses: bool = False
-    lock: Any = field(default_factory=threading.RLock)
-    _logits: Tensor | None = None
+    has_hooks = has_losses = False
+    materialized: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        self._versions = self._current_versions()
-        self.numbers = torch.arange(self.shape.numel())
+    def __init__(self, source: OutputLayerRows, shape: torch.Size, product: Product) -> None:
+        self.source, self.shape, self._product = source, shape, product
+        self.numbers, self.lock = torch.arange(len(source.hidden)), threading.RLock()
+        counted = [t for t in source.inputs if t is not None and not t.is_inference()]
+        self._versions = [(t, t._version, t.data_ptr()) for t in counted]
 
     @property
     def is_unchanged(self) -> bool:
         """Whether nobody has written to the tensors that the logits come from."""
-        return self._versions == self._current_versions()
+        return all((t._version, t.data_ptr()) == (version, place) for t, version, place in self._versions)
 
-    @property
-    def is_materialized(self) -> bool:
-        """Whether some code has read the logits."""
-        return self._logits is not None
+    def values(self, rows: Tensor, dtype: torch.dtype, divisions: Divisions, own: bool = False) -> Tensor:
+        """Return rows ``[n]`` of the logits, converted and divided, ``[n, V / tp]``.
 
-    def logits(self) -> Tensor:
-        """Return all logits ``[T, V / tp]``, which nobody may write to; they stay for the next reader."""
-        with self.lock:
-            self._logits = self._computed() if self._logits is None else self._logits
-            return self._logits
-
-    def own_logits(self) -> Tensor:
-        """Return all logits in memory of their own."""
-        with self.lock, self.without_modes():
-            return self._computed() if self._logits is None else self._logits.clone()
-
-    def own(self, values: Tensor) -> Tensor:
-        """Return values in memory of their own: copied, if they are in that of :meth:`logits`."""
-        shared = None if self._logits is None else self._logits.untyped_storage().data_ptr()
-        with self.without_modes():
-            return values.clone() if values.untyped_storage().data_ptr() == shared else values
-
-    def _computed(self) -> Tensor:
-        if not self.is_unchanged:
-            raise InvalidInputError(
-                "the hidden states or the weight behind deferred logits were overwritten before "
-                "the logits were used: compute what needs the logits first, for instance before the "
-                "optimizer's step"
-            )
-        hidden = self.rows.hidden
-        StoredTiles.free_last(hidden.device)
-        with self.without_modes():
-            logits = self.product(hidden.view(*self.shape, hidden.shape[1])).detach()
-        return logits.reshape(-1, logits.shape[-1])
-
-    @contextmanager
-    def without_modes(self) -> Iterator[None]:
-        """Compute what does not depend on the autograd and autocast modes of who reads the values."""
-        is_inference = any(t.is_inference() for t in self.rows.inputs if t is not None)
-        autocast = torch.autocast(self.rows.device.type, enabled=False)
-        with torch.inference_mode(is_inference), torch.no_grad(), autocast:
-            yield
-
-    def _current_versions(self) -> list[tuple[int, int]]:
-        tensors = self.rows.inputs
-        return [(t._version, t.data_ptr()) for t in tensors if t is not None and not t.is_inference()]
-
-
-class Division(NamedTuple):
-    """A division of all logits by a number, which a tensor may hold.
-
-    Attributes:
-        in_graph: whether autograd has recorded it, in case that the logits have a graph.
-    """
-
-    number: float
-    operand: Tensor | float
-    in_graph: bool = True
+        They are in memory of their ``own``, or perhaps in that of all logits, which stay for other readers.
+        """
+        source = self.source
+        is_inference = any(t.is_inference() for t in source.inputs if t is not None)
+        # Values do not depend on the autograd and autocast modes of who reads them.
+        autocast = torch.autocast(source.device.type, enabled=False)
+        with self.lock, torch.inference_mode(is_inference), torch.no_grad(), autocast:
+            if (logits := self.materialized) is None:
+                if not self.is_unchanged:
+                    raise InvalidInputError(
+                        "the hidden states or the weight behind deferred logits were overwritten before the "
+                        "logits were used: compute what needs the logits first, for instance before the "
+                        "optimizer's step"
+                    )
+                StoredTiles.free_last(source.device)
+                hidden = source.hidden.view(*self.shape, source.hidden.shape[1])
+                logits = self._product(hidden).detach().flatten(0, -2).contiguous()
+            values = logits[as_one_slice(rows, source.device)].to(dtype)
+            for _, operand in divisions:
+                values = values / operand
+            shares = values.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
+            if own and shares and self.materialized is None and rows is self.numbers:
+                return values
+            self.materialized = logits
+            return values.clone() if own and shares else values
 
 
 @dataclass(eq=False)
 class Contents:
-    """What deferred logits are; all views of them share it.
+    """What deferred logits are, which all views of them share.
 
     They are rows of an output layer's logits, converted and divided, until code writes to them or gets an
     ordinary tensor in their memory, since nothing counts what is written there. From then on they are what
     their memory holds. Copies are contents of their own, which no write to these can change.
 
     Attributes:
-        layer: what they are rows of.
-        rows: which rows, int64 ``[n]``.
-        divisions: how they have been divided.
+        rows: which rows of the layer's logits, int64 ``[n]``.
+        has_gradient: whether their gradient is that of these rows.
         memory: ``[n, V / tp]``, once other code has a tensor in it, or has written to it.
     """
 
     layer: OutputLayer
     rows: Tensor
-    divisions: tuple[Division, ...] = ()
+    divisions: Divisions = ()
+    has_gradient: bool = False
     memory: Tensor | None = None
-
-    def values(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return rows ``[...]`` of the layer's logits as the contents have them, ``[..., V / tp]``.
-
-        The result may be in the memory of the layer's logits.
-        """
-        logits = self.layer.logits()
-        index = as_one_slice(rows.flatten(), logits.device)
-        with self.layer.without_modes():
-            values = logits[index].view(*rows.shape, logits.shape[1]).to(dtype)
-            for division in self.divisions:
-                values = values / division.operand
-            return values
-
-    def own_values(self, dtype: torch.dtype) -> Tensor:
-        """Return the values ``[n, V / tp]`` in memory of their own."""
-        layer = self.layer
-        if self.rows is layer.numbers and not self.divisions and dtype == layer.rows.logit_dtype:
-            return layer.own_logits()
-        return layer.own(self.values(self.rows, dtype))
 
 
 class DeferredLogits(Tensor):
@@ -288,19 +244,18 @@ class DeferredLogits(Tensor):
 
     They stay deferred where rows are selected, reordered or concatenated, where they are converted to
     float32, and where they are divided by a number. Functions of :mod:`megatron_rl_patches.losses` compute
-    what they need from hidden states and weight; so does the sum of all. Any other operation that reads
-    values materializes the logits, by the output layer's own code, with a warning that names the operation
-    and the line that called it. Once code writes to them, or gets an ordinary tensor in their memory, such as
-    some columns or an array, they are ordinary logits, which is what losses read then. A division
-    materializes 16-bit logits, too: its quotient is rounded.
+    what they need from hidden states and weight; so does their method ``sum()``. Any other operation that
+    reads values materializes the logits, by the output layer's own code, with a warning that names the
+    operation and the line that called it. Once code writes to them, or gets an ordinary tensor in their
+    memory, such as some columns or an array, they are ordinary logits, which is what losses read then. A
+    division materializes 16-bit logits, too: its quotient is rounded.
 
     Attributes:
-        followed: for operations whose result is deferred, functions that compute it, or return ``None``.
-        computed_in_tiles: the same for functions of torch that need no logits as a whole.
+        followed: for operations whose result is deferred, functions that compute it, or return ``None``; for
+            the method ``sum``, one that computes it in tiles.
     """
 
     followed: ClassVar[dict[Any, Callable[..., Any]]] = {}
-    computed_in_tiles: ClassVar[dict[Any, Callable[..., Any]]] = {}
     _contents: Contents
     _rows: Tensor  # which rows of the layer's logits, in the shape of this tensor without its last dimension
     _has_gradient: bool
@@ -310,15 +265,15 @@ class DeferredLogits(Tensor):
         cls, contents: Contents, rows: Tensor, dtype: torch.dtype, has_gradient: bool = False
     ) -> DeferredLogits:
         """Make a view of contents; ``rows`` is a view of theirs."""
-        width = contents.layer.rows.width
+        source = contents.layer.source
         # It takes requires_grad from autograd, as the output of an operation.
         self = torch.Tensor._make_wrapper_subclass(
             cls,
-            (*rows.shape, width),
-            strides=(*(stride * width for stride in rows.stride()), 1),
-            storage_offset=rows.storage_offset() * width,
+            (*rows.shape, source.width),
+            strides=(*(stride * source.width for stride in rows.stride()), 1),
+            storage_offset=rows.storage_offset() * source.width,
             dtype=dtype,
-            device=contents.layer.rows.device,
+            device=source.device,
         )
         torch._C._set_throw_on_mutable_data_ptr(self)  # C++ code would read the null pointer of its storage
         self._contents, self._rows, self._has_gradient = contents, rows, has_gradient
@@ -327,7 +282,7 @@ class DeferredLogits(Tensor):
     @property
     def divisor(self) -> float:
         """What the logits have been divided by since the output layer."""
-        return math.prod(division.number for division in self._contents.divisions)
+        return math.prod(number for number, _ in self._contents.divisions)
 
     @property
     def is_deferred(self) -> bool:
@@ -337,19 +292,11 @@ class DeferredLogits(Tensor):
         hook waits for the gradient of the logits, and only operations whose gradient this class knows lie
         between the output layer and these logits. Ranks that differ in this run the same collectives.
         """
-        contents, needs_gradient = self._contents, self.requires_grad and torch.is_grad_enabled()
-        if not self.are_rows or contents.layer.has_hooks:
+        layer = self._contents.layer
+        needs_gradient = self.requires_grad and torch.is_grad_enabled()
+        if self._contents.memory is not None or layer.has_hooks:
             return False
-        if needs_gradient and not (
-            self.has_gradient_of_rows and all(division.in_graph for division in contents.divisions)
-        ):
-            return False
-        return contents.layer.is_unchanged
-
-    @property
-    def are_rows(self) -> bool:
-        """Whether the values are rows of the layer's logits, divided: until other code has their memory."""
-        return self._contents.memory is None
+        return layer.is_unchanged and (not needs_gradient or self.has_gradient_of_rows)
 
     @property
     def has_gradient_of_rows(self) -> bool:
@@ -364,8 +311,8 @@ class DeferredLogits(Tensor):
 
     def hidden_states(self) -> Tensor:
         """Return what the output layer gets for these logits, ``[..., h]``, without a graph."""
-        layer = self._contents.layer.rows
-        return layer.hidden.detach()[on_device(self._rows, layer.device)]
+        source = self._contents.layer.source
+        return source.hidden.detach()[on_device(self._rows, source.device)]
 
     def loss_source(self, index: RowIndex, options: VocabParallelOptions) -> Source:
         """Return rows of these logits for the functions that read tiles; they count as ``[T, V / tp]``.
@@ -375,38 +322,21 @@ class DeferredLogits(Tensor):
         if not self.is_deferred:
             # Other code may write to the values before backward reads them, so these are a copy.
             return SelectedRows(self.plain("", copies=True), index, options)
-        return self.rows_in_tiles(index, options)
-
-    def rows_in_tiles(self, index: RowIndex, options: VocabParallelOptions = DEFAULT) -> OutputLayerRows:
-        """Return rows of these logits, which are deferred, for functions that divide them."""
-        layer, divisor, trained = self._contents.layer, self.divisor, self.requires_grad
-        device, keeps = self.device, trained and torch.is_grad_enabled()
+        layer, trained, rows = self._contents.layer, self.requires_grad, self._rows.flatten()
+        keeps, divisor, device = trained and torch.is_grad_enabled(), self.divisor, layer.source.device
         layer.has_losses |= keeps
         if isinstance(index, tuple):
             index = torch.cat([torch.arange(run.start, run.stop) for run in index])
-        rows = self._rows.flatten()
-        numbers = (on_device(rows, index.device) if isinstance(index, Tensor) else rows)[index]
-        selected = as_one_slice(numbers, device)
-        return layer.rows.select(selected, options.divided(divisor), trained=trained, keeps_tiles=keeps)
+        if isinstance(index, Tensor):
+            rows = on_device(rows, index.device)
+        selected, options = as_one_slice(rows[index], device), options.divided(divisor)
+        return layer.source.select(selected, options, trained, keeps)
 
     # --- operations
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        compute = cls.computed_in_tiles.get(func)
-        if compute and (result := compute(*args, **kwargs)) is not None:
-            return result
-        if func in (Tensor.register_hook, Tensor.retain_grad):
-            args[0]._wait_for_gradient(func.__name__)
-        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
-            raise InvalidInputError(
-                "the data of deferred logits was set: write to the logits, logits[:] = data"
-            )
-        # Results are of this class only if __torch_dispatch__ returns one, not because an argument is.
-        return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+    # The methods of this class take the place of torch's. Results are of this class only if
+    # __torch_dispatch__ returns one, not because an argument is.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -417,7 +347,7 @@ class DeferredLogits(Tensor):
         if follow := cls.followed.get(func):
             operands = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
             is_view = id(args[0]) in aliased and not func._schema.is_mutable  # it shares the contents
-            if all(isinstance(x, DeferredLogits) and (is_view or x.are_rows) for x in operands):
+            if all(isinstance(x, cls) and (is_view or x._contents.memory is None) for x in operands):
                 result = follow(func, *args, **kwargs)
                 if result is not None:
                     return result
@@ -443,64 +373,64 @@ class DeferredLogits(Tensor):
         own = materialized if func._schema.is_mutable else {}  # in place, it returns what it was given
         return tree_map_only(Tensor, lambda t: own.get(id(t), t), result)
 
-    def _plain_values(self, operation: str, aliases: bool) -> Tensor:
+    def _plain_values(self, operation: str, aliases: bool, copies: bool = False) -> Tensor:
         """Return the values as an ordinary tensor without a graph, and warn if nobody has read them before.
 
         Args:
             operation: what reads them, for the warning; empty: do not warn.
             aliases: the tensor is in their memory, since other code gets it or writes to it.
+            copies: it is in memory of its own.
         """
         contents, layer = self._contents, self._contents.layer
-        if operation and contents.memory is None and not layer.is_materialized:
+        if operation and contents.memory is None and layer.materialized is None:
             _warn(operation, self)
         with layer.lock:
             if aliases and contents.memory is None:
-                contents.memory = contents.own_values(self.dtype)
+                contents.memory = layer.values(contents.rows, self.dtype, contents.divisions, own=True)
         if (memory := contents.memory) is not None:
             offset = memory.storage_offset() + self.storage_offset()
-            return memory.as_strided(self.shape, self.stride(), offset)
-        # The dimensions of the result have the order in memory that those of this tensor have.
-        strides = self._rows.stride()
-        order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
-        values = contents.values(self._rows.permute(order), self.dtype)
-        return values.permute(*(order.index(dim) for dim in range(len(order))), len(order))
+            values = memory.as_strided(self.shape, self.stride(), offset)
+            return values.clone() if copies else values
+        rows = self._rows.clone()  # dimensions of the values have the order in memory that these have
+        in_memory = rows.as_strided((rows.numel(),), (1,))
+        values = layer.values(in_memory, self.dtype, contents.divisions, own=copies)
+        strides = *(stride * self.shape[-1] for stride in rows.stride()), 1
+        return values.as_strided(self.shape, strides, values.storage_offset())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        is_materialized = self._contents.memory is not None or self._contents.layer.is_materialized
-        state = "materialized" if is_materialized else "deferred"
+        is_deferred = self._contents.memory is None and self._contents.layer.materialized is None
+        state = "deferred" if is_deferred else "materialized"
         return f"DeferredLogits({list(self.shape)}, {self.dtype}, device={self.device}, {state})"
 
-    # The following read the storage, which logits without values do not have. They are methods, since hooks
-    # of saved tensors call them where __torch_function__ is switched off.
+    __copy__, numpy, __dlpack__ = _reading(copy.copy), _reading(Tensor.numpy), _reading(Tensor.__dlpack__)
+    __reduce_ex__, __deepcopy__ = _reading(Tensor.__reduce_ex__, True), _reading(Tensor.__deepcopy__, True)
+    data_ptr = _reading(Tensor.data_ptr, has_graph=False)
+    untyped_storage = _reading(Tensor.untyped_storage, has_graph=False)
+    tolist = _reading(Tensor.tolist, copies=True, has_graph=False)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain("pickling", copies=True).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def __copy__(self) -> Tensor:
-        return copy.copy(self.plain("copy.copy"))
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.plain("copy.deepcopy", copies=True).__deepcopy__(memo)  # type: ignore[no-untyped-call]
-
-    def data_ptr(self) -> int:
-        return self._plain_values("data_ptr", aliases=True).data_ptr()
-
-    def untyped_storage(self) -> Any:
-        return self._plain_values("untyped_storage", aliases=True).untyped_storage()
-
-    def tolist(self) -> Any:
-        return self._plain_values("tolist", aliases=False).tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.plain("numpy").numpy(force=force)
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.plain("__dlpack__").__dlpack__(**options)
-
-    def plain(self, operation: str, copies: bool = False) -> Tensor:
+    def plain(self, operation: str, copies: bool = False) -> Any:
         """Return an ordinary tensor in the memory of the values, or a copy; a warning names the operation."""
-        plain: Tensor = ToDense.apply(self, operation, copies)  # type: ignore[no-untyped-call]
-        return plain
+        return ToDense.apply(self, operation, copies)  # type: ignore[no-untyped-call]
+
+    def sum(self, *args: Any, **kwargs: Any) -> Any:
+        is_of_all = not (args or kwargs) and self.is_deferred
+        return self.followed["sum"](self) if is_of_all else super().sum(*args, **kwargs)
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise InvalidInputError("the data of deferred logits was set: write to the logits, logits[:] = data")
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        self._wait_for_gradient("register_hook")
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def retain_grad(self) -> None:
+        self._wait_for_gradient("retain_grad")
+        super().retain_grad()
 
     def _wait_for_gradient(self, name: str) -> None:
         if self._contents.layer.has_losses:
@@ -512,26 +442,20 @@ class DeferredLogits(Tensor):
 
 
 class Defer(torch.autograd.Function):
-    """Makes deferred logits a function of hidden states, weight and bias.
-
-    Its backward gets only gradients of code that read the logits; losses in tiles compute theirs themselves.
-    """
+    """Makes deferred logits a function of hidden states, weight and bias, for code that reads them."""
 
     @staticmethod
     def forward(ctx: Any, layer: OutputLayer, *inputs: Tensor | None) -> DeferredLogits:
-        save_sources(ctx, [layer.rows], {})
+        save_sources(ctx, [layer.source], {})
         rows = layer.numbers
-        return DeferredLogits(Contents(layer, rows), rows.view(layer.shape), layer.rows.logit_dtype)
+        return DeferredLogits(Contents(layer, rows), rows.view(layer.shape), layer.source.logit_dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, *gradients_of_inputs(ctx, _gradients_of_logits, 1, gradient.flatten(0, -2))
+        def compute(sources: Sequence[Any], _: Any, needed: Sequence[bool], gradient: Tensor) -> Any:
+            return sources[0].gradients_of(gradient, needed)
 
-
-def _gradients_of_logits(
-    layers: Sequence[OutputLayerRows], saved: Tensors, needed: Sequence[bool], gradient: Tensor
-) -> Inputs:
-    return layers[0].gradients_of(gradient, needed)
+        return None, *gradients_of_inputs(ctx, compute, 1, gradient.flatten(0, -2))
 
 
 class ToDense(torch.autograd.Function):
@@ -539,10 +463,7 @@ class ToDense(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: DeferredLogits, operation: str, copies: bool) -> Tensor:
-        values, contents = logits._plain_values(operation, aliases=not copies), logits._contents
-        if not copies:
-            return values
-        return contents.layer.own(values) if contents.memory is None else values.clone()
+        return logits._plain_values(operation, aliases=not copies, copies=copies)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -568,7 +489,7 @@ def _aliased(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[in
 def _warn(operation: str, logits: DeferredLogits) -> None:
     """Warn, once for each line of code, that an operation materializes the logits."""
     frame = sys._getframe()
-    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     file, line = frame.f_code.co_filename, frame.f_lineno
     if (operation, file, line) not in _warned:
@@ -576,58 +497,36 @@ def _warn(operation: str, logits: DeferredLogits) -> None:
         _MATERIALIZED.log(operation=operation, file=file, line=line, shape=list(logits.shape))
 
 
-def _is_library(file: str) -> bool:
-    return file.startswith((_PACKAGE, _TORCH, "<")) or Path(file).parent == Path(copy.__file__).parent
-
-
 # --- ranks that share the hidden states
 
 
-def sum_gradient(hidden: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the hidden states; their gradient is summed over the group.
+def sum_gradient(hidden: Tensor, group: dist.ProcessGroup | None, is_split: bool = False) -> Any:
+    """Return hidden states ``[s, ..., h]`` whose gradient is summed over the group.
 
-    So does Megatron's ``copy_to_tensor_model_parallel_region``.
+    With ``is_split`` each rank has ``[s / tp, ..., h]``, and gets its part of the sum. So do Megatron's
+    ``copy_to_tensor_model_parallel_region`` and ``gather_from_sequence_parallel_region``.
     """
-    if group is None or dist.get_world_size(group) == 1:
-        return hidden
-    return _SumGradient.apply(hidden, group)  # type: ignore[no-untyped-call]
-
-
-def gather_sequence(hidden: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return ``[s, ..., h]`` of all ranks' ``[s / tp, ..., h]``; the gradient is summed and scattered.
-
-    So does Megatron's ``gather_from_sequence_parallel_region``.
-    """
-    if group is None or dist.get_world_size(group) == 1:
-        return hidden
-    return _GatherSequence.apply(hidden, group)  # type: ignore[no-untyped-call]
+    is_alone = group is None or dist.get_world_size(group) == 1
+    return hidden if is_alone else _SumGradient.apply(hidden, group, is_split)  # type: ignore[no-untyped-call]
 
 
 class _SumGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        size = dist.get_world_size(group)
-        whole = hidden.new_empty((size * len(hidden), *hidden.shape[1:]))
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup, is_split: bool) -> Tensor:
+        ctx.group, ctx.is_split = group, is_split
+        if not is_split:
+            return hidden.view_as(hidden)
+        whole = hidden.new_empty((dist.get_world_size(group) * len(hidden), *hidden.shape[1:]))
         dist.all_gather_into_tensor(whole, hidden.contiguous(), group=group)
         return whole
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        size = dist.get_world_size(ctx.group)
-        part = gradient.new_empty((len(gradient) // size, *gradient.shape[1:]))
-        dist.reduce_scatter_tensor(part, gradient.contiguous(), group=ctx.group)
-        return part, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        gradient = gradient.contiguous()
+        if not ctx.is_split:
+            dist.all_reduce(gradient, group=ctx.group)
+            return gradient, None, None
+        size = len(gradient) // dist.get_world_size(ctx.group)
+        part = gradient.new_empty((size, *gradient.shape[1:]))
+        dist.reduce_scatter_tensor(part, gradient, group=ctx.group)
+        return part, None, None

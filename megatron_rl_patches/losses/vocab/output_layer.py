@@ -5,24 +5,22 @@ states and once for the weight. So memory is one tile, whatever the vocabulary i
 and no other source is read together with this one, forward's last tile stays in memory until other logits are
 read, or until backward, which begins with it and need not compute it again.
 
-Tiles have all selected rows and few columns where they can: the weight's gradient of a tile is then complete,
-and the sum over tiles, which the gradient of the hidden states is, has few terms.
+Tiles have all selected rows and few columns where they can: the weight's gradient of a tile is then complete.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ...common.devices import each_prefetched, on_device
-from ...errors import InvalidInputError
-from .arguments import DEFAULT, VocabParallelOptions, check_integer
+from .arguments import DEFAULT, VocabParallelOptions
 from .reduction import Block, Blocks, best_stretch, each_block, ranges
 from .softmax import NO_SOFTMAX, block_gradient, exp_floor, finite
 from .sources import Gradients, Grid, Inputs, Source, Tensors, Tile
@@ -31,8 +29,7 @@ _MIB = 1 << 20
 _LARGE_TILE = 1 << 30
 _FEWEST_COLUMNS = 1024
 _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
-# Where torch has no product of 16-bit matrices with a float32 result, so many of their columns are converted
-# to float32 at a time.
+# Where torch has no float32 product of 16-bit matrices, so many of their columns are converted at a time.
 _CONVERTED_COLUMNS = 512
 # Where torch has such a product, but does not add it to a float32 tensor, so large a part of it is computed
 # at a time. The product of few rows of logits would be as large as the weight.
@@ -49,15 +46,12 @@ class MainGradient(Protocol):
         """Return what autograd gets in place of the gradient, which has been added to the buffer."""
 
 
-@dataclass(frozen=True)
-class TileOptions:
+class TileOptions(NamedTuple):
     """How the tiles of an output layer are computed, and how much memory they may take.
 
     Attributes:
-        tile_bytes: see :func:`.deferred_logits`.
-        keep_bytes: see :func:`.deferred_logits`.
+        tile_bytes: see :func:`.deferred_logits`, as for all others but ``main_gradient``.
         main_gradient: where the weight's gradient goes; ``None``: to autograd.
-        logit_dtype: see :func:`.deferred_logits`.
     """
 
     tile_bytes: int | None = None
@@ -65,16 +59,9 @@ class TileOptions:
     main_gradient: MainGradient | None = None
     logit_dtype: torch.dtype | None = None
 
-    def __post_init__(self) -> None:
-        if self.tile_bytes is not None:
-            check_integer("tile_bytes", self.tile_bytes, 1, "a number of bytes")
-        check_integer("keep_bytes", self.keep_bytes, 0, "a number of bytes")
-        if self.logit_dtype not in (None, torch.float32):
-            raise InvalidInputError(f"logit_dtype is {self.logit_dtype!r}, expected torch.float32 or None")
-
 
 class StoredTiles(dict[tuple[int, int], Tensor]):
-    """Tiles that wait for a backward, by their first row and column; each in memory that may be larger.
+    """Tiles that wait for a backward, by their first row and column, in memory that may be larger.
 
     The last tile of a forward stays until its backward, or until other logits need memory for a tile.
     """
@@ -90,10 +77,9 @@ class StoredTiles(dict[tuple[int, int], Tensor]):
     @classmethod
     def free_last(cls, device: torch.device, unless_of: StoredTiles | None = None) -> None:
         """Free the tile that the latest forward has left on the device."""
-        if device in cls._latest:
-            reference, place = cls._latest[device]
-            if (latest := reference()) is not None and latest is not unless_of:
-                latest.pop(place, None)
+        reference, place = cls._latest.get(device, (None, (0, 0)))
+        if reference and (latest := reference()) is not None and latest is not unless_of:
+            latest.pop(place, None)
 
 
 @dataclass(eq=False)
@@ -103,9 +89,7 @@ class OutputLayerRows(Source):
     Attributes:
         hidden: ``[T, h]``.
         weight: ``[V / tp, h]``, this rank's part; see :func:`.deferred_logits`, as for the bias ``[V / tp]``.
-        keeps_tiles: whether tiles may be kept for a backward.
-        stored_tiles: the tiles that wait for a backward.
-        logit_dtype: the dtype of the logits.
+        keeps_tiles: whether tiles may be kept for a backward; ``stored_tiles`` are.
     """
 
     hidden: Tensor
@@ -124,8 +108,6 @@ class OutputLayerRows(Source):
         self.logit_dtype = self.tiling.logit_dtype or self.hidden.dtype
         self.set_up(self.options, n, len(self.weight), self.logit_dtype, inputs, False)
 
-    # --- as a source
-
     def tiles(self, grid: Grid, is_backward: bool = False) -> Iterator[Tile]:
         row_ranges, column_ranges, share = grid
         buffer_size = row_ranges[0].stop * max(columns.stop - columns.start for columns in column_ranges)
@@ -137,42 +119,48 @@ class OutputLayerRows(Source):
         begins_with_last = share == len(row_ranges) == 1
         if is_backward and begins_with_last:
             column_ranges = column_ranges[::-1]
-        memory = _TileMemory(self, buffer_size, may_keep=not is_backward)
-        weight, bias = self.weight.detach(), self.bias
-        bias = None if bias is None else on_device(bias.detach(), self.device)
-        weights = each_prefetched([weight[columns] for columns in column_ranges], self.device)
+        has_ids = self.options.vocab_size is None or self.num_columns > 0
+        bias = None if self.bias is None else on_device(self.bias.detach(), self.device)
+        weights: Iterable[Tensor] = [self.weight.detach()[columns] for columns in column_ranges]
+        if self.weight.device != self.device:
+            weights = each_prefetched(list(weights), self.device)
+        stored, buffer, new = self.stored_tiles, None, partial(self.hidden.new_empty, dtype=self.logit_dtype)
+        StoredTiles.free_last(self.device, unless_of=stored)
+        left = self.tiling.keep_bytes if self.keeps_tiles and not is_backward else 0
         for columns, part in zip(column_ranges, weights, strict=True):
             for rows in row_ranges:
                 hidden, place = self.hidden_nh[rows], (rows.start, columns.start)
-                logits, is_computed = memory.of_tile(place, len(hidden), len(part))
-                if not self.num_columns:
+                size, memory = len(hidden) * len(part), stored.pop(place, None)
+                is_computed = memory is not None
+                if memory is not None:
+                    buffer = memory if len(memory) >= buffer_size else buffer
+                elif (left := left - max(size * self.logit_dtype.itemsize, 1)) >= 0:
+                    memory = stored[place] = new(size)
+                else:
+                    memory = buffer = new(buffer_size) if buffer is None else buffer
+                logits = memory[:size].view(len(hidden), len(part))
+                if not has_ids:
                     logits.fill_(float("-inf"))
                 elif not is_computed:
                     multiply(hidden, part.T, None if bias is None else bias[columns], logits)
                 whole = slice(0, len(hidden))
                 yield Tile(logits, whole, rows, columns, [(rows, whole)])
-        if self.keeps_tiles and begins_with_last and not is_backward:
-            memory.store_last(place)
+        if self.keeps_tiles and begins_with_last and not is_backward and buffer is not None:
+            stored.store_last(place, buffer)
 
     def gradients(self, needed: Sequence[bool]) -> Gradients:
         return _OfInputs(self, needed)
 
     def saved(self) -> tuple[Tensors, Callable[..., OutputLayerRows]]:
-        tiling, options, keeps_tiles, tiles = self.tiling, self.options, self.keeps_tiles, self.stored_tiles
         numbers, rows = (self.index, slice(0)) if isinstance(self.index, Tensor) else (None, self.index)
+        others = self.tiling, self.options, self.keeps_tiles, self.stored_tiles
 
-        def restore(
-            hidden: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor | None
-        ) -> OutputLayerRows:
-            index = rows if numbers is None else numbers
-            return OutputLayerRows(hidden, weight, bias, index, tiling, options, keeps_tiles, tiles)
+        def restore(*saved: Any) -> OutputLayerRows:
+            hidden, weight, bias, numbers = saved
+            return OutputLayerRows(hidden, weight, bias, rows if numbers is None else numbers, *others)
 
-        return {
-            "the hidden states": self.hidden,
-            "the weight of the output layer": self.weight,
-            "its bias": self.bias,
-            "rows": numbers,
-        }, restore
+        names = "the hidden states", "the weight of the output layer", "its bias", "rows"
+        return dict(zip(names, (*self.inputs, numbers), strict=True)), restore
 
     def shape_of_tiles(self, width: int, share: int) -> tuple[int, int]:
         elements = max(self._tile_bytes() // share // self.logit_dtype.itemsize, 1)
@@ -187,7 +175,7 @@ class OutputLayerRows(Source):
         return max(min(elements // columns, self.n), 1), columns
 
     def _tile_bytes(self) -> int:
-        if self.tiling.tile_bytes is not None or self.device.type != "cuda":
+        if self.tiling.tile_bytes or self.device.type != "cuda":
             return self.tiling.tile_bytes or 64 * _MIB
         # Larger tiles need fewer products, as backward begins with the last one. They take half of all logits
         # at most. There are two sizes, so that microbatches of many lengths leave no gaps in the memory.
@@ -195,33 +183,23 @@ class OutputLayerRows(Source):
         return _LARGE_TILE if large else _LARGE_TILE // 2
 
     def without_keeping(self) -> OutputLayerRows:
-        return replace(self, keeps_tiles=False, stored_tiles=StoredTiles())
+        return self.select(self.index, self.options)
 
     def forward_derivative(self) -> ForwardDerivative | None:
-        """Return sums for a backward that needs the gradient of hidden states, and no other gradient."""
         is_frozen = not any(t is not None and t.requires_grad for t in (self.weight, self.bias))
-        if not (is_frozen and self.keeps_tiles and self.hidden.requires_grad):
-            return None
-        return ForwardDerivative(self.without_keeping())
+        needed = is_frozen and self.keeps_tiles and self.hidden.requires_grad
+        return ForwardDerivative(self.without_keeping()) if needed else None
 
     def gradients_by_derivative(self, of_selected: Tensor) -> Inputs:
         return self.spread(of_selected), None, None
 
-    # --- for deferred logits
-
     def select(
-        self, index: slice | Tensor, options: VocabParallelOptions, *, trained: bool, keeps_tiles: bool
+        self, index: slice | Tensor, options: VocabParallelOptions, trained: bool = True, keeps: bool = False
     ) -> OutputLayerRows:
         """Return these rows of the ``T``, which may have gradients if they are trained."""
-        rows = self if trained else self.detached()
-        return replace(
-            rows, index=index, options=options, keeps_tiles=keeps_tiles, stored_tiles=StoredTiles()
-        )
-
-    def detached(self) -> OutputLayerRows:
-        """Return the same rows without gradients for anything."""
-        bias = None if self.bias is None else self.bias.detach()
-        return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
+        inputs: Any = [t if t is None or trained else t.detach() for t in self.inputs]
+        hidden, weight, bias = inputs
+        return OutputLayerRows(hidden, weight, bias, index, self.tiling, options, keeps)
 
     def gradients_of(self, gradient: Tensor, needed: Sequence[bool]) -> Inputs:
         """Return the gradients of the inputs from that of all logits ``[n, V / tp]``."""
@@ -241,44 +219,10 @@ class OutputLayerRows(Source):
         if self.n == len(self.hidden) and isinstance(self.index, slice):
             return of_selected
         gradient = torch.zeros_like(self.hidden)
-        if isinstance(self.index, Tensor):
-            return gradient.index_add_(0, self.index, of_selected)
-        gradient[self.index] = of_selected
-        return gradient
-
-
-class _TileMemory:
-    """The memory of one tile after the other: its own if it waits for a backward, or else a buffer."""
-
-    def __init__(self, layer: OutputLayerRows, buffer_size: int, may_keep: bool) -> None:
-        """Take how many logits the buffer has, and whether tiles may be kept."""
-        self._layer, self._buffer_size, self._stored = layer, buffer_size, layer.stored_tiles
-        self._buffer: Tensor | None = None
-        keeps = may_keep and layer.keeps_tiles and layer.tiling.keep_bytes != 0
-        StoredTiles.free_last(layer.device, unless_of=self._stored)  # before it is asked how much is free
-        self._left = layer.tiling.keep_bytes if keeps else -1
-
-    def of_tile(self, place: tuple[int, int], rows: int, columns: int) -> tuple[Tensor, bool]:
-        """Return a tile ``[rows, columns]``, and whether its logits are there already."""
-        size, memory = rows * columns, self._stored.pop(place, None)
-        if memory is not None:
-            if len(memory) >= self._buffer_size:
-                self._buffer = memory
-            return memory[:size].view(rows, columns), True
-        self._left -= size * self._layer.logit_dtype.itemsize
-        if self._left >= 0:
-            memory = self._stored[place] = self._new(size)
-        else:
-            memory = self._buffer = self._new(self._buffer_size) if self._buffer is None else self._buffer
-        return memory[:size].view(rows, columns), False
-
-    def store_last(self, place: tuple[int, int]) -> None:
-        """Let the tile that is in the buffer wait for a backward."""
-        if self._buffer is not None:
-            self._stored.store_last(place, self._buffer)
-
-    def _new(self, size: int) -> Tensor:
-        return self._layer.hidden.new_empty(size, dtype=self._layer.logit_dtype)
+        if isinstance(self.index, slice):
+            gradient[self.index] = of_selected
+            return gradient
+        return gradient.index_add_(0, self.index, of_selected)  # a row may be there several times
 
 
 class _OfInputs(Gradients):
@@ -287,13 +231,14 @@ class _OfInputs(Gradients):
     def __init__(self, layer: OutputLayerRows, needed: Sequence[bool]) -> None:
         self._layer, self._weight = layer, layer.weight.detach()
         needs_hidden, needs_weight, needs_bias = needed
-        main, zeros = layer.tiling.main_gradient, layer.hidden.new_zeros
+        main, zeros, size = layer.tiling.main_gradient, layer.hidden.new_zeros, layer.options.vocab_size
+        self._count = layer.width if size is None else layer.num_columns
         self._of_hidden = zeros(layer.hidden_nh.shape, dtype=layer.dtype) if needs_hidden else None
         self._main = main.buffer() if main is not None and needs_weight else None
         self._of_weight = torch.empty_like(self._weight) if needs_weight and self._main is None else None
         if self._of_weight is not None:
-            self._of_weight[layer.num_columns :].zero_()
-        self._of_columns: Tensor | None = None  # the weight's gradient of columns whose tiles are being added
+            self._of_weight[self._count :].zero_()
+        self._of_columns = self._weight  # the weight's gradient of columns whose tiles are being added
         self._of_bias = zeros(layer.width, dtype=layer.dtype) if needs_bias else None
 
     def out(self, tile: Tile) -> Tensor:
@@ -301,34 +246,26 @@ class _OfInputs(Gradients):
 
     def add(self, tile: Tile) -> None:
         """Add what a tile contributes, rounded to the weight's dtype."""
-        if not self._layer.num_columns:
+        if not self._count:
             return
-        gradient, rows, columns = tile.x, tile.rows, tile.columns
+        gradient, rows, columns, layer = tile.x, tile.rows, tile.columns, self._layer
         if self._of_bias is not None:
             self._of_bias[columns] += gradient.sum(0, dtype=self._of_bias.dtype)
-        gradient = gradient.to(self._weight.dtype)
+        gradient, hidden = gradient.to(self._weight.dtype), layer.hidden_nh[rows]
         if self._of_hidden is not None:
             add_product(self._of_hidden[rows], gradient, self._weight[columns], may_round=True)
         if self._main is not None:
-            add_product(self._main[columns], gradient.T, self._layer.hidden_nh[rows])
-        elif self._of_weight is not None:
-            self._add_to_weight(self._of_weight[columns], gradient.T, rows)
-
-    def _add_to_weight(self, of_weight: Tensor, gradient: Tensor, rows: slice) -> None:
-        hidden, n = self._layer.hidden_nh[rows], self._layer.n
-        if len(hidden) == n:
-            torch.mm(gradient, hidden, out=of_weight)
-            return
-        # Sums of several products are rounded once, at the end.
-        if rows.start == 0:
-            self._of_columns = torch.zeros_like(of_weight, dtype=self._layer.dtype)
-        assert self._of_columns is not None
-        add_product(self._of_columns, gradient, hidden)
-        if rows.stop == n:
-            of_weight.copy_(self._of_columns)
+            add_product(self._main[columns], gradient.T, hidden)
+        elif self._of_weight is not None and len(hidden) == layer.n:
+            torch.mm(gradient.T, hidden, out=self._of_weight[columns])
+        elif self._of_weight is not None:  # sums of several products are rounded once, at the end
+            if rows.start == 0:
+                self._of_columns = torch.zeros_like(self._weight[columns], dtype=layer.dtype)
+            add_product(self._of_columns, gradient.T, hidden)
+            if rows.stop == layer.n:
+                self._of_weight[columns] = self._of_columns
 
     def totals(self) -> Inputs:
-        """Return the gradients of hidden states, weight and bias, in their dtypes."""
         layer, main = self._layer, self._layer.tiling.main_gradient
         return (
             None if self._of_hidden is None else layer.spread(self._of_hidden),
@@ -338,16 +275,11 @@ class _OfInputs(Gradients):
 
 
 class ForwardDerivative:
-    """The derivative of log-probabilities by the hidden states of an output layer that is frozen.
+    """The derivative ``[n, h]`` of log-probabilities by the hidden states of an output layer that is frozen.
 
-    The gradient of a row's hidden state is linear in the gradient of its log-probability. So forward, which
-    has the logits at hand, computes the derivative ``[n, h]``, and backward only multiplies it::
-
-        d log_prob / d hidden = sum over columns of d log_prob / dx * weight[column]
-
-    A tile contributes ``exp(z) @ weight``, without the target's column, and with ``z`` relative to the
-    largest logit so far. The sum is scaled when a tile with a larger one comes. An entropy would need a
-    second such product, and gain nothing by it.
+    Forward, which has the logits at hand, computes it, and backward only multiplies it. A tile contributes
+    ``exp(z) @ weight``, without the target's column, and with ``z`` relative to the largest logit so far. The
+    sum is scaled when a tile with a larger one comes. An entropy would need another product.
     """
 
     def __init__(self, layer: OutputLayerRows) -> None:
@@ -357,45 +289,34 @@ class ForwardDerivative:
         self._exp = weight.new_zeros((layer.n, weight.shape[1]), dtype=layer.dtype)
 
     def add(self, tile: Tile, max_logit: Tensor, column: Tensor) -> None:
-        """Add a tile, which is overwritten.
-
-        Args:
-            max_logit: the largest logit of each of its rows, float64.
-            column: the target's column in the tile, -1 where it has none.
-        """
-        rows = tile.rows
+        """Add a tile, which is overwritten; ``column`` is that of the target, or -1."""
+        rows, spare, temperature = tile.rows, int(self._layer.copies_rows), self._layer.temperature
         highest = torch.maximum(self._max_logit[rows], max_logit)
         reference = finite(highest.to(self._exp.dtype))
         shift = (self._max_logit[rows] - reference) / self._temperature
         shift.clamp_(min=exp_floor(torch.float64))  # it is -inf before the first tile
         self._max_logit[rows] = highest
         self._exp[rows] *= shift.exp().to(self._exp.dtype)[:, None]
-        shift_n1, ones = reference[:, None], torch.ones_like(reference)[:, None]
+        numbers = torch.stack([reference, torch.ones_like(reference)])[:, :, None]
 
         def write(block: Block) -> None:
-            part = block.cut(shift_n1[block.in_tile]), block.cut(ones[block.in_tile]), None
+            part = *(block.cut(number[block.in_tile]) for number in numbers), None
             work = None if block.work is None else block.work[spare:]
             block.function(block.xs[0], block.out, part, NO_SOFTMAX, None, None, temperature, work)
 
-        spare, temperature = int(self._layer.copies_rows), self._layer.temperature
         each_block(self._layer, [tile], block_gradient, write, Blocks(spare), tile.x)
         here = column.clamp(min=0)
         tile.put(here, tile.at(here).masked_fill(column >= 0, 0.0))
-        weights = tile.x.to(self._weight.dtype)
-        add_product(self._exp[rows], weights, self._weight[tile.columns], may_round=True)
+        weight = self._weight[tile.columns]
+        add_product(self._exp[rows], tile.x.to(weight.dtype), weight, may_round=True)
 
     def finish(self, local_target: Tensor, max_logit: Tensor, sum_exp: Tensor, log_prob: Tensor) -> Tensor:
-        """Return this rank's part of d log_prob / d hidden, ``[n, h]``.
-
-        Args:
-            local_target: ``[n]``, a column of this rank or -1.
-            max_logit: statistics over the whole vocabulary, as ``sum_exp`` and ``log_prob``, float64 ``[n]``.
-        """
+        """Return this rank's part, from its column of each target, or -1, and from numbers of all ranks."""
         temperature, dtype = self._temperature, self._exp.dtype
         scale = ((self._max_logit - max_logit) / temperature).exp() / (sum_exp * temperature)
-        target_row = self._weight[local_target.clamp(min=0)].to(dtype)
         at_target = torch.where(local_target >= 0, -log_prob.expm1() / temperature, 0.0)
-        return target_row * at_target.to(dtype)[:, None] - self._exp * scale.to(dtype)[:, None]
+        of_target = self._weight[local_target.clamp(min=0)].to(dtype) * at_target.to(dtype)[:, None]
+        return of_target - self._exp * scale.to(dtype)[:, None]
 
 
 # --- products

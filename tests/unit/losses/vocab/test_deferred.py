@@ -136,7 +136,7 @@ def test_equals_the_dense_formulas(case: dict[str, Any]) -> None:
         if expected.numel():
             error = (expected.double() - found.double()).abs().max()
             assert error <= BOUND[case["dtype"]] * max(expected.abs().max().item(), 1.0)
-    assert not logits._contents.layer.is_materialized, "the logits were materialized"
+    assert logits._contents.layer.materialized is None, "the logits were materialized"
 
 
 @pytest.mark.parametrize("trained", [NAMES, ("hidden",)])
@@ -174,7 +174,7 @@ def test_float32_logits_of_16_bit_tensors(trained: Sequence[str], keep_bytes: in
     logits = logits_of(tensors, tile_bytes=8192, keep_bytes=keep_bytes, logit_dtype=torch.float32)
     with Sizes() as sizes:
         results = run(function, logits, tensors)
-    assert logits.dtype == torch.float32 and not logits._contents.layer.is_materialized
+    assert logits.dtype == torch.float32 and logits._contents.layer.materialized is None
     assert sizes.largest <= V * H
     for value, exact in zip(results[:3], expected[:3], strict=True):
         assert value.dtype == torch.float32
