@@ -31,7 +31,7 @@ from torch import Tensor
 from ..errors import InvalidInputError
 from ..losses.objectives.distillation import DistillationBatch, DistillationOptions, comparison
 from ..losses.sequences.layout import SequenceLayout
-from ..losses.vocab.distributions import TopKDistribution, log1mexp
+from ..losses.objectives.distributions import TopKDistribution, log1mexp
 from . import microbatch_layout
 
 #: Keys that the patch adds to a batch.

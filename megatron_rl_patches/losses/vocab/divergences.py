@@ -28,7 +28,7 @@ much the rounding has added to the divergence; see :meth:`Divergence.without_rou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import ClassVar, Literal, NamedTuple
@@ -38,7 +38,6 @@ from torch import Tensor
 
 from ...errors import InvalidInputError
 from .arguments import is_number
-from .log_probs import exp
 
 DivergenceName = Literal[
     "reverse_kl",
@@ -54,7 +53,8 @@ DivergenceName = Literal[
 RULED_OUT = -1e4
 # Below this gap, log(p / q) + q / p - 1 is a sum of powers; its relative error is then 1e-7.
 _SMALL_GAP = 0.25
-_MINUS_INF = float("-inf")
+_MINUS_INF, _LOG2_E = float("-inf"), math.log2(math.e)
+_STRETCH, _LONGEST_STRETCH = 256, 4096  # columns that are summed in float32
 
 
 class Normalizer(NamedTuple):
@@ -79,17 +79,8 @@ class Normalizer(NamedTuple):
         rounded = exact.to(dtype)
         return cls(rounded, (exact - rounded).to(dtype), (exact + least).to(dtype))
 
-    def part(self, rows: slice, cut: Callable[[Tensor], Tensor]) -> Normalizer:
-        """Return those of some rows, cut as logits are, from those of several distributions ``[m, n, 1]``."""
-        return Normalizer(*(cut(values[:, rows]) for values in self))
 
-    def of_each(self) -> list[Normalizer]:
-        """Return the normalizer of each distribution from those of all, ``[m, ..., 1]``."""
-        return [Normalizer(*values) for values in zip(*self, strict=True)]
-
-
-@dataclass(eq=False)
-class LogProbs:
+class LogProbs(NamedTuple):
     """``log p = (x - normalizer) / scale`` of ``x`` ``[..., w]``.
 
     Attributes:
@@ -101,23 +92,13 @@ class LogProbs:
     normalizer: Normalizer
     scale: Tensor | None = None
 
-    @classmethod
-    def bounded(cls, x: Tensor, normalizer: Normalizer, scale: Tensor | None = None) -> LogProbs:
-        """Return log-probabilities of at least :data:`RULED_OUT`."""
-        return cls(torch.maximum(x, normalizer.least), normalizer, scale)
-
-    @property
-    def are_ruled_out(self) -> Tensor:
-        """Whether a log-probability is a constant, :data:`RULED_OUT`."""
-        return self.x == self.normalizer.least
-
     @property
     def values(self) -> Tensor:
         return self._scaled_(self._of_x())
 
     @property
     def probabilities(self) -> Tensor:
-        return exp(self._of_x(), scale=self.scale)
+        return _exp(self._of_x(), self.scale)
 
     def minus(self, other: LogProbs) -> Tensor:
         """Return ``log p - log q``, exactly zero where both have the same bits."""
@@ -136,7 +117,6 @@ class LogProbs:
         return difference if self.scale is None else difference.div_(self.scale)
 
 
-@dataclass(eq=False)
 class Compared:
     """The student and the teacher at some columns; all tensors are ``[..., w]``.
 
@@ -145,42 +125,43 @@ class Compared:
         old_gap: ``log p_old - log q``, if there is an old policy.
     """
 
-    student: LogProbs
-    teacher: LogProbs
-    gap: Tensor
-    old_gap: Tensor | None
-    _p: Tensor | None = None
-    _q: Tensor | None = None
-
-    @classmethod
-    def between(
-        cls,
+    def __init__(
+        self,
         xs: Sequence[Tensor],
         normalizers: Iterable[Normalizer],
         log_weights: Sequence[Tensor | float] = (0.0,),
         scale: Tensor | None = None,
-    ) -> Compared:
+    ) -> None:
         """Compare the student, which comes first, with a mixture of teachers; the old policy may follow."""
-        student, *others = (LogProbs.bounded(x, z, scale) for x, z in zip(xs, normalizers, strict=True))
+        pairs = zip(xs, normalizers, strict=True)
+        student, *others = [LogProbs(torch.maximum(x, z.least), z, scale) for x, z in pairs]
         teachers, old = others[: len(log_weights)], others[len(log_weights) :]
         teacher = teachers[0]
         if len(teachers) > 1:
             weighted = [one.values + weight for one, weight in zip(teachers, log_weights, strict=True)]
             zero = torch.zeros_like(student.normalizer.rounded)
             teacher = LogProbs(reduce(torch.logaddexp, weighted), Normalizer(zero, zero, zero))
-        return cls(student, teacher, student.minus(teacher), old[0].minus(teacher) if old else None)
+        self._student, self._teacher, self.gap = student, teacher, student.minus(teacher)
+        self.old_gap = old[0].minus(teacher) if old else None
+        self._p: Tensor | None = None
+        self._q: Tensor | None = None
+
+    @property
+    def are_ruled_out(self) -> Tensor:
+        """Whether the student's log-probability is a constant, :data:`RULED_OUT`."""
+        return self._student.x == self._student.normalizer.least
 
     # The compiler does not know functools.cached_property, which has a lock.
     @property
     def p(self) -> Tensor:
         """The student's probabilities."""
-        self._p = self.student.probabilities if self._p is None else self._p
+        self._p = self._student.probabilities if self._p is None else self._p
         return self._p
 
     @property
     def q(self) -> Tensor:
         """The teacher's probabilities, which most gradients do not need."""
-        self._q = self.teacher.probabilities if self._q is None else self._q
+        self._q = self._teacher.probabilities if self._q is None else self._q
         return self._q
 
     def middle(self, beta: Tensor | float) -> Tensor:
@@ -192,11 +173,11 @@ class Compared:
         # log m is log p + log1p(beta (q / p - 1)), and log q + log1p((1 - beta) (p / q - 1)).
         by_q = _is_positive(-1.0 - self.gap)
         ratio_minus_1 = _expm1_(self.gap * (2.0 * by_q - 1.0))
-        share = by_q * (1.0 - 2.0 * beta) + beta
-        to_middle = (ratio_minus_1 * share).log1p_()
+        to_middle = ratio_minus_1.mul_(by_q * (1.0 - 2.0 * beta) + beta).log1p_()
         return (self.gap * by_q).sub_(to_middle), (self.gap * (by_q - 1.0)).sub_(to_middle)
 
 
+@dataclass(eq=False)
 class Divergence:
     """A divergence; a class for each name.
 
@@ -214,9 +195,7 @@ class Divergence:
     needs_normalizers: ClassVar[bool] = False
     covers_mass: ClassVar[bool] = False
     counts_tail: ClassVar[bool] = True
-
-    def __init__(self, beta: Tensor | float) -> None:
-        self.beta = beta
+    beta: Tensor | float = 0.5
 
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
         """Return what each column adds to the divergence, and to what :meth:`derivative` subtracts."""
@@ -380,7 +359,12 @@ def _expm1_(x: Tensor) -> Tensor:
         return x.expm1_()
     # On a CPU the compiler replaces expm1(x) by exp(x) - 1, which has no correct digits near zero.
     half = 0.5 * x.clamp(min=-80.0)
-    return 2.0 * exp(half) * half.sinh()
+    return 2.0 * _exp(half) * half.sinh()
+
+
+def _exp(z: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Return ``exp(z / scale)``, see :func:`.log_probs.exp`."""
+    return (z * (_LOG2_E if scale is None else _LOG2_E / scale)).exp2_()
 
 
 def _without_square(value: Tensor, off: Tensor) -> Tensor:
@@ -398,3 +382,24 @@ def _is_positive(x: Tensor) -> Tensor:
     Numbers choose between two tensors in a tenth of the time of ``torch.where`` on a CPU.
     """
     return x.sign_().clamp_(min=0.0)
+
+
+# --- sums over columns
+
+
+def sum_of_rows(x: Tensor) -> Tensor:
+    """Return sums over rows ``[b, w]`` or stretches ``[b, stretches, columns]``, in float64."""
+    if x.dim() == 3:
+        return x.sum(-1, dtype=torch.float64 if x.shape[-1] > _LONGEST_STRETCH else None).double()
+    count = x.shape[1] // _STRETCH
+    of_stretches = x[:, : count * _STRETCH].unflatten(1, (count, _STRETCH)).sum(-1)  # type: ignore[no-untyped-call]
+    rest = x[:, count * _STRETCH :].sum(1, keepdim=True)
+    return torch.cat([of_stretches, rest], 1).sum(1, dtype=torch.float64)
+
+
+def log_sum_exp(x: Tensor, scale: Tensor | None) -> Tensor:
+    """Return ``log(sum(exp(x / scale)))`` of rows or stretches, float64."""
+    largest = x.amax(-1)
+    reference = largest.where(largest != _MINUS_INF, 0.0)
+    of_others = sum_of_rows(_exp(x - reference[..., None], scale)).log()
+    return (reference.double() if scale is None else reference.double() / scale) + of_others
