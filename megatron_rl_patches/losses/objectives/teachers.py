@@ -119,20 +119,18 @@ class FullDistribution(Distribution):
 
     def __post_init__(self) -> None:
         check_list("hidden", self.hidden)
-        if self.heads is None or self.weights is None:
-            raise InvalidInputError("heads or weights are None; pass one of each per teacher")
-        if not len(self.hidden) == len(self.heads) == len(self.weights) > 0:
+        counts = [0 if values is None else len(values) for values in (self.hidden, self.heads, self.weights)]
+        if len(set(counts)) > 1 or not counts[0]:
             raise InvalidInputError(
-                f"there are {len(self.hidden)} hidden states, {len(self.heads)} heads and "
-                f"{len(self.weights)} weights; pass one each per teacher, and at least one teacher"
+                f"there are {counts[0]} hidden states, {counts[1]} heads and {counts[2]} weights; pass one "
+                "each per teacher, and at least one teacher"
             )
         object.__setattr__(self, "weights", check_weights(self.weights))
         for hidden, head in zip(self.hidden, self.heads, strict=True):
             check_floats(hidden=hidden)
             check_instance("heads", head, OutputHead)
-            fits = hidden.dim() == 2 == self.hidden[0].dim() and hidden.shape[1:] == head.weight.shape[1:]
-            if not fits or len(hidden) != len(self.hidden[0]):
-                n = len(self.hidden[0]) if self.hidden[0].dim() else "n"
+            n = len(self.hidden[0]) if self.hidden[0].dim() == 2 else "n"
+            if hidden.shape != (n, head.weight.shape[1]):
                 raise InvalidInputError(
                     f"hidden states are {list(hidden.shape)}, expected [{n}, h] for an output layer "
                     f"{list(head.weight.shape)} of [V / tp, h]"

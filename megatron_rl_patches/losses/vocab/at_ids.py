@@ -25,7 +25,7 @@ from torch import Tensor
 from .arguments import Rows, VocabParallelOptions, valid_indices
 from .log_probs import NO_SOFTMAX, block_gradient, block_statistics, buffered_statistics, merged
 from .reduction import Block, Blocks, Loss, Writer, rows_of_block
-from .sources import Source, Tensors, Tile, ranges, rows_of
+from .sources import Source, Tensors, ranges, rows_of
 
 _MINUS_INF = float("-inf")
 BLOCKS_WITH_MASK = 4  # on a GPU, times the size of other blocks, since they have a mask of their size
@@ -75,9 +75,9 @@ def vocab_parallel_log_probs_at(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return log-probabilities of given tokens of each selected row, and of all others together.
 
-    The result is differentiable.
-    For backward it keeps the logits themselves, the ids and a few numbers per row. Backward allocates the
-    gradient and a block of rows, or with ``inplace_backward`` the block alone, and one number per id.
+    The result is differentiable. For backward it keeps the logits themselves, the ids and a few numbers per
+    row. Backward allocates the gradient, unless ``inplace_backward`` is on, a block of rows and one number
+    per id.
 
     Args:
         logits: ``[T, V / tp]``; ``tp_group``, ``rows``, ``temperature``, ``vocab_size``, ``inplace_backward``
@@ -95,10 +95,9 @@ def vocab_parallel_log_probs_at(
 
     Raises:
         InvalidInputError: arguments do not fit; raised on every rank alike and before the one collective (an
-            all-gather of ``K + 2`` numbers per row), except that refusals of
-            ``inplace_backward`` travel with it, see :func:`vocab_parallel_log_probs`. On a GPU the *values*
-            of ``indices`` and ``rows`` are checked by the device. In backward: the logits were overwritten
-            since forward.
+            all-gather of ``K + 2`` numbers per row), except that refusals of ``inplace_backward`` travel with
+            it, see :func:`vocab_parallel_log_probs`. On a GPU the *values* of ``indices`` and ``rows`` are
+            checked by the device. In backward: the logits were overwritten since forward.
     """
     options = VocabParallelOptions(
         tp_group, temperature, inplace_backward, block_bytes, vocab_size=vocab_size
@@ -109,22 +108,17 @@ def vocab_parallel_log_probs_at(
 
 
 class LogProbsAt(Loss):
-    """Log-probabilities at ids ``[n, K]``, negative for none, and of the tail.
-
-    With ``g`` and ``h`` the gradients of the log-probabilities and of the tail's log-probability::
-
-        d / dx = (sum of g at its ids - p * (sum of all g + h) + h * p / tail if in the tail) / temperature
-    """
+    """Log-probabilities at ids ``[n, K]``, negative for none, and of the tail."""
 
     def forward(
         self, sources: Sequence[Source], tensors: Tensors, read: Callable[..., Tensor]
     ) -> tuple[list[Tensor], Tensors]:
         (source,), indices = sources, tensors["indices"]
-        options, temperature, first = source.options, source.temperature(), _first_id(source)
+        options, temperature = source.options, source.temperature()
 
         def part(block: Block) -> Tensor:
             x, work = block.xs[0].flatten(1), block.work
-            columns = Columns.of_ids(indices, first, block)
+            columns = Columns.of_ids(indices, source, block)
             at_ids = torch.where(columns.is_local, x.gather(1, columns.column), _MINUS_INF).double()
             if work is None:
                 in_tail = torch.ones(x.shape, dtype=torch.bool, device=x.device)
@@ -134,18 +128,16 @@ class LogProbsAt(Loss):
                 work[0].copy_(block.xs[0])
                 columns.put(work[0].flatten(1), _MINUS_INF)
                 tail = buffered_statistics(work[0], (None, False), temperature, work[1:])
-            return torch.cat([at_ids.T, torch.stack([value.double() for value in tail])])
-
-        def of_tile(tile: Tile, values: Tensor) -> Tensor:
-            values[:-1] /= options.divisor
-            return values
+            tail_max, tail_sum = (value.double() for value in tail)
+            in_units_of_caller = torch.cat([at_ids.T, tail_max[None]]) / options.divisor
+            return torch.cat([in_units_of_caller, tail_sum[None]])
 
         def merge(parts: Sequence[Tensor]) -> Tensor:
             at_ids = torch.stack([values[:-2] for values in parts]).amax(0)
             return torch.cat([at_ids, merged([values[-2:] for values in parts], options.temperature)])
 
         blocks = Blocks(2, compiled_on_gpu=BLOCKS_WITH_MASK)
-        total = read(block_statistics, part, merge, blocks, of_tile)
+        total = read(block_statistics, part, merge, blocks)
         (tail_max, tail_sum), max_logit = total[-2:], total[:-1].amax(0)
         log_sum_exp, log_tail = torch.empty_like(max_logit), torch.empty_like(max_logit)
         log_probs = torch.empty(indices.shape, dtype=source.dtype, device=source.device)
@@ -171,43 +163,35 @@ class LogProbsAt(Loss):
 
     def writer(self, sources: Sequence[Source], saved: Tensors, *gradients: Tensor | None) -> Writer:
         (source,), (of_log_probs, of_log_tail) = sources, gradients
-        indices, tail_max, tail_max_weight, max_logit, log_sum_exp, log_tail = saved.values()
-        scale, temperature, first = source.options.scale, source.temperature(), _first_id(source)
+        indices, tail_max, weight, max_logit, log_sum_exp, log_tail = saved.values()
+        scale, temperature = source.options.scale, source.temperature()
         spare, zero = int(source.copies_rows), tail_max.new_zeros(())
         g = torch.where(indices < 0, 0.0, zero if of_log_probs is None else of_log_probs)
         h = zero if of_log_tail is None else of_log_tail
         h = torch.where(log_tail == _MINUS_INF, zero, h).double()  # an empty tail is constant
-        g_total, g_at_ids = g.sum(1, dtype=torch.float64), torch.empty_like(g)
+        g_total, g_at_ids = g.sum(1, keepdim=True, dtype=torch.float64), torch.empty_like(g)
         for rows in blocks_of_rows(g, source.options):
             g_at_ids[rows] = summed_by_id(indices[rows], g[rows])
-        # Other rows get a gradient of 0, even if they hold NaN. So does an empty tail; in a row with NaN it
-        # gets NaN like all the rest.
-        has_grad = ((g != 0).any(1) | (h != 0))[:, None]
-        in_tail = has_grad & ((tail_max != _MINUS_INF) | log_tail.isnan())[:, None]
-        of_tail = tail_max_weight * (-h * log_tail.expm1() - log_tail.exp() * g_total) / scale
-        softmax = tail_max[:, None], of_tail.to(tail_max.dtype)[:, None]
+        h, log_tail, tail_max, weight = (of_rows[:, None] for of_rows in (h, log_tail, tail_max, weight))
+        # Rows without a gradient may hold NaN. An empty tail gets none; in a row with NaN it gets NaN, too.
+        has_grad = (g != 0).any(1, keepdim=True) | (h != 0)
+        in_tail = has_grad & ((tail_max != _MINUS_INF) | log_tail.isnan())
+        of_tail = weight * (-h * log_tail.expm1() - log_tail.exp() * g_total) / scale
+        of_tail, of_all = of_tail.to(tail_max.dtype), g_total + h
 
         def write(block: Block) -> None:
-            rows, columns = block.rows, Columns.of_ids(indices, first, block)
-            logits = block.xs[0].flatten(1).gather(1, columns.column).double()
-            log_p = (logits - max_logit[rows, None]) / scale - log_sum_exp[rows, None]
-            of_others = (g_total + h)[rows, None] - g_at_ids[rows]
+            rows, columns, x = block.rows, Columns.of_ids(indices, source, block), block.xs[0]
+            z = x.flatten(1).gather(1, columns.column).double() - max_logit[rows, None]
+            log_p, g_of_ids = z / scale - log_sum_exp[rows, None], g_at_ids[rows]
             # 1 - p, accurate when p is near 1
-            at_ids = (-g_at_ids[rows] * log_p.expm1() - log_p.exp() * of_others) / scale
+            at_ids = (-g_of_ids * log_p.expm1() - log_p.exp() * (of_all[rows] - g_of_ids)) / scale
             at_ids = torch.where(has_grad[rows], at_ids, 0.0).to(block.out.dtype)
-            of_block, work = (
-                (*map(block.part, softmax), None),
-                None if block.work is None else block.work[spare:],
-            )
-            args = of_block, NO_SOFTMAX, None, block.part(in_tail), temperature, work
-            block.function(block.xs[0], block.out, *args)
+            softmax, work = (block.part(tail_max), block.part(of_tail), None), block.work
+            work = None if work is None else work[spare:]
+            block.function(x, block.out, softmax, NO_SOFTMAX, None, block.part(in_tail), temperature, work)
             columns.put(block.out.flatten(1), at_ids)
 
         return Writer(block_gradient, write, Blocks(spare))
-
-
-def _first_id(source: Source) -> int:
-    return source.options.tp_rank * source.width
 
 
 # --- ids of a block
@@ -227,9 +211,10 @@ class Columns(NamedTuple):
     place: Tensor  # [rows, 1], of the local id whose column those of other blocks have
 
     @classmethod
-    def of_ids(cls, indices: Tensor, first: int, block: Block) -> Columns:
-        """Return the columns of token ids ``[n, K]``, negative for none; this rank's start with ``first``."""
-        column = indices[block.rows] - first - block.tile.columns.start
+    def of_ids(cls, indices: Tensor, source: Source, block: Block) -> Columns:
+        """Return the columns of token ids ``[n, K]``, negative for none."""
+        first = source.options.tp_rank * source.width + block.tile.columns.start
+        column = indices[block.rows] - first
         is_local = (column >= 0) & (column < block.tile.width)
         largest, place = torch.where(is_local, column, -1).max(1, keepdim=True)
         return cls(is_local, torch.where(is_local, column, largest).clamp(min=0), largest >= 0, place)
@@ -265,7 +250,7 @@ def summed_by_id(indices: Tensor, values: Tensor) -> Tensor:
 def total_and_tail(
     z: Tensor, tail_max: Tensor, sum_exp_minus_1: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the log of the sum of all, ``[n, 1]``, and the log of the tail's part of it, ``[n]``, in float64.
+    """Return the log of the sum of all, ``[n, 1]``, and the log of the tail's part of it, ``[n]``.
 
     Args:
         z: the logs of the terms of the ids, ``[n, K]``; -inf for those that do not count.

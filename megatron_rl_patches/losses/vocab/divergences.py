@@ -1,8 +1,8 @@
 """Divergences of a student's distribution from a teacher's: what a column adds, and its derivative.
 
 A column is an id of the vocabulary, or one of the k + 1 buckets of a top-k, whose last one is the tail. Each
-divergence is an object that serves both. To add one, write a class here, and put it into :data:`DIVERGENCES`
-and :data:`DivergenceName`. With the probabilities ``p`` of the student, ``q`` of the teacher and ``p_old`` of
+divergence is an object that serves both. To add one, write a class here, and its name into
+:data:`DivergenceName`. With the probabilities ``p`` of the student, ``q`` of the teacher and ``p_old`` of
 the policy that sampled, and ``m = beta q + (1 - beta) p``:
 
 ==================================  ==========================================  ================
@@ -49,6 +49,7 @@ DivergenceName = Literal[
     "importance_weighted_reverse_kl",
 ]
 
+DIVERGENCES: dict[str, type[Divergence]] = {}
 #: A log-probability below so many nats, such as -inf, counts as so many.
 RULED_OUT = -1e4
 # Below this gap, log(p / q) + q / p - 1 is a sum of powers; its relative error is then 1e-7.
@@ -80,48 +81,11 @@ class Normalizer(NamedTuple):
         return cls(rounded, (exact - rounded).to(dtype), (exact + least).to(dtype))
 
 
-class LogProbs(NamedTuple):
-    """``log p = (x - normalizer) / scale`` of ``x`` ``[..., w]``.
-
-    Attributes:
-        scale: a tensor without dimensions, or ``None`` for 1. To divide ``x`` itself would add a rounding
-            error, next to which a difference of two distributions may be small.
-    """
-
-    x: Tensor
-    normalizer: Normalizer
-    scale: Tensor | None = None
-
-    @property
-    def values(self) -> Tensor:
-        return self._scaled_(self._of_x())
-
-    @property
-    def probabilities(self) -> Tensor:
-        return _exp(self._of_x(), self.scale)
-
-    def minus(self, other: LogProbs) -> Tensor:
-        """Return ``log p - log q``, exactly zero where both have the same bits."""
-        if (self.scale is None) != (other.scale is None):
-            return self.values.sub_(other.values)
-        # Rounding the difference of the normalizers moves all columns of a row alike, as said above.
-        rounded = self.normalizer.rounded - other.normalizer.rounded
-        remainder = self.normalizer.remainder - other.normalizer.remainder
-        return self._scaled_((self.x - other.x).sub_(rounded).sub_(remainder))
-
-    def _of_x(self) -> Tensor:
-        """Return ``x - normalizer``."""
-        return (self.x - self.normalizer.rounded).sub_(self.normalizer.remainder)
-
-    def _scaled_(self, difference: Tensor) -> Tensor:
-        return difference if self.scale is None else difference.div_(self.scale)
-
-
 class Compared:
     """The student and the teacher at some columns; all tensors are ``[..., w]``.
 
     Attributes:
-        gap: ``log p - log q``.
+        gap: ``log p - log q``, exactly zero where both have the same bits.
         old_gap: ``log p_old - log q``, if there is an old policy.
     """
 
@@ -132,36 +96,52 @@ class Compared:
         log_weights: Sequence[Tensor | float] = (0.0,),
         scale: Tensor | None = None,
     ) -> None:
-        """Compare the student, which comes first, with a mixture of teachers; the old policy may follow."""
-        pairs = zip(xs, normalizers, strict=True)
-        student, *others = [LogProbs(torch.maximum(x, z.least), z, scale) for x, z in pairs]
-        teachers, old = others[: len(log_weights)], others[len(log_weights) :]
-        teacher = teachers[0]
-        if len(teachers) > 1:
-            weighted = [one.values + weight for one, weight in zip(teachers, log_weights, strict=True)]
-            zero = torch.zeros_like(student.normalizer.rounded)
-            teacher = LogProbs(reduce(torch.logaddexp, weighted), Normalizer(zero, zero, zero))
-        self._student, self._teacher, self.gap = student, teacher, student.minus(teacher)
-        self.old_gap = old[0].minus(teacher) if old else None
+        """Compare the student, which comes first, with a mixture of teachers; the old policy may follow.
+
+        Args:
+            scale: ``log p = (x - normalizer) / scale``; a tensor without dimensions, or ``None`` for 1. To
+                divide ``x`` itself would add a rounding error, next to which a gap may be small.
+        """
+        self._scale = scale
         self._p: Tensor | None = None
         self._q: Tensor | None = None
+        bounded = [(torch.maximum(x, z.least), z) for x, z in zip(xs, normalizers, strict=True)]
+        teachers, old = bounded[1 : 1 + len(log_weights)], bounded[1 + len(log_weights) :]
+        self._student, self._teacher = bounded[0], teachers[0]
+        if len(teachers) > 1:
+            pairs = zip(teachers, log_weights, strict=True)
+            log_q = reduce(torch.logaddexp, [self._scaled_(_shifted(*x)) + weight for x, weight in pairs])
+            zero = torch.zeros_like(self._student[1].rounded)
+            self._teacher = log_q if scale is None else log_q * scale, Normalizer(zero, zero, zero)
+        self.gap, *of_old = [self._minus_teacher(*side) for side in (self._student, *old)]
+        self.old_gap = of_old[0] if of_old else None
+
+    def _minus_teacher(self, x: Tensor, normalizer: Normalizer) -> Tensor:
+        of_teacher, teachers = self._teacher
+        # Rounding the difference of the normalizers moves all columns of a row alike, as said above.
+        rounded, remainder = normalizer.rounded - teachers.rounded, normalizer.remainder - teachers.remainder
+        return self._scaled_((x - of_teacher).sub_(rounded).sub_(remainder))
+
+    def _scaled_(self, difference: Tensor) -> Tensor:
+        return difference if self._scale is None else difference.div_(self._scale)
 
     @property
     def are_ruled_out(self) -> Tensor:
         """Whether the student's log-probability is a constant, :data:`RULED_OUT`."""
-        return self._student.x == self._student.normalizer.least
+        x, normalizer = self._student
+        return x == normalizer.least
 
     # The compiler does not know functools.cached_property, which has a lock.
     @property
     def p(self) -> Tensor:
         """The student's probabilities."""
-        self._p = self._student.probabilities if self._p is None else self._p
+        self._p = _exp(_shifted(*self._student), self._scale) if self._p is None else self._p
         return self._p
 
     @property
     def q(self) -> Tensor:
         """The teacher's probabilities, which most gradients do not need."""
-        self._q = self._teacher.probabilities if self._q is None else self._q
+        self._q = _exp(_shifted(*self._teacher), self._scale) if self._q is None else self._q
         return self._q
 
     def middle(self, beta: Tensor | float) -> Tensor:
@@ -173,7 +153,7 @@ class Compared:
         # log m is log p + log1p(beta (q / p - 1)), and log q + log1p((1 - beta) (p / q - 1)).
         by_q = _is_positive(-1.0 - self.gap)
         ratio_minus_1 = _expm1_(self.gap * (2.0 * by_q - 1.0))
-        to_middle = ratio_minus_1.mul_(by_q * (1.0 - 2.0 * beta) + beta).log1p_()
+        to_middle = (ratio_minus_1 * (by_q * (1.0 - 2.0 * beta) + beta)).log1p_()
         return (self.gap * by_q).sub_(to_middle), (self.gap * (by_q - 1.0)).sub_(to_middle)
 
 
@@ -195,7 +175,11 @@ class Divergence:
     needs_normalizers: ClassVar[bool] = False
     covers_mass: ClassVar[bool] = False
     counts_tail: ClassVar[bool] = True
-    beta: Tensor | float = 0.5
+    beta: Tensor | float
+
+    def __init_subclass__(cls, name: str | None = None) -> None:
+        if name is not None:
+            DIVERGENCES[name] = cls
 
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
         """Return what each column adds to the divergence, and to what :meth:`derivative` subtracts."""
@@ -223,7 +207,7 @@ class Divergence:
         return value
 
 
-class ReverseKL(Divergence):
+class ReverseKL(Divergence, name="reverse_kl"):
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
         return _relative_entropy(compared.p, compared.q, compared.gap)
 
@@ -234,11 +218,11 @@ class ReverseKL(Divergence):
         return _without_square(value, expected - value)  # the sum of p - q
 
 
-class GeneralizedKL(ReverseKL):
+class GeneralizedKL(ReverseKL, name="generalized_kl"):
     counts_tail = False
 
 
-class ForwardKL(Divergence):
+class ForwardKL(Divergence, name="forward_kl"):
     covers_mass = True
 
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
@@ -257,7 +241,7 @@ class ForwardKL(Divergence):
         return _without_square(value, expected)
 
 
-class JensenShannon(Divergence):
+class JensenShannon(Divergence, name="jensen_shannon"):
     needs_normalizers = True
 
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
@@ -271,37 +255,37 @@ class JensenShannon(Divergence):
         return (1.0 - self.beta) * compared.gaps_to_middle(self.beta)[0]
 
 
-class SkewedForwardKL(Divergence):
+class _Skewed(Divergence):
     needs_normalizers = True
+    side: ClassVar[int]  # which of student and teacher is compared with the middle
 
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
-        _, gap = compared.gaps_to_middle(self.beta)
-        value, _ = _relative_entropy(compared.q, compared.middle(self.beta), gap)
+        gap = compared.gaps_to_middle(self.beta)[self.side]
+        value, _ = _relative_entropy((compared.p, compared.q)[self.side], compared.middle(self.beta), gap)
         return value, compared.p * self._slope(gap)
 
     def slope(self, compared: Compared) -> Tensor:
-        return self._slope(compared.gaps_to_middle(self.beta)[1])
+        return self._slope(compared.gaps_to_middle(self.beta)[self.side])
+
+    def _slope(self, gap: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class SkewedForwardKL(_Skewed, name="skewed_forward_kl"):
+    side = 1
 
     def _slope(self, gap: Tensor) -> Tensor:
         return (self.beta - 1.0) * _expm1_(gap)  # (1 - beta) (1 - q / m)
 
 
-class SkewedReverseKL(Divergence):
-    needs_normalizers = True
-
-    def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
-        gap, _ = compared.gaps_to_middle(self.beta)
-        value, _ = _relative_entropy(compared.p, compared.middle(self.beta), gap)
-        return value, compared.p * self._slope(gap)
-
-    def slope(self, compared: Compared) -> Tensor:
-        return self._slope(compared.gaps_to_middle(self.beta)[0])
+class SkewedReverseKL(_Skewed, name="skewed_reverse_kl"):
+    side = 0
 
     def _slope(self, gap: Tensor) -> Tensor:
         return gap - (1.0 - self.beta) * _expm1_(gap.clone())  # log (p / m) - (1 - beta) (p / m - 1)
 
 
-class ImportanceWeightedReverseKL(Divergence):
+class ImportanceWeightedReverseKL(Divergence, name="importance_weighted_reverse_kl"):
     needs_old = True
 
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
@@ -311,17 +295,6 @@ class ImportanceWeightedReverseKL(Divergence):
     def slope(self, compared: Compared) -> Tensor:
         assert compared.old_gap is not None
         return compared.old_gap
-
-
-DIVERGENCES: dict[str, type[Divergence]] = {
-    "reverse_kl": ReverseKL,
-    "forward_kl": ForwardKL,
-    "jensen_shannon": JensenShannon,
-    "skewed_forward_kl": SkewedForwardKL,
-    "skewed_reverse_kl": SkewedReverseKL,
-    "generalized_kl": GeneralizedKL,
-    "importance_weighted_reverse_kl": ImportanceWeightedReverseKL,
-}
 
 
 def divergence_named(name: str, beta: float = 0.5) -> Divergence:
@@ -362,8 +335,12 @@ def _expm1_(x: Tensor) -> Tensor:
     return 2.0 * _exp(half) * half.sinh()
 
 
+def _shifted(x: Tensor, normalizer: Normalizer) -> Tensor:
+    return (x - normalizer.rounded).sub_(normalizer.remainder)
+
+
 def _exp(z: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Return ``exp(z / scale)``, see :func:`.log_probs.exp`."""
+    """Return ``exp(z / scale)`` as :func:`.log_probs.exp` does."""
     return (z * (_LOG2_E if scale is None else _LOG2_E / scale)).exp2_()
 
 

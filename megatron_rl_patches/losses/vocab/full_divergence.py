@@ -1,7 +1,5 @@
 """The divergence of two distributions over the whole vocabulary, of logits that need not exist.
 
-Student, teachers and old policy are read in tiles, the same rows and columns of each at a time.
-
 A Kullback-Leibler divergence takes one pass. The columns of a tile have conditional distributions ``p_i`` and
 ``q_i``, whose normalizers are those of the tile alone, and masses ``P_i`` and ``Q_i``. By the chain rule of
 relative entropy, which holds for tiles and for tensor-parallel ranks alike::
@@ -115,18 +113,15 @@ def full_vocabulary_divergence(
     if not measure.counts_tail:
         raise InvalidInputError(f"divergence is {divergence!r}, which is over k ids: use 'reverse_kl'")
     counted = weighted([(f"teacher {n}", logits) for n, logits in enumerate(teachers)], teacher_weights)
-    named = [teacher for _, teacher in counted]
+    others = [teacher for _, teacher in counted]
     if measure.needs_old:
         if old is None:
             raise InvalidInputError(f"divergence is {divergence!r}: old is needed, and missing")
-        named.append(("old", old))
-    options = VocabParallelOptions(
-        tp_group=tp_group, temperature=temperature, vocab_size=vocab_size, block_bytes=block_bytes
-    )
+        others.append(("old", old))
+    options = VocabParallelOptions(tp_group, temperature, False, block_bytes, vocab_size=vocab_size)
     of_student = replace(options, inplace_backward=True) if inplace_backward else options
-    source = rows_of(student, rows, of_student, "student")
-    sources = [source]
-    for name, logits in named:
+    sources = [source := rows_of(student, rows, of_student, "student")]
+    for name, logits in others:
         if isinstance(logits, Tensor) and logits.requires_grad:
             logits = logits.detach()
         other = rows_of(logits, None, options, name)
@@ -225,30 +220,33 @@ class FullDivergence(Loss):
     same ``n`` rows.
     """
 
+    owners: Sequence[str] = ()
+
     def __init__(self, divergence: Divergence, log_weights: tuple[float, ...]) -> None:
         self.divergence, self.log_weights = divergence, log_weights
+        self.owners = [*(f"teacher {number}" for number in range(len(log_weights))), "the old policy"]
+        self.owners = self.owners[: len(log_weights) + divergence.needs_old]
         self.masks_ruled_out = False  # whether ids that the student rules out have no gradient
-
-    @property
-    def owners(self) -> list[str]:
-        """Whose the sources behind the first one are."""
-        teachers = [f"teacher {number}" for number in range(len(self.log_weights))]
-        return [*teachers, "the old policy"] if self.divergence.needs_old else teachers
 
     def forward(
         self, sources: Sequence[Source], tensors: Tensors, read: Callable[..., Tensor]
     ) -> tuple[list[Tensor], Tensors]:
-        divergence, in_one_pass = self.divergence, False
-        sides, call = self._call(sources)
+        (sides, call), divergence, in_one_pass = self._call(sources), self.divergence, False
         if divergence.needs_normalizers or len(self.log_weights) > 1:
-            normalizers = read(_normalizers, call, _add_exp, _BLOCKS, keeps_tiles=False)
+            normalizers = read(
+                _normalizers, call, lambda parts: torch.stack(parts).logsumexp(0), _BLOCKS, keeps_tiles=False
+            )
         else:
-            parts = read(_conditional_parts, call, partial(_chain_rule, divergence), _BLOCKS)
+
+            def merge(parts: list[Tensor]) -> Tensor:
+                return _chain_rule(divergence, torch.stack(parts, 2).unbind())
+
+            parts = read(_conditional_parts, call, merge, _BLOCKS)
             normalizers, (value, expected) = parts[:-2], parts[-2:]
             in_one_pass = not (value == _INF).any()
         if not in_one_pass:
-            of_rows = sides.of_rows(normalizers)
-            value, expected, *lost = read(_sums, partial(call, of_rows=of_rows), _add, _BLOCKS)
+            part = partial(call, of_rows=sides.of_rows(normalizers))
+            value, expected, *lost = read(_sums, part, lambda parts: torch.stack(parts).sum(0), _BLOCKS)
             value = divergence.without_rounding(value, expected - lost[0] if lost else expected)
         # Next to a distribution that rules every column out, nothing is a number.
         are_numbers = (normalizers != _MINUS_INF).all(0)
@@ -281,9 +279,11 @@ class FullDivergence(Loss):
             return sides._replace(divergence=type(self.divergence)(beta), log_weights=tuple(log_weights))
 
         def call(block: Block, of_rows: Tensor | None = None, *more: Any) -> Any:
-            of_block = None if of_rows is None else block.cut(of_rows[:, block.rows])
-            how = with_tensors() if block.work is None else sides
-            return block.function(block.xs, how, of_block, *more)
+            of_block = None if of_rows is None else of_rows[:, block.rows]
+            if block.work is not None:
+                return block.function(block.xs, sides, of_block, *more)
+            of_block = None if of_block is None else block.cut(of_block)
+            return block.function(block.xs, with_tensors(), of_block, *more)
 
         return sides, call
 
@@ -310,16 +310,11 @@ def _conditional_parts(xs: list[Tensor], sides: _Sides, _: None) -> Tensor:
     value, expected = map(sum_of_rows, divergence.terms(compared))
     value = divergence.without_rounding(value, expected)
     parts = [*masses, value.masked_fill(_differ(compared), _INF), expected]
-    return torch.stack(parts if value.dim() == 1 else _whole(divergence, parts))
+    return torch.stack(parts) if value.dim() == 1 else _chain_rule(divergence, parts)
 
 
 def _chain_rule(divergence: Divergence, parts: Sequence[Tensor]) -> Tensor:
-    """Return the same of all columns from those of blocks, tiles or ranks, ``[m + 2, n]`` each."""
-    return torch.stack(_whole(divergence, torch.stack(list(parts), 2).unbind()))
-
-
-def _whole(divergence: Divergence, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the same of whole rows, ``[n]`` each, from that of their parts, ``[n, parts]`` each."""
+    """Return the same of whole rows, ``[m + 2, n]``, from that of their parts, ``[n, parts]`` each."""
     *masses, values, expected = parts
     differ = values == _INF
     totals = [mass.logsumexp(1) for mass in masses]
@@ -327,7 +322,7 @@ def _whole(divergence: Divergence, parts: Sequence[Tensor]) -> list[Tensor]:
     weights, (of_value, of_expected) = divergence.weights(compared), divergence.terms(compared)
     value = (weights * values.masked_fill(differ, 0.0) + of_value).sum(1)
     value = value.masked_fill(differ.any(1) | _differ(compared), _INF)
-    return [*totals, value, (weights * expected + of_expected).sum(1)]
+    return torch.stack([*totals, value, (weights * expected + of_expected).sum(1)])
 
 
 def _differ(compared: Compared) -> Tensor:
@@ -383,14 +378,3 @@ def _compared(xs: list[Tensor], sides: _Sides, of_rows: Tensor) -> Compared:
     """Compare all sides, whose normalizers, three values each, are the first of ``of_rows``."""
     normalizers = [Normalizer(*of_rows[first : first + 3]) for first in range(0, 3 * len(xs), 3)]
     return Compared(_prepared(xs, sides), normalizers, sides.log_weights, sides.scale)
-
-
-# --- merging blocks, tiles and ranks
-
-
-def _add_exp(parts: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(parts)).logsumexp(0)
-
-
-def _add(parts: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(parts)).sum(0)
