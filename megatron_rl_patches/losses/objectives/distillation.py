@@ -46,7 +46,7 @@ class DistillationOptions:
     """Options of :func:`distillation_loss`.
 
     Attributes:
-        divergence: its name; the formulas are in :mod:`.divergences`.
+        divergence: its name; the formulas are in :mod:`..vocab.divergences`.
         beta: weight of the teacher in the mixture of student and teacher that ``"jensen_shannon"`` and the
             skewed divergences compare with.
         teacher_weights: weights of the divergences from several teachers; they are divided by their sum.

@@ -86,6 +86,11 @@ class OutputHead:
         bias = None if self.bias is None else function(self.bias)
         return OutputHead(function(self.weight), bias, self.logit_dtype)
 
+    def logits(self, hidden: Tensor) -> DeferredLogits:
+        """Return the deferred logits of hidden states, without a gradient for the weight."""
+        hidden, weight = hidden.to(self.weight.dtype), self.weight.detach()
+        return deferred_logits(hidden, weight, bias=self.bias, logit_dtype=self.logit_dtype)
+
     @property
     def tensors(self) -> list[Tensor]:
         """Weight and bias, if there is one."""
@@ -168,15 +173,7 @@ class FullDistribution(Distribution):
 
     def logits(self) -> list[DeferredLogits]:
         """Return the deferred logits ``[n, V / tp]`` of each teacher."""
-        return [
-            deferred_logits(
-                hidden.to(head.weight.dtype),
-                head.weight.detach(),
-                bias=head.bias,
-                logit_dtype=head.logit_dtype,
-            )
-            for hidden, head in zip(self.hidden, self.heads, strict=True)
-        ]
+        return [head.logits(hidden) for hidden, head in zip(self.hidden, self.heads, strict=True)]
 
 
 def mix_teachers(teachers: Sequence[D], weights: Sequence[float] | None = None) -> D:

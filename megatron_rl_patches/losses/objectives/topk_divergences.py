@@ -4,7 +4,7 @@ Every function takes the student's log-probabilities ``[n, k]`` and those of its
 the gradient flows, and a :class:`TopKDistribution` of the teacher *at the same ids*. It returns the
 divergence of each token, ``[n]``, in nats. Other shapes raise :class:`InvalidInputError`. ``p`` are the
 student's and ``q`` the teacher's probabilities of the k + 1 buckets, which are the ids and the tail. The
-formulas are those of :mod:`.divergences`.
+formulas are those of :mod:`..vocab.divergences`.
 
 The ids of a token must be distinct, or the probability of one counts twice. The divergences do not check
 this, since a loss mask may leave the token out; the losses do.

@@ -7,10 +7,8 @@ For logits ``x`` of a row, a temperature ``T`` and ids ``S``, with ``p = softmax
 
 The tail has a softmax of its own, see :mod:`.topk`. What a block of columns adds are the logits at the ids,
 -inf for ids of other blocks, and the tail's largest logit and sum. Backward needs no collective, since a
-rank's gradient is the whole derivative by its own logits.
-
-Elsewhere: slime#2033 sums log-probs with a collective that has no backward (right at TP 1 only); NeMo-RL has
-no tail; OpenClaw-RL computes a cross entropy for each of k ids.
+rank's gradient is the whole derivative by its own logits. (slime#2033 sums log-probs with a collective that
+has no backward.)
 """
 
 from __future__ import annotations
@@ -128,9 +126,9 @@ class LogProbsAt(Loss):
                 work[0].copy_(block.xs[0])
                 columns.put(work[0].flatten(1), _MINUS_INF)
                 tail = buffered_statistics(work[0], (None, False), temperature, work[1:])
-            tail_max, tail_sum = (value.double() for value in tail)
-            in_units_of_caller = torch.cat([at_ids.T, tail_max[None]]) / options.divisor
-            return torch.cat([in_units_of_caller, tail_sum[None]])
+            values = torch.cat([at_ids.T, torch.stack([value.double() for value in tail])])
+            values[:-1] /= options.divisor
+            return values
 
         def merge(parts: Sequence[Tensor]) -> Tensor:
             at_ids = torch.stack([values[:-2] for values in parts]).amax(0)
@@ -153,8 +151,7 @@ class LogProbsAt(Loss):
             # Backward compares with the logits that this rank reads.
             "tail_max": (tail_max * options.divisor).to(source.dtype),
             "tail_max_weight": 1.0 / (1.0 + tail_sum),
-            # In float64, differences to it keep digits that large logits lack.
-            "max_logit": max_logit * options.divisor,
+            "max_logit": max_logit * options.divisor,  # differences to it keep digits that large logits lack
             "log_sum_exp": log_sum_exp,
             "log_tail": log_tail,
         }
@@ -198,11 +195,10 @@ class LogProbsAt(Loss):
 
 
 class Columns(NamedTuple):
-    """Local columns for the token ids of one block of rows.
+    """Local columns for the token ids of one block of rows, so that writing all ``K`` touches local ids only.
 
-    An id of another block is given the column of a local id of the same row, so that reading and writing all
-    ``K`` columns touches local ids only. A row without a local id is given column 0, which :meth:`put` leaves
-    as it is.
+    An id of another block is given the column of a local id of the same row; in a row without one, column 0,
+    which :meth:`put` leaves as it is.
     """
 
     is_local: Tensor  # [rows, K]
@@ -213,8 +209,7 @@ class Columns(NamedTuple):
     @classmethod
     def of_ids(cls, indices: Tensor, source: Source, block: Block) -> Columns:
         """Return the columns of token ids ``[n, K]``, negative for none."""
-        first = source.options.tp_rank * source.width + block.tile.columns.start
-        column = indices[block.rows] - first
+        column = indices[block.rows] - source.options.tp_rank * source.width - block.tile.columns.start
         is_local = (column >= 0) & (column < block.tile.width)
         largest, place = torch.where(is_local, column, -1).max(1, keepdim=True)
         return cls(is_local, torch.where(is_local, column, largest).clamp(min=0), largest >= 0, place)

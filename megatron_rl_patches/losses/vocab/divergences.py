@@ -62,7 +62,6 @@ class Normalizer(NamedTuple):
     """The normalizer of ``x``, which is that of ``x / scale`` times the scale, in the dtype of ``x``.
 
     Attributes:
-        rounded: ``[..., 1]``.
         remainder: what is lost by rounding. Subtracting one after the other leaves an error relative to the
             result, which may be small.
         least: the least ``x`` that is not ruled out.
@@ -74,7 +73,7 @@ class Normalizer(NamedTuple):
 
     @classmethod
     def of(cls, exact: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Normalizer:
-        """Take the normalizer of ``x / scale``, ``[...]`` in float64."""
+        """Return values ``[..., 1]`` from the normalizer of ``x / scale``, ``[...]`` in float64."""
         exact = exact.where(exact != _MINUS_INF, 0.0)[..., None]
         exact, least = (exact, RULED_OUT) if scale is None else (exact * scale, RULED_OUT * scale)
         rounded = exact.to(dtype)
@@ -232,7 +231,7 @@ class ForwardKL(Divergence, name="forward_kl"):
     def derivative(self, compared: Compared, expected: Tensor | float) -> Tensor:
         p, gap = compared.p, compared.gap
         near = -p * _expm1_((-gap).clamp_(max=1.0))
-        return near.lerp_(p - compared.q, _is_large(gap)).sub_(p * expected)
+        return near.lerp_(p - compared.q, _is_positive(gap.abs().sub_(_SMALL_GAP))).sub_(p * expected)
 
     def weights(self, compared: Compared) -> Tensor:
         return compared.q
@@ -323,7 +322,7 @@ def _relative_entropy(p: Tensor, q: Tensor, gap: Tensor) -> tuple[Tensor, Tensor
         series = series.mul_(small).add_((-1.0) ** k / math.factorial(k + 2))
     near = series.mul_(small).mul_(small).mul_(p)
     weighted = p * gap
-    return near.lerp_(weighted + (q - p), _is_large(gap)), weighted
+    return near.lerp_(weighted + (q - p), _is_positive(gap.abs().sub_(_SMALL_GAP))), weighted
 
 
 def _expm1_(x: Tensor) -> Tensor:
@@ -347,10 +346,6 @@ def _exp(z: Tensor, scale: Tensor | None = None) -> Tensor:
 def _without_square(value: Tensor, off: Tensor) -> Tensor:
     """Subtract what normalizers that are off by ``off`` together add to a Kullback-Leibler divergence."""
     return (value - 0.5 * off**2).clamp(min=0.0)
-
-
-def _is_large(gap: Tensor) -> Tensor:
-    return _is_positive(gap.abs().sub_(_SMALL_GAP))
 
 
 def _is_positive(x: Tensor) -> Tensor:
