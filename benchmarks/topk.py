@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_patches.losses import vocab_parallel_log_probs_at, vocab_parallel_topk
-from megatron_rl_patches.losses.vocab.distributions import log1mexp
+from megatron_rl_patches.losses.objectives.distributions import log1mexp
 from tests.references.dense_topk import dense_log_probs_at
 from tests.references.sent_bytes import sent_bytes
 

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from ..errors import InvalidInputError
 from ..losses.objectives.distillation import DistillationBatch, DistillationOptions, comparison
+from ..losses.objectives.distributions import TopKDistribution, log1mexp
 from ..losses.sequences.layout import SequenceLayout
-from ..losses.vocab.distributions import TopKDistribution, log1mexp
 from . import microbatch_layout
 
 #: Keys that the patch adds to a batch.

@@ -32,9 +32,9 @@ from ..losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
+from ..losses.objectives.distributions import Distribution
 from ..losses.output_layer import deferring
 from ..losses.sequences.layout import SequenceLayout
-from ..losses.vocab.distributions import Distribution
 from .distillation_arguments import LOSS_PATH
 from .distillation_loss import KEYS, OLD, TEACHERS, layout_of, temperature_of
 

@@ -30,8 +30,8 @@ from ..engine.call import Call
 from ..errors import InvalidInputError
 from ..inference.scoring.plan import vocabulary_of
 from ..losses import DeferredLogits, TopKDistribution, vocab_parallel_log_probs_at, vocab_parallel_topk
+from ..losses.objectives.distributions import NO_ENTRY
 from ..losses.objectives.topk_divergences import of_buckets
-from ..losses.vocab.distributions import NO_ENTRY
 from ..losses.vocab.divergences import RULED_OUT, DivergenceName, divergence_named
 from .distillation_loss import LARGEST_SUM, with_tail
 from .verl_losses import tensor_parallel_group

@@ -6,10 +6,10 @@ Everything works with torch alone and without any patch.
 from .checkpointing import checkpointed
 from .loss_functions import make_distillation_loss_func, make_loss_func, packed_log_probs_and_entropy
 from .objectives.distillation import DistillationBatch, DistillationOptions, distillation_loss
-from .objectives.full_vocabulary import FullDistribution, OutputHead, full_vocabulary_divergence
+from .objectives.distributions import TopKDistribution, vocab_parallel_topk
 from .objectives.policy import PolicyBatch, PolicyOptions, estimate_kl, group_advantages, policy_loss
 from .objectives.reduction import average_metrics, mean_count, token_weights
-from .objectives.teachers import mix_teachers, route_teachers
+from .objectives.teachers import FullDistribution, OutputHead, mix_teachers, route_teachers
 from .objectives.topk_divergences import (
     forward_kl,
     generalized_kl,
@@ -21,9 +21,8 @@ from .objectives.topk_divergences import (
 from .sequences.layout import SequenceLayout
 from .vocab.at_ids import vocab_parallel_log_probs_at
 from .vocab.deferred import DeferredLogits, deferred_logits
-from .vocab.distributions import TopKDistribution
+from .vocab.full_divergence import full_vocabulary_divergence
 from .vocab.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
-from .vocab.topk import vocab_parallel_topk
 
 __all__ = [
     "DeferredLogits",

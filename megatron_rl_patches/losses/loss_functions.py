@@ -11,11 +11,11 @@ import torch.distributed
 from ..errors import InvalidInputError
 from .checkpointing import checkpointed
 from .objectives.distillation import DistillationBatch, DistillationOptions, comparison, summed
+from .objectives.distributions import in_common
 from .objectives.policy import PolicyBatch, PolicyOptions, policy_loss
 from .objectives.reduction import LossAndCount
 from .sequences.layout import SequenceLayout
 from .vocab.arguments import VocabParallelOptions, check_ids, check_instance, check_positive
-from .vocab.distributions import in_common
 from .vocab.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 
 LossFunc = Callable[[torch.Tensor], LossAndCount]

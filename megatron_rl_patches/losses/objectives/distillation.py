@@ -20,15 +20,14 @@ from ..vocab.arguments import (
     check_list,
 )
 from ..vocab.at_ids import vocab_parallel_log_probs_at
-from ..vocab.distributions import (
-    NO_ENTRY,
-    Distribution,
-    TopKDistribution,
-    check_same_indices,
-    in_common,
-)
 from ..vocab.divergences import Divergence, DivergenceName, divergence_named
-from .full_vocabulary import FullDistribution, full_vocabulary_divergence
+from ..vocab.full_divergence import (
+    check_weights,
+    full_vocabulary_divergence,
+    normalize_weights,
+    weighted,
+)
+from .distributions import NO_ENTRY, Distribution, TopKDistribution, check_same_indices, in_common
 from .reduction import (
     LossAndCount,
     Normalization,
@@ -38,7 +37,7 @@ from .reduction import (
     metrics_of,
     token_weights,
 )
-from .teachers import check_one_kind, check_weights, normalize_weights, weighted
+from .teachers import FullDistribution, check_one_kind
 from .topk_divergences import of_buckets
 
 
@@ -47,7 +46,7 @@ class DistillationOptions:
     """Options of :func:`distillation_loss`.
 
     Attributes:
-        divergence: its name; the formulas are in :mod:`.divergences`.
+        divergence: its name; the formulas are in :mod:`..vocab.divergences`.
         beta: weight of the teacher in the mixture of student and teacher that ``"jensen_shannon"`` and the
             skewed divergences compare with.
         teacher_weights: weights of the divergences from several teachers; they are divided by their sum.

@@ -4,7 +4,7 @@ Every function takes the student's log-probabilities ``[n, k]`` and those of its
 the gradient flows, and a :class:`TopKDistribution` of the teacher *at the same ids*. It returns the
 divergence of each token, ``[n]``, in nats. Other shapes raise :class:`InvalidInputError`. ``p`` are the
 student's and ``q`` the teacher's probabilities of the k + 1 buckets, which are the ids and the tail. The
-formulas are those of :mod:`.divergences`.
+formulas are those of :mod:`..vocab.divergences`.
 
 The ids of a token must be distinct, or the probability of one counts twice. The divergences do not check
 this, since a loss mask may leave the token out; the losses do.
@@ -27,8 +27,8 @@ from torch import Tensor
 
 from ...errors import InvalidInputError
 from ..vocab.arguments import check_floats, check_instance, check_one_device
-from ..vocab.distributions import TopKDistribution, in_common
 from ..vocab.divergences import RULED_OUT, Compared, Divergence, Normalizer, divergence_named
+from .distributions import TopKDistribution, in_common
 
 
 def reverse_kl(log_probs: Tensor, tail_log_prob: Tensor, teacher: TopKDistribution) -> Tensor:
@@ -142,7 +142,7 @@ class _OfBuckets(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors
         compared = _compared(*tensors)
-        is_constant = compared.student.are_ruled_out
+        is_constant = compared.are_ruled_out
         if not ctx.divergence.counts_tail:
             is_constant[:, -1] = True
         derivative = ctx.divergence.derivative(compared, 0.0).masked_fill(is_constant, 0.0)
@@ -152,7 +152,7 @@ class _OfBuckets(torch.autograd.Function):
 def _compared(*log_probs: Tensor) -> Compared:
     of_buckets = [one.double() for one in log_probs]
     zeros = of_buckets[0].new_zeros(len(of_buckets), len(of_buckets[0]))
-    return Compared.between(of_buckets, Normalizer.of(zeros, zeros.dtype).of_each())
+    return Compared(of_buckets, map(Normalizer._make, zip(*Normalizer.of(zeros, zeros.dtype), strict=True)))
 
 
 def opd_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:

@@ -7,10 +7,8 @@ For logits ``x`` of a row, a temperature ``T`` and ids ``S``, with ``p = softmax
 
 The tail has a softmax of its own, see :mod:`.topk`. What a block of columns adds are the logits at the ids,
 -inf for ids of other blocks, and the tail's largest logit and sum. Backward needs no collective, since a
-rank's gradient is the whole derivative by its own logits.
-
-Elsewhere: slime#2033 sums log-probs with a collective that has no backward (right at TP 1 only); NeMo-RL has
-no tail; OpenClaw-RL computes a cross entropy for each of k ids.
+rank's gradient is the whole derivative by its own logits. (slime#2033 sums log-probs with a collective that
+has no backward.)
 """
 
 from __future__ import annotations
@@ -23,10 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arguments import Rows, VocabParallelOptions, valid_indices
-from .distributions import NO_ENTRY
 from .reduction import Block, Blocks, Loss, Writer, ranges, rows_of_block
 from .softmax import NO_SOFTMAX, block_gradient, block_statistics, buffered_statistics, merged
-from .sources import Source, Tensors, Tile, rows_of
+from .sources import Source, Tensors, rows_of
 
 _MINUS_INF = float("-inf")
 BLOCKS_WITH_MASK = 4  # on a GPU, times the size of other blocks, since they have a mask of their size
@@ -76,9 +73,9 @@ def vocab_parallel_log_probs_at(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return log-probabilities of given tokens of each selected row, and of all others together.
 
-    The result is differentiable.
-    For backward it keeps the logits themselves, the ids and a few numbers per row. Backward allocates the
-    gradient and a block of rows, or with ``inplace_backward`` the block alone, and one number per id.
+    The result is differentiable. For backward it keeps the logits themselves, the ids and a few numbers per
+    row. Backward allocates the gradient, unless ``inplace_backward`` is on, a block of rows and one number
+    per id.
 
     Args:
         logits: ``[T, V / tp]``; ``tp_group``, ``rows``, ``temperature``, ``vocab_size``, ``inplace_backward``
@@ -96,17 +93,15 @@ def vocab_parallel_log_probs_at(
 
     Raises:
         InvalidInputError: arguments do not fit; raised on every rank alike and before the one collective (an
-            all-gather of ``K + 2`` numbers per row), except that refusals of
-            ``inplace_backward`` travel with it, see :func:`vocab_parallel_log_probs`. On a GPU the *values*
-            of ``indices`` and ``rows`` are checked by the device. In backward: the logits were overwritten
-            since forward.
+            all-gather of ``K + 2`` numbers per row), except that refusals of ``inplace_backward`` travel with
+            it, see :func:`vocab_parallel_log_probs`. On a GPU the *values* of ``indices`` and ``rows`` are
+            checked by the device. In backward: the logits were overwritten since forward.
     """
     options = VocabParallelOptions(
-        tp_group, temperature, inplace_backward, block_bytes, ignore_index=NO_ENTRY, vocab_size=vocab_size
+        tp_group, temperature, inplace_backward, block_bytes, vocab_size=vocab_size
     )
     source = rows_of(logits, rows, options)
-    indices = valid_indices(indices, source)
-    log_probs, log_tail = LogProbsAt()(source, indices=indices)
+    log_probs, log_tail = LogProbsAt()(source, indices=valid_indices(indices, source))
     return (log_probs, log_tail) if with_tail else log_probs
 
 
@@ -117,12 +112,12 @@ class LogProbsAt(Loss):
         self, sources: Sequence[Source], tensors: Tensors, read: Callable[..., Tensor]
     ) -> tuple[list[Tensor], Tensors]:
         (source,), indices = sources, tensors["indices"]
-        options, temperature, first = source.options, source.temperature, _first_id(source)
+        options, temperature = source.options, source.temperature
 
         def part(block: Block) -> Tensor:
             x, work = block.xs[0].flatten(1), block.work
-            columns = Columns.of_ids(indices, first, block)
-            at_ids = columns.take(x).double()
+            columns = Columns.of_ids(indices, source, block)
+            at_ids = torch.where(columns.is_local, x.gather(1, columns.column), _MINUS_INF).double()
             if work is None:
                 in_tail = torch.ones(x.shape, dtype=torch.bool, device=x.device)
                 columns.put(in_tail, False)
@@ -131,9 +126,7 @@ class LogProbsAt(Loss):
                 work[0].copy_(block.xs[0])
                 columns.put(work[0].flatten(1), _MINUS_INF)
                 tail = buffered_statistics(work[0], (None, False), temperature, work[1:])
-            return torch.cat([at_ids.T, torch.stack([value.double() for value in tail])])
-
-        def of_tile(tile: Tile, values: Tensor) -> Tensor:
+            values = torch.cat([at_ids.T, torch.stack([value.double() for value in tail])])
             values[:-1] /= options.divisor
             return values
 
@@ -142,15 +135,15 @@ class LogProbsAt(Loss):
             return torch.cat([at_ids, merged([values[-2:] for values in parts], options.temperature)])
 
         blocks = Blocks(2, compiled_on_gpu=BLOCKS_WITH_MASK)
-        total = read(block_statistics, part, merge, blocks, of_tile)
+        total = read(block_statistics, part, merge, blocks)
         (tail_max, tail_sum), max_logit = total[-2:], total[:-1].amax(0)
-        outside = log_masses(tail_max, tail_sum, max_logit, options.temperature)[:, None]
         log_sum_exp, log_tail = torch.empty_like(max_logit), torch.empty_like(max_logit)
         log_probs = torch.empty(indices.shape, dtype=source.dtype, device=source.device)
         for rows in blocks_of_rows(log_probs, options):
             z = ((total[:-2, rows] - max_logit[rows]) / options.temperature).T
             inside = z.masked_fill(repeated_or_none(indices[rows]), _MINUS_INF)
-            of_all, log_tail[rows] = total_and_tail(inside, outside[rows])
+            tail = tail_max[rows] - max_logit[rows], tail_sum[rows]
+            of_all, log_tail[rows] = total_and_tail(inside, *tail, options.temperature)
             log_sum_exp[rows] = of_all.squeeze(1)
             log_probs[rows] = (z - of_all).masked_fill(indices[rows] < 0, _MINUS_INF)
         of_rows = {
@@ -158,7 +151,7 @@ class LogProbsAt(Loss):
             # Backward compares with the logits that this rank reads.
             "tail_max": (tail_max * options.divisor).to(source.dtype),
             "tail_max_weight": 1.0 / (1.0 + tail_sum),
-            "max_logit": max_logit * options.divisor,
+            "max_logit": max_logit * options.divisor,  # differences to it keep digits that large logits lack
             "log_sum_exp": log_sum_exp,
             "log_tail": log_tail,
         }
@@ -166,93 +159,46 @@ class LogProbsAt(Loss):
         return [log_probs, log_tail.to(source.dtype, copy=True)], of_rows
 
     def writer(self, sources: Sequence[Source], saved: Tensors, *gradients: Tensor | None) -> Writer:
-        (source,), indices, temperature = sources, saved["indices"], sources[0].temperature
-        of_rows, first = _row_terms(saved, source, *gradients), _first_id(source)
-        spare = int(source.copies_rows)
+        (source,), (of_log_probs, of_log_tail) = sources, gradients
+        indices, tail_max, weight, max_logit, log_sum_exp, log_tail = saved.values()
+        scale, temperature = source.options.scale, source.temperature
+        spare, zero = int(source.copies_rows), tail_max.new_zeros(())
+        g = torch.where(indices < 0, 0.0, zero if of_log_probs is None else of_log_probs)
+        h = zero if of_log_tail is None else of_log_tail
+        h = torch.where(log_tail == _MINUS_INF, zero, h).double()  # an empty tail is constant
+        g_total, g_at_ids = g.sum(1, keepdim=True, dtype=torch.float64), torch.empty_like(g)
+        for rows in blocks_of_rows(g, source.options):
+            g_at_ids[rows] = summed_by_id(indices[rows], g[rows])
+        h, log_tail, tail_max, weight = (of_rows[:, None] for of_rows in (h, log_tail, tail_max, weight))
+        # Rows without a gradient may hold NaN. An empty tail gets none; in a row with NaN it gets NaN, too.
+        has_grad = (g != 0).any(1, keepdim=True) | (h != 0)
+        in_tail = has_grad & ((tail_max != _MINUS_INF) | log_tail.isnan())
+        of_tail = weight * (-h * log_tail.expm1() - log_tail.exp() * g_total) / scale
+        of_tail, of_all = of_tail.to(tail_max.dtype), g_total + h
 
         def write(block: Block) -> None:
-            columns, of_block = Columns.of_ids(indices, first, block), of_rows.part(block.rows)
-            at_ids = block.xs[0].flatten(1).gather(1, columns.column)
-            values = of_block.at_ids(at_ids, source.options.scale).to(block.out.dtype)
-            of_tail = block.part(of_rows.tail_max), block.part(of_rows.of_tail), None
-            has_tail = block.part(of_rows.has_tail)
-            work = None if block.work is None else block.work[spare:]
-            block.function(block.xs[0], block.out, of_tail, NO_SOFTMAX, None, has_tail, temperature, work)
-            columns.put(block.out.flatten(1), values)
+            rows, columns, x = block.rows, Columns.of_ids(indices, source, block), block.xs[0]
+            z = x.flatten(1).gather(1, columns.column).double() - max_logit[rows, None]
+            log_p, g_of_ids = z / scale - log_sum_exp[rows, None], g_at_ids[rows]
+            # 1 - p, accurate when p is near 1
+            at_ids = (-g_of_ids * log_p.expm1() - log_p.exp() * (of_all[rows] - g_of_ids)) / scale
+            at_ids = torch.where(has_grad[rows], at_ids, 0.0).to(block.out.dtype)
+            softmax, work = (block.part(tail_max), block.part(of_tail), None), block.work
+            work = None if work is None else work[spare:]
+            block.function(x, block.out, softmax, NO_SOFTMAX, None, block.part(in_tail), temperature, work)
+            columns.put(block.out.flatten(1), at_ids)
 
         return Writer(block_gradient, write, Blocks(spare))
-
-
-def _first_id(source: Source) -> int:
-    return source.options.tp_rank * source.width
-
-
-class _RowTerms(NamedTuple):
-    """The values per row, over the whole vocabulary, from which the gradient of the logits is computed.
-
-    With ``g`` and ``h`` the gradients of the log-probabilities and of the tail's log-probability::
-
-        d / dx = (sum of g at its ids - p * (sum of all g + h) + h * p / tail if in the tail) / temperature
-    """
-
-    max_logit: Tensor  # [n] float64, the largest of all: differences to it keep digits that large logits lack
-    log_sum_exp: Tensor  # [n] float64, of (x - max_logit) / temperature
-    g_at_ids: Tensor  # [n, K], the sum of g over all places that have the same id in this row
-    total: Tensor  # [n] float64, the sum of all g and h
-    has_grad: Tensor  # [n] bool: g or h is not zero. Other rows get a gradient of 0, even if they hold NaN
-    tail_max: Tensor  # [n, 1], the largest logit of the tail, -inf where the tail is empty
-    of_tail: Tensor  # [n, 1], what is multiplied by exp((x - tail_max) / temperature) in the tail
-    has_tail: Tensor  # [n, 1] bool: there is a gradient in the tail
-
-    def part(self, rows: slice) -> _RowTerms:
-        return _RowTerms(*(value[rows] for value in self))
-
-    def at_ids(self, logits: Tensor, scale: float) -> Tensor:
-        """Return the gradient at the ids, whose logits these are, ``[n, K]`` in float64."""
-        log_p = (logits.double() - self.max_logit[:, None]) / scale - self.log_sum_exp[:, None]
-        of_others = self.total[:, None] - self.g_at_ids
-        # 1 - p, accurate when p is near 1
-        gradient = (-self.g_at_ids * log_p.expm1() - log_p.exp() * of_others) / scale
-        return torch.where(self.has_grad[:, None], gradient, 0.0)
-
-
-def _row_terms(
-    saved: Tensors, source: Source, grad_log_probs: Tensor | None, grad_log_tail: Tensor | None
-) -> _RowTerms:
-    """Return the terms of all rows, from the gradients of the results."""
-    indices, log_tail, tail_max = saved["indices"], saved["log_tail"], saved["tail_max"]
-    zero = tail_max.new_zeros(())
-    g = zero.expand(indices.shape) if grad_log_probs is None else grad_log_probs
-    g = torch.where(indices < 0, 0.0, g)
-    h = zero if grad_log_tail is None else grad_log_tail
-    h = torch.where(log_tail == _MINUS_INF, zero, h).double()  # an empty tail is constant
-    g_total, g_at_ids = g.sum(1, dtype=torch.float64), torch.empty_like(g)
-    for block in blocks_of_rows(g, source.options):
-        g_at_ids[block] = summed_by_id(indices[block], g[block])
-    # An empty tail gets no gradient; in a row with NaN it gets NaN like all the rest.
-    is_empty = (tail_max == _MINUS_INF) & ~log_tail.isnan()
-    has_grad = (g != 0).any(1) | (h != 0)
-    of_tail = -h * log_tail.expm1() - log_tail.exp() * g_total
-    of_tail = (saved["tail_max_weight"] * of_tail / source.options.scale).to(tail_max.dtype)
-    return _RowTerms(
-        saved["max_logit"],
-        saved["log_sum_exp"],
-        g_at_ids,
-        g_total + h,
-        has_grad,
-        *(values[:, None] for values in (tail_max, of_tail, has_grad & ~is_empty)),
-    )
 
 
 # --- ids of a block
 
 
 class Columns(NamedTuple):
-    """Local columns for the token ids of one block of rows.
+    """Local columns for the token ids of one block of rows, so that writing all ``K`` touches local ids only.
 
-    An id of another block is given the column of a local id of the same row, so that reading and writing all
-    ``K`` columns touches local ids only. A row without a local id is given column 0, which :meth:`put` leaves
-    as it is.
+    An id of another block is given the column of a local id of the same row; in a row without one, column 0,
+    which :meth:`put` leaves as it is.
     """
 
     is_local: Tensor  # [rows, K]
@@ -261,16 +207,12 @@ class Columns(NamedTuple):
     place: Tensor  # [rows, 1], of the local id whose column those of other blocks have
 
     @classmethod
-    def of_ids(cls, indices: Tensor, first: int, block: Block) -> Columns:
-        """Return the columns of token ids ``[n, K]``, negative for none; this rank's start with ``first``."""
-        column = indices[block.rows] - first - block.tile.columns.start
+    def of_ids(cls, indices: Tensor, source: Source, block: Block) -> Columns:
+        """Return the columns of token ids ``[n, K]``, negative for none."""
+        column = indices[block.rows] - source.options.tp_rank * source.width - block.tile.columns.start
         is_local = (column >= 0) & (column < block.tile.width)
         largest, place = torch.where(is_local, column, -1).max(1, keepdim=True)
         return cls(is_local, torch.where(is_local, column, largest).clamp(min=0), largest >= 0, place)
-
-    def take(self, block: Tensor) -> Tensor:
-        """Return the logits at the ids, -inf for those of other blocks."""
-        return torch.where(self.is_local, block.gather(1, self.column), _MINUS_INF)
 
     def put(self, block: Tensor, value: Tensor | float) -> None:
         """Write one value, or one per local id; where an id is repeated, these must be the same."""
@@ -300,20 +242,18 @@ def summed_by_id(indices: Tensor, values: Tensor) -> Tensor:
     return torch.zeros_like(values).scatter_add_(1, number, values).gather(1, number)
 
 
-# --- the tail
+def total_and_tail(
+    z: Tensor, tail_max: Tensor, sum_exp_minus_1: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return the log of the sum of all, ``[n, 1]``, and the log of the tail's part of it, ``[n]``.
 
-
-def log_masses(tail_max: Tensor, sum_exp_minus_1: Tensor, max_logit: Tensor, temperature: float) -> Tensor:
-    """Return ``log(sum(exp((x - max_logit) / T)))`` of tails, float64."""
-    return (tail_max - max_logit) / temperature + sum_exp_minus_1.log1p()
-
-
-def total_and_tail(ids: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log of the sum of all, ``[rows, 1]``, and the log of the tail's part of it, ``[rows]``.
-
-    ``ids`` and ``tail`` ``[rows, any]`` are the logs of the terms inside and outside of the ids.
+    Args:
+        z: the logs of the terms of the ids, ``[n, K]``; -inf for those that do not count.
+        tail_max: the largest logit of the tail, minus the one that ``z`` is relative to.
+        sum_exp_minus_1: the sum of the tail's terms, relative to its largest, minus 1.
     """
-    log_ids, log_tail = (part.logsumexp(1, keepdim=True) for part in (ids, tail))
+    log_ids = z.logsumexp(1, keepdim=True)
+    log_tail = (tail_max / temperature + sum_exp_minus_1.log1p())[:, None]
     # A difference of two logarithms would lose the digits of a tail near 1.
     log_share = torch.nn.functional.logsigmoid(log_tail - log_ids)
     return torch.logaddexp(log_ids, log_tail), log_share.squeeze(1)

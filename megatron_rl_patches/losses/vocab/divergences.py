@@ -1,8 +1,8 @@
 """Divergences of a student's distribution from a teacher's: what a column adds, and its derivative.
 
 A column is an id of the vocabulary, or one of the k + 1 buckets of a top-k, whose last one is the tail. Each
-divergence is an object that serves both. To add one, write a class here, and put it into :data:`DIVERGENCES`
-and :data:`DivergenceName`. With the probabilities ``p`` of the student, ``q`` of the teacher and ``p_old`` of
+divergence is an object that serves both. To add one, write a class here, and its name into
+:data:`DivergenceName`. With the probabilities ``p`` of the student, ``q`` of the teacher and ``p_old`` of
 the policy that sampled, and ``m = beta q + (1 - beta) p``:
 
 ==================================  ==========================================  ================
@@ -28,7 +28,7 @@ much the rounding has added to the divergence; see :meth:`Divergence.without_rou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import ClassVar, Literal, NamedTuple
@@ -50,18 +50,19 @@ DivergenceName = Literal[
     "importance_weighted_reverse_kl",
 ]
 
+DIVERGENCES: dict[str, type[Divergence]] = {}
 #: A log-probability below so many nats, such as -inf, counts as so many.
 RULED_OUT = -1e4
 # Below this gap, log(p / q) + q / p - 1 is a sum of powers; its relative error is then 1e-7.
 _SMALL_GAP = 0.25
 _MINUS_INF = float("-inf")
+_STRETCH, _LONGEST_STRETCH = 256, 4096  # columns that are summed in float32
 
 
 class Normalizer(NamedTuple):
     """The normalizer of ``x``, which is that of ``x / scale`` times the scale, in the dtype of ``x``.
 
     Attributes:
-        rounded: ``[..., 1]``.
         remainder: what is lost by rounding. Subtracting one after the other leaves an error relative to the
             result, which may be small.
         least: the least ``x`` that is not ruled out.
@@ -73,114 +74,74 @@ class Normalizer(NamedTuple):
 
     @classmethod
     def of(cls, exact: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Normalizer:
-        """Take the normalizer of ``x / scale``, ``[...]`` in float64."""
+        """Return values ``[..., 1]`` from the normalizer of ``x / scale``, ``[...]`` in float64."""
         exact = exact.where(exact != _MINUS_INF, 0.0)[..., None]
         exact, least = (exact, RULED_OUT) if scale is None else (exact * scale, RULED_OUT * scale)
         rounded = exact.to(dtype)
         return cls(rounded, (exact - rounded).to(dtype), (exact + least).to(dtype))
 
-    def part(self, rows: slice, cut: Callable[[Tensor], Tensor]) -> Normalizer:
-        """Return those of some rows, cut as logits are, from those of several distributions ``[m, n, 1]``."""
-        return Normalizer(*(cut(values[:, rows]) for values in self))
 
-    def of_each(self) -> list[Normalizer]:
-        """Return the normalizer of each distribution from those of all, ``[m, ..., 1]``."""
-        return [Normalizer(*values) for values in zip(*self, strict=True)]
-
-
-@dataclass(eq=False)
-class LogProbs:
-    """``log p = (x - normalizer) / scale`` of ``x`` ``[..., w]``.
-
-    Attributes:
-        scale: a tensor without dimensions, or ``None`` for 1. To divide ``x`` itself would add a rounding
-            error, next to which a difference of two distributions may be small.
-    """
-
-    x: Tensor
-    normalizer: Normalizer
-    scale: Tensor | None = None
-
-    @classmethod
-    def bounded(cls, x: Tensor, normalizer: Normalizer, scale: Tensor | None = None) -> LogProbs:
-        """Return log-probabilities of at least :data:`RULED_OUT`."""
-        return cls(torch.maximum(x, normalizer.least), normalizer, scale)
-
-    @property
-    def are_ruled_out(self) -> Tensor:
-        """Whether a log-probability is a constant, :data:`RULED_OUT`."""
-        return self.x == self.normalizer.least
-
-    @property
-    def values(self) -> Tensor:
-        return self._scaled_(self._of_x())
-
-    @property
-    def probabilities(self) -> Tensor:
-        return exp(self._of_x(), scale=self.scale)
-
-    def minus(self, other: LogProbs) -> Tensor:
-        """Return ``log p - log q``, exactly zero where both have the same bits."""
-        if (self.scale is None) != (other.scale is None):
-            return self.values.sub_(other.values)
-        # Rounding the difference of the normalizers moves all columns of a row alike, as said above.
-        rounded = self.normalizer.rounded - other.normalizer.rounded
-        remainder = self.normalizer.remainder - other.normalizer.remainder
-        return self._scaled_((self.x - other.x).sub_(rounded).sub_(remainder))
-
-    def _of_x(self) -> Tensor:
-        """Return ``x - normalizer``."""
-        return (self.x - self.normalizer.rounded).sub_(self.normalizer.remainder)
-
-    def _scaled_(self, difference: Tensor) -> Tensor:
-        return difference if self.scale is None else difference.div_(self.scale)
-
-
-@dataclass(eq=False)
 class Compared:
     """The student and the teacher at some columns; all tensors are ``[..., w]``.
 
     Attributes:
-        gap: ``log p - log q``.
+        gap: ``log p - log q``, exactly zero where both have the same bits.
         old_gap: ``log p_old - log q``, if there is an old policy.
     """
 
-    student: LogProbs
-    teacher: LogProbs
-    gap: Tensor
-    old_gap: Tensor | None
-    _p: Tensor | None = None
-    _q: Tensor | None = None
-
-    @classmethod
-    def between(
-        cls,
+    def __init__(
+        self,
         xs: Sequence[Tensor],
         normalizers: Iterable[Normalizer],
         log_weights: Sequence[Tensor | float] = (0.0,),
         scale: Tensor | None = None,
-    ) -> Compared:
-        """Compare the student, which comes first, with a mixture of teachers; the old policy may follow."""
-        student, *others = (LogProbs.bounded(x, z, scale) for x, z in zip(xs, normalizers, strict=True))
-        teachers, old = others[: len(log_weights)], others[len(log_weights) :]
-        teacher = teachers[0]
+    ) -> None:
+        """Compare the student, which comes first, with a mixture of teachers; the old policy may follow.
+
+        Args:
+            scale: ``log p = (x - normalizer) / scale``; a tensor without dimensions, or ``None`` for 1. To
+                divide ``x`` itself would add a rounding error, next to which a gap may be small.
+        """
+        self._scale = scale
+        self._p: Tensor | None = None
+        self._q: Tensor | None = None
+        bounded = [(torch.maximum(x, z.least), z) for x, z in zip(xs, normalizers, strict=True)]
+        teachers, old = bounded[1 : 1 + len(log_weights)], bounded[1 + len(log_weights) :]
+        self._student, self._teacher = bounded[0], teachers[0]
         if len(teachers) > 1:
-            weighted = [one.values + weight for one, weight in zip(teachers, log_weights, strict=True)]
-            zero = torch.zeros_like(student.normalizer.rounded)
-            teacher = LogProbs(reduce(torch.logaddexp, weighted), Normalizer(zero, zero, zero))
-        return cls(student, teacher, student.minus(teacher), old[0].minus(teacher) if old else None)
+            pairs = zip(teachers, log_weights, strict=True)
+            log_q = reduce(torch.logaddexp, [self._scaled_(_shifted(*x)) + weight for x, weight in pairs])
+            zero = torch.zeros_like(self._student[1].rounded)
+            self._teacher = log_q if scale is None else log_q * scale, Normalizer(zero, zero, zero)
+        self.gap, *of_old = [self._minus_teacher(*side) for side in (self._student, *old)]
+        self.old_gap = of_old[0] if of_old else None
+
+    def _minus_teacher(self, x: Tensor, normalizer: Normalizer) -> Tensor:
+        of_teacher, teachers = self._teacher
+        # Rounding the difference of the normalizers moves all columns of a row alike, as said above.
+        rounded, remainder = normalizer.rounded - teachers.rounded, normalizer.remainder - teachers.remainder
+        return self._scaled_((x - of_teacher).sub_(rounded).sub_(remainder))
+
+    def _scaled_(self, difference: Tensor) -> Tensor:
+        return difference if self._scale is None else difference.div_(self._scale)
+
+    @property
+    def are_ruled_out(self) -> Tensor:
+        """Whether the student's log-probability is a constant, :data:`RULED_OUT`."""
+        x, normalizer = self._student
+        return x == normalizer.least
 
     # The compiler does not know functools.cached_property, which has a lock.
     @property
     def p(self) -> Tensor:
         """The student's probabilities."""
-        self._p = self.student.probabilities if self._p is None else self._p
+        self._p = exp(_shifted(*self._student), scale=self._scale) if self._p is None else self._p
         return self._p
 
     @property
     def q(self) -> Tensor:
         """The teacher's probabilities, which most gradients do not need."""
-        self._q = self.teacher.probabilities if self._q is None else self._q
+        self._q = exp(_shifted(*self._teacher), scale=self._scale) if self._q is None else self._q
         return self._q
 
     def middle(self, beta: Tensor | float) -> Tensor:
@@ -192,11 +153,11 @@ class Compared:
         # log m is log p + log1p(beta (q / p - 1)), and log q + log1p((1 - beta) (p / q - 1)).
         by_q = _is_positive(-1.0 - self.gap)
         ratio_minus_1 = _expm1_(self.gap * (2.0 * by_q - 1.0))
-        share = by_q * (1.0 - 2.0 * beta) + beta
-        to_middle = (ratio_minus_1 * share).log1p_()
+        to_middle = (ratio_minus_1 * (by_q * (1.0 - 2.0 * beta) + beta)).log1p_()
         return (self.gap * by_q).sub_(to_middle), (self.gap * (by_q - 1.0)).sub_(to_middle)
 
 
+@dataclass(eq=False)
 class Divergence:
     """A divergence; a class for each name.
 
@@ -214,9 +175,11 @@ class Divergence:
     needs_normalizers: ClassVar[bool] = False
     covers_mass: ClassVar[bool] = False
     counts_tail: ClassVar[bool] = True
+    beta: Tensor | float
 
-    def __init__(self, beta: Tensor | float) -> None:
-        self.beta = beta
+    def __init_subclass__(cls, name: str | None = None) -> None:
+        if name is not None:
+            DIVERGENCES[name] = cls
 
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
         """Return what each column adds to the divergence, and to what :meth:`derivative` subtracts."""
@@ -244,7 +207,7 @@ class Divergence:
         return value
 
 
-class ReverseKL(Divergence):
+class ReverseKL(Divergence, name="reverse_kl"):
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
         return _relative_entropy(compared.p, compared.q, compared.gap)
 
@@ -255,11 +218,11 @@ class ReverseKL(Divergence):
         return _without_square(value, expected - value)  # the sum of p - q
 
 
-class GeneralizedKL(ReverseKL):
+class GeneralizedKL(ReverseKL, name="generalized_kl"):
     counts_tail = False
 
 
-class ForwardKL(Divergence):
+class ForwardKL(Divergence, name="forward_kl"):
     covers_mass = True
 
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
@@ -269,7 +232,7 @@ class ForwardKL(Divergence):
     def derivative(self, compared: Compared, expected: Tensor | float) -> Tensor:
         p, gap = compared.p, compared.gap
         near = -p * _expm1_((-gap).clamp_(max=1.0))
-        return near.lerp_(p - compared.q, _is_large(gap)).sub_(p * expected)
+        return near.lerp_(p - compared.q, _is_positive(gap.abs().sub_(_SMALL_GAP))).sub_(p * expected)
 
     def weights(self, compared: Compared) -> Tensor:
         return compared.q
@@ -278,7 +241,7 @@ class ForwardKL(Divergence):
         return _without_square(value, expected)
 
 
-class JensenShannon(Divergence):
+class JensenShannon(Divergence, name="jensen_shannon"):
     needs_normalizers = True
 
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
@@ -292,37 +255,37 @@ class JensenShannon(Divergence):
         return (1.0 - self.beta) * compared.gaps_to_middle(self.beta)[0]
 
 
-class SkewedForwardKL(Divergence):
+class _Skewed(Divergence):
     needs_normalizers = True
+    side: ClassVar[int]  # which of student and teacher is compared with the middle
 
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
-        _, gap = compared.gaps_to_middle(self.beta)
-        value, _ = _relative_entropy(compared.q, compared.middle(self.beta), gap)
+        gap = compared.gaps_to_middle(self.beta)[self.side]
+        value, _ = _relative_entropy((compared.p, compared.q)[self.side], compared.middle(self.beta), gap)
         return value, compared.p * self._slope(gap)
 
     def slope(self, compared: Compared) -> Tensor:
-        return self._slope(compared.gaps_to_middle(self.beta)[1])
+        return self._slope(compared.gaps_to_middle(self.beta)[self.side])
+
+    def _slope(self, gap: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class SkewedForwardKL(_Skewed, name="skewed_forward_kl"):
+    side = 1
 
     def _slope(self, gap: Tensor) -> Tensor:
         return (self.beta - 1.0) * _expm1_(gap)  # (1 - beta) (1 - q / m)
 
 
-class SkewedReverseKL(Divergence):
-    needs_normalizers = True
-
-    def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
-        gap, _ = compared.gaps_to_middle(self.beta)
-        value, _ = _relative_entropy(compared.p, compared.middle(self.beta), gap)
-        return value, compared.p * self._slope(gap)
-
-    def slope(self, compared: Compared) -> Tensor:
-        return self._slope(compared.gaps_to_middle(self.beta)[0])
+class SkewedReverseKL(_Skewed, name="skewed_reverse_kl"):
+    side = 0
 
     def _slope(self, gap: Tensor) -> Tensor:
         return gap - (1.0 - self.beta) * _expm1_(gap.clone())  # log (p / m) - (1 - beta) (p / m - 1)
 
 
-class ImportanceWeightedReverseKL(Divergence):
+class ImportanceWeightedReverseKL(Divergence, name="importance_weighted_reverse_kl"):
     needs_old = True
 
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
@@ -332,17 +295,6 @@ class ImportanceWeightedReverseKL(Divergence):
     def slope(self, compared: Compared) -> Tensor:
         assert compared.old_gap is not None
         return compared.old_gap
-
-
-DIVERGENCES: dict[str, type[Divergence]] = {
-    "reverse_kl": ReverseKL,
-    "forward_kl": ForwardKL,
-    "jensen_shannon": JensenShannon,
-    "skewed_forward_kl": SkewedForwardKL,
-    "skewed_reverse_kl": SkewedReverseKL,
-    "generalized_kl": GeneralizedKL,
-    "importance_weighted_reverse_kl": ImportanceWeightedReverseKL,
-}
 
 
 def divergence_named(name: str, beta: float = 0.5) -> Divergence:
@@ -371,7 +323,7 @@ def _relative_entropy(p: Tensor, q: Tensor, gap: Tensor) -> tuple[Tensor, Tensor
         series = series.mul_(small).add_((-1.0) ** k / math.factorial(k + 2))
     near = series.mul_(small).mul_(small).mul_(p)
     weighted = p * gap
-    return near.lerp_(weighted + (q - p), _is_large(gap)), weighted
+    return near.lerp_(weighted + (q - p), _is_positive(gap.abs().sub_(_SMALL_GAP))), weighted
 
 
 def _expm1_(x: Tensor) -> Tensor:
@@ -383,13 +335,13 @@ def _expm1_(x: Tensor) -> Tensor:
     return 2.0 * exp(half) * half.sinh()
 
 
+def _shifted(x: Tensor, normalizer: Normalizer) -> Tensor:
+    return (x - normalizer.rounded).sub_(normalizer.remainder)
+
+
 def _without_square(value: Tensor, off: Tensor) -> Tensor:
     """Subtract what normalizers that are off by ``off`` together add to a Kullback-Leibler divergence."""
     return (value - 0.5 * off**2).clamp(min=0.0)
-
-
-def _is_large(gap: Tensor) -> Tensor:
-    return _is_positive(gap.abs().sub_(_SMALL_GAP))
 
 
 def _is_positive(x: Tensor) -> Tensor:
@@ -398,3 +350,24 @@ def _is_positive(x: Tensor) -> Tensor:
     Numbers choose between two tensors in a tenth of the time of ``torch.where`` on a CPU.
     """
     return x.sign_().clamp_(min=0.0)
+
+
+# --- sums over columns
+
+
+def sum_of_rows(x: Tensor) -> Tensor:
+    """Return sums over rows ``[b, w]`` or stretches ``[b, stretches, columns]``, in float64."""
+    if x.dim() == 3:
+        return x.sum(-1, dtype=torch.float64 if x.shape[-1] > _LONGEST_STRETCH else None).double()
+    count = x.shape[1] // _STRETCH
+    of_stretches = x[:, : count * _STRETCH].unflatten(1, (count, _STRETCH)).sum(-1)  # type: ignore[no-untyped-call]
+    rest = x[:, count * _STRETCH :].sum(1, keepdim=True)
+    return torch.cat([of_stretches, rest], 1).sum(1, dtype=torch.float64)
+
+
+def log_sum_exp(x: Tensor, scale: Tensor | None) -> Tensor:
+    """Return ``log(sum(exp(x / scale)))`` of rows or stretches, float64."""
+    largest = x.amax(-1)
+    reference = largest.where(largest != _MINUS_INF, 0.0)
+    of_others = sum_of_rows(exp(x - reference[..., None], scale=scale)).log()
+    return (reference.double() if scale is None else reference.double() / scale) + of_others

@@ -1,7 +1,5 @@
 """The divergence of two distributions over the whole vocabulary, of logits that need not exist.
 
-Student, teachers and old policy are read in tiles, the same rows and columns of each at a time.
-
 A Kullback-Leibler divergence takes one pass. The columns of a tile have conditional distributions ``p_i`` and
 ``q_i``, whose normalizers are those of the tile alone, and masses ``P_i`` and ``Q_i``. By the chain rule of
 relative entropy, which holds for tiles and for tensor-parallel ranks alike::
@@ -19,17 +17,29 @@ logits of all and computes what the stretches contribute, and another one puts t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from .divergences import Compared, Divergence, Normalizer
+from ...errors import InvalidInputError
+from .arguments import Rows, VocabParallelOptions, check_list, is_number
+from .divergences import (
+    Compared,
+    Divergence,
+    DivergenceName,
+    Normalizer,
+    divergence_named,
+    log_sum_exp,
+    sum_of_rows,
+)
 from .reduction import Block, Blocks, Loss, Writer
-from .softmax import log_sum_exp, sum_of_rows
-from .sources import Source, Tensors
+from .sources import SelectedRows, Source, Tensors, rows_of
 
 _MINUS_INF, _INF = float("-inf"), float("inf")
 # Where log-probabilities of a column, or of a block of columns, differ by more nats, one distribution gives
@@ -41,31 +51,166 @@ _FAR = 1e3
 # than a millionth of the teacher's, and subtracting one from the other costs no digits.
 _LARGE = 16.0
 # The functions of a divergence have eight tensors of a block's size at once. A block is as large as if they
-# had two: measured, smaller blocks cost more in calls than a larger cache saves. What a compiled function
-# keeps of each stretch takes 5% of a block.
+# had two: measured, smaller blocks cost more in calls than a larger cache saves. Blocks of compiled functions
+# are four times as large on a CPU, and as large as those of other compiled functions on a GPU.
 _BLOCKS = Blocks(2, has_work=False, compiled=16)
 
+T = TypeVar("T")
 
-class DivergenceOptions(NamedTuple):
-    """What is computed.
+
+def full_vocabulary_divergence(
+    student: Tensor,
+    teacher: Tensor | Sequence[Tensor],
+    *,
+    divergence: DivergenceName = "reverse_kl",
+    beta: float = 0.5,
+    teacher_weights: Sequence[float] | None = None,
+    old: Tensor | None = None,
+    rows: Rows = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    inplace_backward: bool = False,
+    block_bytes: int | None = None,
+) -> Tensor:
+    """Return the divergence of the student's next-token distributions from the teacher's, per row, in nats.
+
+    The divergences are those of :mod:`.divergences`, summed over all ids instead of k ids and a tail; all but
+    ``"generalized_kl"``.
+
+    Args:
+        student: logits or :class:`.DeferredLogits` ``[T, V / tp]``. Only these have a gradient.
+        teacher: logits or deferred logits ``[n, V / tp]``, one row for each selected row of the student. The
+            hidden sizes may differ. Several teachers are a mixture: their probabilities are averaged.
+        divergence: its name.
+        beta: weight of the teacher in the mixture of those that have one.
+        teacher_weights: weights of the mixture, not negative; they are divided by their sum. ``None`` weights
+            all teachers alike.
+        old: logits or deferred logits ``[n, V / tp]`` of the policy that sampled, for
+            ``"importance_weighted_reverse_kl"``.
+        rows: which ``n`` of the ``T`` rows of the student; see :func:`.vocab_parallel_log_probs`, as for
+            ``tp_group``, ``inplace_backward`` and ``block_bytes``.
+        temperature: the logits of all are divided by it.
+        vocab_size: number of token ids of all distributions; see :func:`.vocab_parallel_log_probs`. With it,
+            and without tensor parallelism, the logits may be padded to different widths; with tensor
+            parallelism see :meth:`.OutputHead.resharded`.
+
+    Returns:
+        ``[n]`` in float32 (float64 for float64 logits of the student), the same bits on all ranks of
+        ``tp_group``. A log-probability below -10,000, such as -inf, counts as -10,000. NaN and +inf make NaN
+        of their own row. A row whose value gets a gradient of zero has a gradient of zero, whatever its
+        logits are.
+
+    Raises:
+        InvalidInputError: arguments do not fit; on every rank alike, before any collective. There is one
+            all-gather of up to six numbers per row, and a second one of two or three numbers for divergences
+            from a mixture of student and teacher, for a mixture of teachers, and where one distribution gives
+            an id, or a block of ids, a probability of zero or nearly zero (log-probabilities more than 1,000
+            nats apart) and another does not.
+    """
+    teachers = [teacher] if isinstance(teacher, Tensor) else check_list("teacher", teacher)
+    measure = divergence_named(divergence, beta)
+    if not measure.counts_tail:
+        raise InvalidInputError(f"divergence is {divergence!r}, which is over k ids: use 'reverse_kl'")
+    counted = weighted([(f"teacher {n}", logits) for n, logits in enumerate(teachers)], teacher_weights)
+    others = [teacher for _, teacher in counted]
+    if measure.needs_old:
+        if old is None:
+            raise InvalidInputError(f"divergence is {divergence!r}: old is needed, and missing")
+        others.append(("old", old))
+    options = VocabParallelOptions(tp_group, temperature, False, block_bytes, vocab_size=vocab_size)
+    of_student = replace(options, inplace_backward=True) if inplace_backward else options
+    sources = [source := rows_of(student, rows, of_student, "student")]
+    for name, logits in others:
+        if isinstance(logits, Tensor) and logits.requires_grad:
+            logits = logits.detach()
+        other = rows_of(logits, None, options, name)
+        fits = other.width == source.width or (vocab_size is not None and options.tp_size == 1)
+        if other.n != source.n or other.device != source.device or not fits:
+            raise InvalidInputError(
+                f"{name} is {list(logits.shape)} on {logits.device}, expected {source.n} rows of "
+                f"{source.width} logits on {source.device}, as the student has; logits that are padded to "
+                "another width need vocab_size, and under tensor parallelism OutputHead.resharded, too"
+            )
+        if inplace_backward and _share_memory(other, source):
+            raise InvalidInputError(
+                f"{name} is in the memory of the student's logits, which inplace_backward overwrites before "
+                "it is read: pass a copy, or inplace_backward=False"
+            )
+        sources.append(other)
+    (values,) = FullDivergence(measure, tuple(math.log(weight) for weight, _ in counted))(*sources)
+    return values
+
+
+def _share_memory(a: Source, b: Source) -> bool:
+    """Return whether two sources read the same memory. Every tensor without elements is at address 0."""
+    if not isinstance(a, SelectedRows) or not isinstance(b, SelectedRows) or not a.logits.numel():
+        return False
+    return a.logits.untyped_storage().data_ptr() == b.logits.untyped_storage().data_ptr()
+
+
+# --- weights of teachers
+
+
+def weighted(teachers: Sequence[T], weights: Sequence[float] | None) -> list[tuple[float, T]]:
+    """Return the teachers with their weights, which add up to one.
+
+    A teacher of weight zero is left out: it may hold NaN, and zero times NaN is NaN.
+    """
+    pairs = zip(normalize_weights(weights, len(teachers)), teachers, strict=True)
+    return [(weight, teacher) for weight, teacher in pairs if weight]
+
+
+def normalize_weights(weights: Sequence[float] | None, count: int) -> list[float]:
+    """Return ``count`` weights that add up to one, the same for all if ``weights`` is ``None``."""
+    if count == 0:
+        raise InvalidInputError("there are no teachers; pass at least one")
+    numbers = (1.0,) * count if weights is None else check_weights(weights)
+    if len(numbers) != count:
+        raise InvalidInputError(f"teacher_weights are {weights} for {count} teacher(s), expected one each")
+    return [weight / sum(numbers) for weight in numbers]
+
+
+def check_weights(weights: Any) -> tuple[float, ...]:
+    """Return the weights of a mixture, which may be an array or a tensor ``[teachers]``."""
+    is_list = isinstance(weights, Sequence) or getattr(weights, "ndim", 0) == 1
+    if is_list and len(weights) and all(map(is_number, weights)):
+        numbers = tuple(map(float, weights))
+        if min(numbers) >= 0 and 0 < sum(numbers) < math.inf:
+            return numbers
+    raise InvalidInputError(
+        f"teacher_weights are {weights!r}, expected a list of numbers, one for each teacher, not negative, "
+        "not all zero"
+    )
+
+
+# --- the loss
+
+
+class _Sides(NamedTuple):
+    """What functions of a block get beside the logits of all sides.
 
     Attributes:
         log_weights: logarithms of the weights of the teachers' mixture, which add up to one.
+        scales: tensors without dimensions, or ``None`` for 1: what the logits of each side are divided by, or
+            a single one that they have in common.
+        dtype: the dtype of the computation.
     """
 
     divergence: Divergence
     log_weights: tuple[Tensor | float, ...]
-
-    def as_tensors(self, like: Tensor) -> DivergenceOptions:
-        """Return the same for a compiled function, which would be compiled again for each number."""
-        numbers = map(float, (self.divergence.beta, *self.log_weights))
-        beta, *log_weights = (like.new_full((), number) for number in numbers)
-        return self._replace(divergence=type(self.divergence)(beta), log_weights=tuple(log_weights))
+    scales: list[Tensor | None]
+    dtype: torch.dtype
 
     @property
-    def needs_normalizers(self) -> bool:
-        """Whether a tile's part depends on the normalizers of the whole vocabulary."""
-        return self.divergence.needs_normalizers or len(self.log_weights) > 1
+    def scale(self) -> Tensor | None:
+        """What remains to divide logits by, once :func:`_prepared`: divided there, they are rounded."""
+        return self.scales[0] if len(self.scales) == 1 else None
+
+    def of_rows(self, normalizers: Tensor, *others: Tensor) -> Tensor:
+        """Return what blocks get of each row, ``[any, n, 1]``: see :func:`_compared`; others are ``[n]``."""
+        of_sides = torch.stack(Normalizer.of(normalizers, self.dtype, self.scale), 1).flatten(0, 1)
+        return torch.cat([of_sides, *(values.to(self.dtype)[None, :, None] for values in others)])
 
 
 class FullDivergence(Loss):
@@ -75,147 +220,109 @@ class FullDivergence(Loss):
     same ``n`` rows.
     """
 
-    def __init__(self, options: DivergenceOptions) -> None:
-        self.options = options
-        self.masks_ruled_out = False  # whether ids that the student rules out have no gradient
+    owners: Sequence[str] = ()
 
-    @property
-    def owners(self) -> list[str]:
-        """Whose the sources behind the first one are."""
-        teachers = [f"teacher {number}" for number in range(len(self.options.log_weights))]
-        return [*teachers, "the old policy"] if self.options.divergence.needs_old else teachers
+    def __init__(self, divergence: Divergence, log_weights: tuple[float, ...]) -> None:
+        self.divergence, self.log_weights = divergence, log_weights
+        self.owners = [*(f"teacher {number}" for number in range(len(log_weights))), "the old policy"]
+        self.owners = self.owners[: len(log_weights) + divergence.needs_old]
+        self.masks_ruled_out = False  # whether ids that the student rules out have no gradient
 
     def forward(
         self, sources: Sequence[Source], tensors: Tensors, read: Callable[..., Tensor]
     ) -> tuple[list[Tensor], Tensors]:
-        divergence, sides, in_one_pass = self.options.divergence, _Sides(sources, self.options), False
-        if self.options.needs_normalizers:
-            normalizers = read(_normalizers, sides.part(), _add_exp, _BLOCKS, keeps_tiles=False)
+        (sides, call), divergence, in_one_pass = self._call(sources), self.divergence, False
+        if divergence.needs_normalizers or len(self.log_weights) > 1:
+            normalizers = read(
+                _normalizers, call, lambda parts: torch.stack(parts).logsumexp(0), _BLOCKS, keeps_tiles=False
+            )
         else:
 
-            def merge(parts: Sequence[Tensor]) -> Tensor:
-                return _chain_rule(divergence, parts)
+            def merge(parts: list[Tensor]) -> Tensor:
+                return _chain_rule(divergence, torch.stack(parts, 2).unbind())
 
-            parts = read(_conditional_parts, sides.part(), merge, _BLOCKS)
+            parts = read(_conditional_parts, call, merge, _BLOCKS)
             normalizers, (value, expected) = parts[:-2], parts[-2:]
             in_one_pass = not (value == _INF).any()
         if not in_one_pass:
-            value, expected, *lost = read(_sums, sides.part(normalizers), _add, _BLOCKS)
+            part = partial(call, of_rows=sides.of_rows(normalizers))
+            value, expected, *lost = read(_sums, part, lambda parts: torch.stack(parts).sum(0), _BLOCKS)
             value = divergence.without_rounding(value, expected - lost[0] if lost else expected)
         # Next to a distribution that rules every column out, nothing is a number.
         are_numbers = (normalizers != _MINUS_INF).all(0)
         value, expected = (total.where(are_numbers, torch.nan) for total in (value, expected))
         self.masks_ruled_out = divergence.covers_mass and not in_one_pass
-        return [value.to(sources[0].dtype)], {"normalizers": normalizers, "expected": expected}
+        return [value.to(sides.dtype)], {"normalizers": normalizers, "expected": expected}
 
     def writer(self, sources: Sequence[Source], saved: Tensors, *gradients: Tensor | None) -> Writer:
-        (gradient,) = gradients
+        (gradient,), (sides, call) = gradients, self._call(sources)
         assert gradient is not None
-        sides, expected = _Sides(sources, self.options), saved["expected"].to(sources[0].dtype)
-        weights, of_all = (
-            (gradient / sources[0].options.scale)[:, None],
-            sides.normalizer(saved["normalizers"]),
-        )
+        weights = gradient / sources[0].options.scale
+        of_rows = sides.of_rows(saved["normalizers"], saved["expected"], weights)
 
         def write(block: Block) -> None:
-            of_rows = of_all.part(block.rows, block.cut), block.part(expected[:, None]), block.part(weights)
-            block.function(block.xs, *sides.arguments(block), of_rows, self.masks_ruled_out, block.out)
+            call(block, of_rows, self.masks_ruled_out, block.out)
 
         return Writer(_block_derivative, write, _BLOCKS)
 
-
-class _Preparation(NamedTuple):
-    """What becomes of logits before anything is computed.
-
-    Attributes:
-        scales: tensors without dimensions, or ``None`` for 1: what the logits of the student and of all
-            others are divided by, or a single one that they have in common.
-        dtype: the dtype of the computation.
-    """
-
-    scales: list[Tensor | None]
-    dtype: torch.dtype
-
-
-class _Sides:
-    """What functions of a block get beside the logits of all sides."""
-
-    def __init__(self, sources: Sequence[Source], options: DivergenceOptions) -> None:
+    def _call(self, sources: Sequence[Source]) -> tuple[_Sides, Callable[..., Any]]:
+        """Return what functions of a block get, and what calls them."""
         student, of_each = sources[0], [source.options.scale for source in sources]
         of_each = of_each[:1] if len(set(of_each)) == 1 else of_each
         scales = [None if number == 1 else student.scalar(number) for number in of_each]
-        self._options, self._preparation = options, _Preparation(scales, student.dtype)
-        self._device = student.device
+        sides = _Sides(self.divergence, self.log_weights, scales, student.dtype)
 
-    def arguments(self, block: Block) -> tuple[_Preparation, DivergenceOptions]:
-        """Return how the logits are prepared, and the options."""
-        return self._preparation, self._options if block.work is not None else self._as_tensors
+        @cache
+        def with_tensors() -> _Sides:
+            """Return the same for a compiled function, which would be compiled again for each number."""
+            beta, *log_weights = map(student.scalar, (float(self.divergence.beta), *self.log_weights))
+            return sides._replace(divergence=type(self.divergence)(beta), log_weights=tuple(log_weights))
 
-    def normalizer(self, exact: Tensor) -> Normalizer:
-        """Return what functions subtract from the logits of all, from normalizers ``[m, n]``."""
-        return Normalizer.of(exact, self._preparation.dtype, _common_scale(self._preparation.scales))
+        def call(block: Block, of_rows: Tensor | None = None, *more: Any) -> Any:
+            of_block = None if of_rows is None else of_rows[:, block.rows]
+            if block.work is not None:
+                return block.function(block.xs, sides, of_block, *more)
+            of_block = None if of_block is None else block.cut(of_block)
+            return block.function(block.xs, with_tensors(), of_block, *more)
 
-    def part(self, normalizers: Tensor | None = None) -> Callable[[Block], Tensor]:
-        """Return what computes the statistics of a block."""
-        of_all = None if normalizers is None else self.normalizer(normalizers)
-
-        def part(block: Block) -> Tensor:
-            of_rows = None if of_all is None else of_all.part(block.rows, block.cut)
-            values: Tensor = block.function(block.xs, *self.arguments(block), of_rows)
-            return values
-
-        return part
-
-    @cached_property
-    def _as_tensors(self) -> DivergenceOptions:
-        return self._options.as_tensors(torch.empty(0, dtype=self._preparation.dtype, device=self._device))
+        return sides, call
 
 
 # --- functions of a block
 
 
-def _normalizers(xs: list[Tensor], preparation: _Preparation, *_: object) -> Tensor:
+def _normalizers(xs: list[Tensor], sides: _Sides, _: None) -> Tensor:
     """Return the logarithms of the sums of ``exp(x)``, float64 ``[m, b]``; -inf where no column counts."""
-    xs, scale = _prepared(xs, preparation)
-    values = torch.stack([log_sum_exp(x, scale) for x in xs])
+    values = torch.stack([log_sum_exp(x, sides.scale) for x in _prepared(xs, sides)])
     return values if values.dim() == 2 else values.logsumexp(2)
 
 
-def _conditional_parts(
-    xs: list[Tensor], preparation: _Preparation, options: DivergenceOptions, _: None
-) -> Tensor:
+def _conditional_parts(xs: list[Tensor], sides: _Sides, _: None) -> Tensor:
     """Return what one pass computes of a block: ``[m + 2, b]``, see :func:`_chain_rule`.
 
     These are the logarithms of the masses of student, teacher and perhaps old policy, and the two sums of
     :meth:`.Divergence.terms` for the conditional distributions. The first sum is inf if some of them rule
     columns out that others do not.
     """
-    divergence = options.divergence
-    xs, scale = _prepared(xs, preparation)
+    divergence, xs, scale = sides.divergence, _prepared(xs, sides), sides.scale
     masses = [log_sum_exp(x, scale) for x in xs]
-    of_each = [Normalizer.of(mass, xs[0].dtype, scale) for mass in masses]
-    compared = Compared.between(xs, of_each, scale=scale)
+    compared = Compared(xs, [Normalizer.of(mass, sides.dtype, scale) for mass in masses], scale=scale)
     value, expected = map(sum_of_rows, divergence.terms(compared))
     value = divergence.without_rounding(value, expected)
     parts = [*masses, value.masked_fill(_differ(compared), _INF), expected]
-    return torch.stack(parts if value.dim() == 1 else _whole(divergence, parts))
+    return torch.stack(parts) if value.dim() == 1 else _chain_rule(divergence, parts)
 
 
 def _chain_rule(divergence: Divergence, parts: Sequence[Tensor]) -> Tensor:
-    """Return the same of all columns from those of blocks, tiles or ranks, ``[m + 2, n]`` each."""
-    return torch.stack(_whole(divergence, torch.stack(list(parts), 2).unbind()))
-
-
-def _whole(divergence: Divergence, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the same of whole rows, ``[n]`` each, from that of their parts, ``[n, parts]`` each."""
+    """Return the same of whole rows, ``[m + 2, n]``, from that of their parts, ``[n, parts]`` each."""
     *masses, values, expected = parts
     differ = values == _INF
     totals = [mass.logsumexp(1) for mass in masses]
-    compared = Compared.between(masses, [Normalizer.of(total, total.dtype) for total in totals])
+    compared = Compared(masses, [Normalizer.of(total, total.dtype) for total in totals])
     weights, (of_value, of_expected) = divergence.weights(compared), divergence.terms(compared)
     value = (weights * values.masked_fill(differ, 0.0) + of_value).sum(1)
     value = value.masked_fill(differ.any(1) | _differ(compared), _INF)
-    return [*totals, value, (weights * expected + of_expected).sum(1)]
+    return torch.stack([*totals, value, (weights * expected + of_expected).sum(1)])
 
 
 def _differ(compared: Compared) -> Tensor:
@@ -226,19 +333,16 @@ def _differ(compared: Compared) -> Tensor:
     return largest > _FAR
 
 
-def _sums(
-    xs: list[Tensor], preparation: _Preparation, options: DivergenceOptions, normalizer: Normalizer
-) -> Tensor:
-    """Return the sums of :meth:`.Divergence.terms` over a block's columns; its normalizer is known.
+def _sums(xs: list[Tensor], sides: _Sides, of_rows: Tensor) -> Tensor:
+    """Return the sums of :meth:`.Divergence.terms` over a block's columns; its normalizers are known.
 
     For a divergence that covers mass, the teacher's probability of what the student rules out is the third
     sum. These columns are constant, so the second sum is without them.
     """
-    divergence, (xs, scale) = options.divergence, _prepared(xs, preparation)
-    compared = Compared.between(xs, normalizer.of_each(), options.log_weights, scale)
-    terms = list(divergence.terms(compared))
-    if divergence.covers_mass:
-        are_constant = compared.student.are_ruled_out
+    compared = _compared(xs, sides, of_rows)
+    terms = list(sides.divergence.terms(compared))
+    if sides.divergence.covers_mass:
+        are_constant = compared.are_ruled_out
         # terms[1] is p - q too. It is the difference of terms that grow with the gap, and loses digits.
         exact = torch.where(compared.gap < -_LARGE, compared.p - compared.q, terms[1])
         terms[1] = exact.masked_fill(are_constant, 0.0)
@@ -248,50 +352,29 @@ def _sums(
 
 
 def _block_derivative(
-    xs: list[Tensor],
-    preparation: _Preparation,
-    options: DivergenceOptions,
-    of_rows: tuple[Normalizer, Tensor, Tensor],
-    masks_ruled_out: bool,
-    out: Tensor,
+    xs: list[Tensor], sides: _Sides, of_rows: Tensor, masks_ruled_out: bool, out: Tensor
 ) -> None:
     """Write the gradient of the student's logits into ``out``.
 
-    Args:
-        of_rows: the normalizer, the sums that derivatives subtract ``[b, 1]``, and the gradients of
-            the divergences over the student's temperature ``[b, 1]``.
+    The last of ``of_rows`` are the sums that derivatives subtract, and the gradients of the divergences over
+    the student's temperature.
     """
-    normalizer, expected, weight = of_rows
-    xs, scale = _prepared(xs, preparation)
-    compared = Compared.between(xs, normalizer.of_each(), options.log_weights, scale)
-    derivative = options.divergence.derivative(compared, expected)
+    compared, expected, weight = _compared(xs, sides, of_rows), of_rows[-2], of_rows[-1]
+    derivative = sides.divergence.derivative(compared, expected)
     if masks_ruled_out:
-        is_constant = compared.student.are_ruled_out & ~expected.isnan()
-        derivative = derivative.masked_fill(is_constant, 0.0)
+        derivative = derivative.masked_fill(compared.are_ruled_out & ~expected.isnan(), 0.0)
     # Rows that a loss mask leaves out may hold NaN, and zero times NaN is NaN.
     out.copy_(torch.where(weight == 0, 0.0, weight * derivative))
 
 
-def _prepared(xs: list[Tensor], preparation: _Preparation) -> tuple[list[Tensor], Tensor | None]:
-    """Return the logits, and what remains to divide them by: divided here, they are rounded."""
-    scales, dtype = preparation
-    xs = [x.to(dtype) for x in xs]
-    if len(scales) > 1:
-        xs = [x if scale is None else x / scale for x, scale in zip(xs, scales, strict=True)]
-    return xs, _common_scale(scales)
+def _prepared(xs: list[Tensor], sides: _Sides) -> list[Tensor]:
+    xs = [x.to(sides.dtype) for x in xs]
+    if len(sides.scales) == 1:
+        return xs
+    return [x if scale is None else x / scale for x, scale in zip(xs, sides.scales, strict=True)]
 
 
-def _common_scale(scales: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the scale of all logits, or ``None`` where each side was divided by its own."""
-    return scales[0] if len(scales) == 1 else None
-
-
-# --- merging blocks, tiles and ranks
-
-
-def _add_exp(parts: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(parts)).logsumexp(0)
-
-
-def _add(parts: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(parts)).sum(0)
+def _compared(xs: list[Tensor], sides: _Sides, of_rows: Tensor) -> Compared:
+    """Compare all sides, whose normalizers, three values each, are the first of ``of_rows``."""
+    normalizers = [Normalizer(*of_rows[first : first + 3]) for first in range(0, 3 * len(xs), 3)]
+    return Compared(_prepared(xs, sides), normalizers, sides.log_weights, sides.scale)

@@ -24,8 +24,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .reduction import stretches
-
 _MINUS_INF = float("-inf")
 _LOG2_E = 1.4426950408889634
 _LONGEST_STRETCH = 4096  # that is summed in float32
@@ -192,21 +190,6 @@ def exp(z: Tensor, out: Tensor | None = None, *, scale: Tensor | None = None) ->
 def exp_floor(dtype: torch.dtype) -> float:
     """Return a ``z`` with ``exp(z) == 0`` to take the place of -inf, since ``0 * inf`` is not a number."""
     return -750.0 if dtype == torch.float64 else -110.0
-
-
-def sum_of_rows(x: Tensor) -> Tensor:
-    """Return sums over rows ``[b, w]`` or stretches ``[b, stretches, columns]``, in float64."""
-    if x.dim() == 3:
-        return sum_of_columns(x).double()
-    return sum_of_columns(stretches(x)).sum(1, dtype=torch.float64)
-
-
-def log_sum_exp(x: Tensor, scale: Tensor | None) -> Tensor:
-    """Return ``log(sum(exp(x / scale)))`` of rows or stretches, float64."""
-    largest = x.amax(-1)
-    reference = largest.where(largest != _MINUS_INF, 0.0)
-    of_others = sum_of_rows(exp(x - reference[..., None], scale=scale)).log()
-    return (reference.double() if scale is None else reference.double() / scale) + of_others
 
 
 def sum_of_columns(x: Tensor) -> Tensor:

@@ -12,16 +12,13 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import InvalidInputError
-from .arguments import Rows, VocabParallelOptions, check_integer
-from .at_ids import BLOCKS_WITH_MASK, log_masses, total_and_tail
-from .distributions import TopKDistribution
+from .arguments import VocabParallelOptions
+from .at_ids import BLOCKS_WITH_MASK, total_and_tail
 from .reduction import Block, Blocks, Loss, ranges, rows_of_block
-from .softmax import block_statistics, exp, finite, merged, scaled_, sum_of_rows
-from .sources import Source, Tensors, Tile, rows_of
+from .softmax import block_statistics, exp, finite, merged, scaled_, sum_of_columns
+from .sources import Source, Tensors, Tile
 
 _MINUS_INF = float("-inf")
 _SMALLEST_GROUP, _LARGEST_GROUP = 4, 16
@@ -29,45 +26,6 @@ _SMALLEST_GROUP, _LARGEST_GROUP = 4, 16
 _COMPILED_ON = {"cuda"}
 # A candidate that is none has the logit -inf, and one whose logit is -inf has this one.
 _LOWEST = torch.finfo(torch.float64).min
-
-
-@torch.no_grad()
-def vocab_parallel_topk(
-    logits: Tensor,
-    k: int,
-    *,
-    tp_group: dist.ProcessGroup | None = None,
-    rows: Rows = None,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
-    block_bytes: int | None = None,
-) -> TopKDistribution:
-    """Return the k most probable tokens of each selected row, in descending order; ties go to the lowest ids.
-
-    One all-gather over ``tp_group``: two numbers per candidate and two for the tail, ``16 * k + 16`` bytes
-    per row and rank. No autograd graph.
-
-    Args:
-        logits: ``[T, V / tp]``; ``tp_group``, ``rows``, ``temperature``, ``vocab_size`` and ``block_bytes``
-            too are those of :func:`vocab_parallel_log_probs`.
-        k: number of tokens, from 1 to the size of the vocabulary.
-
-    Returns:
-        The distributions of ``n`` tokens, in float32 (float64 for float64 logits), the same bits on all ranks
-        of ``tp_group``. A row with NaN or +inf has any ids, each once, and NaN for all log-probabilities.
-
-    Raises:
-        InvalidInputError: arguments do not fit; raised on every rank alike and before the collective.
-    """
-    options = VocabParallelOptions(
-        tp_group=tp_group, temperature=temperature, vocab_size=vocab_size, block_bytes=block_bytes
-    )
-    source = rows_of(logits, rows, options)
-    if source.device.type == "meta":
-        raise InvalidInputError("logits are on the device meta, where they have no values: pass real ones")
-    size = options.num_ids(source.width)
-    k = check_integer("k", k, 1, f"from 1 to {size}, the size of the vocabulary", highest=size)
-    return TopKDistribution(*TopK(k)(source), temperature=options.temperature, vocab_size=size)
 
 
 class TopK(Loss):
@@ -93,35 +51,24 @@ class TopK(Loss):
                 in_tail = torch.ones(x.shape, dtype=torch.bool, device=x.device).scatter_(1, columns, False)
                 [tail] = block.function(block.xs[0], [(block.cut(in_tail), False)], temperature)
             else:
-                logits, columns, *tail = _largest_and_tail(x, k, temperature, block.work[0].flatten(1))
+                logits, columns, *tail = _largest_and_tail(x, k, temperature, block.work[0])
             return torch.cat([values.double() for values in (logits.T, columns.T, torch.stack([*tail]))])
 
         def of_tile(tile: Tile, values: Tensor) -> Tensor:
             """Return candidates by their ids, from the largest logit on, and the tail."""
-            logits, columns, tail = (
-                values[: len(values) // 2 - 1].T,
-                values[len(values) // 2 - 1 : -2].T,
-                values[-2:],
-            )
+            size = min(k, tile.width)
+            logits, columns, tail = values[:size].T, values[size:-2].T, values[-2:]
             # torch.topk does not say which of equal logits it takes for the last places. It had a choice
             # where the tail still has such a logit. The statistics of the tail do not depend on the choice.
-            _take_lowest_columns(
-                tile, logits, columns, (tail[0] == logits[:, -1]).nonzero().squeeze(1), options
-            )
+            tied = (tail[0] == logits[:, -1]).nonzero().squeeze(1)
+            _take_lowest_columns(tile, logits, columns, tied, options)
             columns, order = columns.sort(1)
             logits, order = logits.gather(1, order).sort(dim=1, descending=True, stable=True)
             ids = columns.gather(1, order) + (options.tp_rank * source.width + tile.columns.start)
             tail[0] /= options.divisor
-            none = (k - logits.shape[1], len(logits))
-            return torch.cat(
-                [
-                    (logits.T / options.divisor).clamp(min=_LOWEST),
-                    logits.new_full(none, _MINUS_INF),
-                    ids.T,
-                    ids.new_zeros(none),
-                    tail,
-                ]
-            )
+            logits = (logits.T / options.divisor).clamp(min=_LOWEST)
+            none = logits.new_zeros(k - size, logits.shape[1])
+            return torch.cat([logits, none - math.inf, ids.T, none, tail])
 
         def merge(parts: Sequence[Tensor]) -> Tensor:
             """Merge parts; a candidate that another one displaces moves to the tail.
@@ -143,22 +90,29 @@ class TopK(Loss):
         logits, ids, (tail_max, tail_sum) = total[:k], total[k:-2], total[-2:]
         logits = logits.masked_fill(logits == _LOWEST, _MINUS_INF)
         z = ((logits - logits[:1]) / options.temperature).T
-        tail = log_masses(tail_max, tail_sum, logits[0], options.temperature)[:, None]
-        log_total, log_tail = total_and_tail(z, tail)
+        log_total, log_tail = total_and_tail(z, tail_max - logits[0], tail_sum, options.temperature)
         return [ids.T.long(), (z - log_total).to(source.dtype), log_tail.to(source.dtype)], {}
 
 
 def _largest_and_tail(
     x: Tensor, k: int, temperature: Tensor | None, buffer: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the ``k`` largest logits, their columns, and the largest logit and the sum of all others."""
+    """Return the ``k`` largest logits, their columns, and the largest logit and the sum of all others.
+
+    ``buffer`` ``[rows, stretches, columns]`` is overwritten.
+    """
     # One more than is asked for, which is the largest of the tail.
     logits, columns = _largest_in_groups(x, min(k + 1, x.shape[1]))
     tail_max = logits[:, k] if k < x.shape[1] else logits.new_full((len(x),), _MINUS_INF)
-    z = torch.sub(x, finite(tail_max)[:, None], out=buffer)
+    z = torch.sub(x, finite(tail_max)[:, None], out=buffer.flatten(1))
     z.scatter_(1, columns, _MINUS_INF)
-    sum_exp_minus_1 = sum_of_rows(exp(scaled_(z, temperature), out=z))
-    return logits[:, :k], columns[:, :k], tail_max.double(), sum_exp_minus_1
+    exp(scaled_(z, temperature), out=z)
+    return (
+        logits[:, :k],
+        columns[:, :k],
+        tail_max.double(),
+        sum_of_columns(buffer).sum(1, dtype=torch.float64),
+    )
 
 
 def _largest_in_groups(x: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -23,8 +23,8 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
+from megatron_rl_patches.losses.objectives.distributions import log1mexp
 from megatron_rl_patches.losses.vocab.arguments import as_slices
-from megatron_rl_patches.losses.vocab.distributions import log1mexp
 from megatron_rl_patches.losses.vocab.softmax import merged
 from tests.references.dense import IGNORE, dense_log_probs_and_entropy, errors, relative_error
 from tests.references.dense_topk import dense_log_probs_at, random_indices

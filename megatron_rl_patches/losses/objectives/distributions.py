@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
 from ...common.devices import on_device
 from ...errors import InvalidInputError
-from .arguments import check_integer, check_positive, check_tensor
+from ..vocab.arguments import (
+    Rows,
+    VocabParallelOptions,
+    check_integer,
+    check_one_device,
+    check_positive,
+    check_tensor,
+)
+from ..vocab.sources import rows_of
+from ..vocab.topk import TopK
 
 #: Stands in place of a token id where a row has fewer than k entries.
 NO_ENTRY = -100
@@ -113,27 +123,23 @@ class TopKDistribution(Distribution):
 
     def __post_init__(self) -> None:
         indices, log_probs, tail = self.tensors
-        for name, tensor in zip(("indices", "log_probs", "tail_log_prob"), self.tensors, strict=True):
+        named = {"indices": indices, "log_probs": log_probs, "tail_log_prob": tail}
+        for name, tensor in named.items():
             check_tensor(name, tensor)
         if self.temperature is not None:
             object.__setattr__(self, "temperature", check_positive("temperature", self.temperature))
         if self.vocab_size is not None:
             check_integer("vocab_size", self.vocab_size, 1, "the number of token ids, or None")
-        if indices.dim() != 2 or log_probs.shape != indices.shape or tail.shape != indices.shape[:1]:
+        shapes_fit = (
+            indices.dim() == 2 and indices.shape == log_probs.shape and indices.shape[:1] == tail.shape
+        )
+        dtypes_fit = indices.dtype == torch.int64 and log_probs.dtype == tail.dtype in _FLOATS
+        if not shapes_fit or not dtypes_fit:
+            found = ", ".join(f"{name} {x.dtype} {list(x.shape)}" for name, x in named.items())
             raise InvalidInputError(
-                f"indices are {list(indices.shape)}, log_probs {list(log_probs.shape)} and tail_log_prob "
-                f"{list(tail.shape)}, expected [n, k], [n, k] and [n]"
+                f"{found}: expected torch.int64 [n, k], and torch.float32 or torch.float64 [n, k] and [n]"
             )
-        if indices.dtype != torch.int64 or log_probs.dtype not in _FLOATS or tail.dtype != log_probs.dtype:
-            raise InvalidInputError(
-                f"indices are {indices.dtype}, log_probs {log_probs.dtype} and tail_log_prob {tail.dtype}, "
-                "expected torch.int64 and twice torch.float32 or twice torch.float64"
-            )
-        if not indices.device == log_probs.device == tail.device:
-            raise InvalidInputError(
-                f"indices on {indices.device}, log_probs on {log_probs.device} and tail_log_prob on "
-                f"{tail.device}: expected one device"
-            )
+        check_one_device(**named)
         if log_probs.requires_grad or tail.requires_grad:
             raise InvalidInputError(
                 "log_probs or tail_log_prob require grad, and would keep the logits alive: compute them "
@@ -165,14 +171,51 @@ class TopKDistribution(Distribution):
         shared = in_common(distributions)
         check_same_indices(distributions)
 
-        def mix(log_probs: Callable[[TopKDistribution], Tensor]) -> Tensor:
-            pairs = zip(distributions, weights, strict=True)
+        def mix(*log_probs: Tensor) -> Tensor:
+            pairs = zip(log_probs, weights, strict=True)
             # A teacher of weight zero may hold NaN, and zero times NaN is NaN.
-            parts = [log_probs(one).double() + math.log(weight) for one, weight in pairs if weight]
-            return torch.stack(parts).logsumexp(0).to(log_probs(distributions[0]).dtype)
+            parts = [values.double() + math.log(weight) for values, weight in pairs if weight]
+            return torch.stack(parts).logsumexp(0).to(log_probs[0].dtype)
 
-        log_probs, tail = mix(lambda one: one.log_probs), mix(lambda one: one.tail_log_prob)
-        return TopKDistribution(distributions[0].indices, log_probs, tail, **shared)
+        (indices, *_), *log_probs = zip(*(one.tensors for one in distributions), strict=True)
+        return TopKDistribution(indices, *(mix(*values) for values in log_probs), **shared)
+
+
+@torch.no_grad()
+def vocab_parallel_topk(
+    logits: Tensor,
+    k: int,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    rows: Rows = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    block_bytes: int | None = None,
+) -> TopKDistribution:
+    """Return the k most probable tokens of each selected row, in descending order; ties go to the lowest ids.
+
+    One all-gather over ``tp_group``: two numbers per candidate and two for the tail, ``16 * k + 16`` bytes
+    per row and rank. No autograd graph.
+
+    Args:
+        logits: ``[T, V / tp]``; ``tp_group``, ``rows``, ``temperature``, ``vocab_size`` and ``block_bytes``
+            too are those of :func:`vocab_parallel_log_probs`.
+        k: number of tokens, from 1 to the size of the vocabulary.
+
+    Returns:
+        The distributions of ``n`` tokens, in float32 (float64 for float64 logits), the same bits on all ranks
+        of ``tp_group``. A row with NaN or +inf has any ids, each once, and NaN for all log-probabilities.
+
+    Raises:
+        InvalidInputError: arguments do not fit; raised on every rank alike and before the collective.
+    """
+    options = VocabParallelOptions(tp_group, temperature, False, block_bytes, vocab_size=vocab_size)
+    source = rows_of(logits, rows, options)
+    if source.device.type == "meta":
+        raise InvalidInputError("logits are on the device meta, where they have no values: pass real ones")
+    size = options.num_ids(source.width)
+    k = check_integer("k", k, 1, f"from 1 to {size}, the size of the vocabulary", highest=size)
+    return TopKDistribution(*TopK(k)(source), temperature=options.temperature, vocab_size=size)
 
 
 class LogProbs(list[Tensor]):
