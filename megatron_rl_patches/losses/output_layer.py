@@ -20,7 +20,8 @@ from torch import Tensor
 from ..common.chunks import has_base
 from ..common.messages import Message
 from ..common.scopes import Scope, replaced
-from .vocab.deferred import DeferredLogits, defer, sum_gradient
+from .vocab.autograd import sum_gradient
+from .vocab.deferred import DeferredLogits, defer
 from .vocab.log_probs import vocab_parallel_log_probs
 from .vocab.output_layer import TileOptions, product
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_rl_patches.losses import DeferredLogits, deferred_logits
 from megatron_rl_patches.losses.vocab import output_layer
-from megatron_rl_patches.losses.vocab.deferred import sum_gradient
+from megatron_rl_patches.losses.vocab.autograd import sum_gradient
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
 from tests.device_thread import device_thread
 from tests.faults.program_losses import Data, dense, ours

@@ -1,4 +1,4 @@
-"""What backward of a loss needs: saved tensors by name, and gradients that refuse a second derivative."""
+"""What backward needs: saved tensors by name, gradients that refuse a second derivative, sums over ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInputError
@@ -106,3 +107,38 @@ class _DifferentiableOnce(torch.autograd.Function):
             "a gradient that deferred logits or a vocabulary-parallel loss have computed cannot be "
             "differentiated twice: second derivatives need ordinary logits and torch.log_softmax"
         )
+
+
+# --- ranks that share the hidden states
+
+
+def sum_gradient(hidden: Tensor, group: dist.ProcessGroup | None, is_split: bool = False) -> Any:
+    """Return hidden states ``[s, ..., h]`` whose gradient is summed over the group.
+
+    With ``is_split`` each rank has ``[s / tp, ..., h]``, and gets its part of the sum. So do Megatron's
+    ``copy_to_tensor_model_parallel_region`` and ``gather_from_sequence_parallel_region``.
+    """
+    is_alone = group is None or dist.get_world_size(group) == 1
+    return hidden if is_alone else _SumGradient.apply(hidden, group, is_split)  # type: ignore[no-untyped-call]
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup, is_split: bool) -> Tensor:
+        ctx.group, ctx.is_split = group, is_split
+        if not is_split:
+            return hidden.view_as(hidden)
+        whole = hidden.new_empty((dist.get_world_size(group) * len(hidden), *hidden.shape[1:]))
+        dist.all_gather_into_tensor(whole, hidden.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        gradient = gradient.contiguous()
+        if not ctx.is_split:
+            dist.all_reduce(gradient, group=ctx.group)
+            return gradient, None, None
+        size = len(gradient) // dist.get_world_size(ctx.group)
+        part = gradient.new_empty((size, *gradient.shape[1:]))
+        dist.reduce_scatter_tensor(part, gradient, group=ctx.group)
+        return part, None, None

@@ -6,7 +6,6 @@ import copy
 import math
 import pickle
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,8 +29,9 @@ from .arguments import (
     check_integer,
     check_no_transform,
 )
-from .autograd import gradients_of_inputs, save_sources
-from .output_layer import OutputLayerRows, StoredTiles, TileOptions, product
+from .autograd import gradients_of_inputs, save_sources, sum_gradient
+from .output_layer import Divisions, OutputLayer, Product, TileOptions, product
+from .reduction import without_autocast
 from .sources import SelectedRows, Source
 
 aten = torch.ops.aten
@@ -43,9 +43,6 @@ _MATERIALIZED = Message(
     "If memory runs out, use a loss of this package there, or leave out lean-head.",
 )
 _warned: set[tuple[str, str, int]] = set()
-Product = Callable[[Tensor], Tensor]
-#: By which numbers logits have been divided, each with what holds it, perhaps a tensor.
-Divisions = tuple[tuple[float, Tensor | float], ...]
 
 
 def _reading(function: Callable[..., Any], copies: bool = False, has_graph: bool = True) -> Any:
@@ -135,7 +132,8 @@ def deferred_logits(
         return product(hidden, weight.to(hidden.device), own_bias, logit_dtype or hidden.dtype)
 
     tiling = TileOptions(tile_bytes, keep_bytes, logit_dtype=logit_dtype)
-    return defer(sum_gradient(hidden, tp_group, sequence_parallel), weight, bias, tiling, materialized)
+    whole = hidden if tp_group is None else sum_gradient(hidden, tp_group, sequence_parallel)
+    return defer(whole, weight, bias, tiling, materialized)
 
 
 def defer(
@@ -150,9 +148,8 @@ def defer(
     hidden_th = hidden.flatten(0, -2)
     if hidden_th.is_inference():  # torch counts no writes to it
         hidden_th = hidden_th.clone()
-    source = OutputLayerRows(hidden_th, weight, bias, slice(0, len(hidden_th)), tiling)
-    layer = OutputLayer(source, hidden.shape[:-1], product)
-    logits: DeferredLogits = Defer.apply(layer, *source.inputs)  # type: ignore[no-untyped-call]
+    layer = OutputLayer(hidden_th, weight, bias, tiling, hidden.shape[:-1], product)
+    logits: DeferredLogits = Defer.apply(layer, *layer.source.inputs)  # type: ignore[no-untyped-call]
     # Without grad mode they have no graph. They may get that of an autograd function of other code later.
     logits._has_gradient = logits._contents.has_gradient = logits.requires_grad
     return logits
@@ -161,61 +158,6 @@ def defer(
 def dense(logits: Tensor) -> Tensor:
     """Return deferred logits as an ordinary tensor in their memory, without a warning; others as they are."""
     return logits.plain("") if isinstance(logits, DeferredLogits) else logits
-
-
-class OutputLayer:
-    """The logits ``[..., V / tp]`` of an output layer, which deferred logits are rows of.
-
-    Attributes:
-        source: reads all of them in tiles.
-        numbers: the number of each row, int64 ``[T]``.
-        has_hooks: whether a hook waits for their gradient.
-        has_losses: whether a loss has been computed whose gradient does not pass through them.
-        materialized: all of them ``[T, V / tp]``, once code has read them; nobody may write to them.
-    """
-
-    has_hooks = has_losses = False
-    materialized: Tensor | None = None
-
-    def __init__(self, source: OutputLayerRows, shape: torch.Size, product: Product) -> None:
-        self.source, self.shape, self._product = source, shape, product
-        self.numbers, self.lock = torch.arange(len(source.hidden)), threading.RLock()
-        counted = [t for t in source.inputs if t is not None and not t.is_inference()]
-        self._versions = [(t, t._version, t.data_ptr()) for t in counted]
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether nobody has written to the tensors that the logits come from."""
-        return all((t._version, t.data_ptr()) == (version, place) for t, version, place in self._versions)
-
-    def values(self, rows: Tensor, dtype: torch.dtype, divisions: Divisions, own: bool = False) -> Tensor:
-        """Return rows ``[n]`` of the logits, converted and divided, ``[n, V / tp]``.
-
-        They are in memory of their ``own``, or perhaps in that of all logits, which stay for other readers.
-        """
-        source = self.source
-        is_inference = any(t.is_inference() for t in source.inputs if t is not None)
-        # Values do not depend on the autograd and autocast modes of who reads them.
-        autocast = torch.autocast(source.device.type, enabled=False)
-        with self.lock, torch.inference_mode(is_inference), torch.no_grad(), autocast:
-            if (logits := self.materialized) is None:
-                if not self.is_unchanged:
-                    raise InvalidInputError(
-                        "the hidden states or the weight behind deferred logits were overwritten before the "
-                        "logits were used: compute what needs the logits first, for instance before the "
-                        "optimizer's step"
-                    )
-                StoredTiles.free_last(source.device)
-                hidden = source.hidden.view(*self.shape, source.hidden.shape[1])
-                logits = self._product(hidden).detach().flatten(0, -2).contiguous()
-            values = logits[as_one_slice(rows, source.device)].to(dtype)
-            for _, operand in divisions:
-                values = values / operand
-            shares = values.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
-            if own and shares and self.materialized is None and rows is self.numbers:
-                return values
-            self.materialized = logits
-            return values.clone() if own and shares else values
 
 
 @dataclass(eq=False)
@@ -455,7 +397,8 @@ class Defer(torch.autograd.Function):
         def compute(sources: Sequence[Any], _: Any, needed: Sequence[bool], gradient: Tensor) -> Any:
             return sources[0].gradients_of(gradient, needed)
 
-        return None, *gradients_of_inputs(ctx, compute, 1, gradient.flatten(0, -2))
+        of_rows = gradient.flatten(0, -2)
+        return None, *gradients_of_inputs(ctx, without_autocast(compute), 1, of_rows)
 
 
 class ToDense(torch.autograd.Function):
@@ -495,38 +438,3 @@ def _warn(operation: str, logits: DeferredLogits) -> None:
     if (operation, file, line) not in _warned:
         _warned.add((operation, file, line))
         _MATERIALIZED.log(operation=operation, file=file, line=line, shape=list(logits.shape))
-
-
-# --- ranks that share the hidden states
-
-
-def sum_gradient(hidden: Tensor, group: dist.ProcessGroup | None, is_split: bool = False) -> Any:
-    """Return hidden states ``[s, ..., h]`` whose gradient is summed over the group.
-
-    With ``is_split`` each rank has ``[s / tp, ..., h]``, and gets its part of the sum. So do Megatron's
-    ``copy_to_tensor_model_parallel_region`` and ``gather_from_sequence_parallel_region``.
-    """
-    is_alone = group is None or dist.get_world_size(group) == 1
-    return hidden if is_alone else _SumGradient.apply(hidden, group, is_split)  # type: ignore[no-untyped-call]
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup, is_split: bool) -> Tensor:
-        ctx.group, ctx.is_split = group, is_split
-        if not is_split:
-            return hidden.view_as(hidden)
-        whole = hidden.new_empty((dist.get_world_size(group) * len(hidden), *hidden.shape[1:]))
-        dist.all_gather_into_tensor(whole, hidden.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        gradient = gradient.contiguous()
-        if not ctx.is_split:
-            dist.all_reduce(gradient, group=ctx.group)
-            return gradient, None, None
-        size = len(gradient) // dist.get_world_size(ctx.group)
-        part = gradient.new_empty((size, *gradient.shape[1:]))
-        dist.reduce_scatter_tensor(part, gradient, group=ctx.group)
-        return part, None, None

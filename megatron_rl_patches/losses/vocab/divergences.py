@@ -38,7 +38,7 @@ from torch import Tensor
 
 from ...errors import InvalidInputError
 from .arguments import is_number
-from .softmax import exp
+from .softmax import LOG2_E
 
 DivergenceName = Literal[
     "reverse_kl",
@@ -135,13 +135,13 @@ class Compared:
     @property
     def p(self) -> Tensor:
         """The student's probabilities."""
-        self._p = exp(_shifted(*self._student), scale=self._scale) if self._p is None else self._p
+        self._p = _exp(_shifted(*self._student), self._scale) if self._p is None else self._p
         return self._p
 
     @property
     def q(self) -> Tensor:
         """The teacher's probabilities, which most gradients do not need."""
-        self._q = exp(_shifted(*self._teacher), scale=self._scale) if self._q is None else self._q
+        self._q = _exp(_shifted(*self._teacher), self._scale) if self._q is None else self._q
         return self._q
 
     def middle(self, beta: Tensor | float) -> Tensor:
@@ -332,11 +332,16 @@ def _expm1_(x: Tensor) -> Tensor:
         return x.expm1_()
     # On a CPU the compiler replaces expm1(x) by exp(x) - 1, which has no correct digits near zero.
     half = 0.5 * x.clamp(min=-80.0)
-    return 2.0 * exp(half) * half.sinh()
+    return 2.0 * _exp(half) * half.sinh()
 
 
 def _shifted(x: Tensor, normalizer: Normalizer) -> Tensor:
     return (x - normalizer.rounded).sub_(normalizer.remainder)
+
+
+def _exp(z: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Return ``exp(z / scale)``, as :func:`.softmax.exp` computes it."""
+    return (z * (LOG2_E if scale is None else LOG2_E / scale)).exp2_()
 
 
 def _without_square(value: Tensor, off: Tensor) -> Tensor:
@@ -369,5 +374,5 @@ def log_sum_exp(x: Tensor, scale: Tensor | None) -> Tensor:
     """Return ``log(sum(exp(x / scale)))`` of rows or stretches, float64."""
     largest = x.amax(-1)
     reference = largest.where(largest != _MINUS_INF, 0.0)
-    of_others = sum_of_rows(exp(x - reference[..., None], scale=scale)).log()
+    of_others = sum_of_rows(_exp(x - reference[..., None], scale)).log()
     return (reference.double() if scale is None else reference.double() / scale) + of_others

@@ -10,6 +10,7 @@ Tiles have all selected rows and few columns where they can: the weight's gradie
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +21,15 @@ import torch
 from torch import Tensor
 
 from ...common.devices import each_prefetched, on_device
-from .arguments import DEFAULT, VocabParallelOptions
+from ...errors import InvalidInputError
+from .arguments import DEFAULT, VocabParallelOptions, as_one_slice
 from .reduction import Block, Blocks, best_stretch, each_block, ranges
 from .softmax import NO_SOFTMAX, block_gradient, exp_floor, finite
 from .sources import Gradients, Grid, Inputs, Source, Tensors, Tile
+
+Product = Callable[[Tensor], Tensor]
+#: By which numbers logits have been divided, each with what holds it, perhaps a tensor.
+Divisions = tuple[tuple[float, Tensor | float], ...]
 
 _MIB = 1 << 20
 _LARGE_TILE = 1 << 30
@@ -272,6 +278,70 @@ class _OfInputs(Gradients):
             self._of_weight if self._main is None or main is None else main.added(),
             None if self._of_bias is None or layer.bias is None else self._of_bias.to(layer.bias.dtype),
         )
+
+
+class OutputLayer:
+    """The logits ``[..., V / tp]`` of an output layer, which deferred logits are rows of.
+
+    Attributes:
+        source: reads all of them in tiles.
+        numbers: the number of each row, int64 ``[T]``.
+        has_hooks: whether a hook waits for their gradient.
+        has_losses: whether a loss has been computed whose gradient does not pass through them.
+        materialized: all of them ``[T, V / tp]``, once code has read them; nobody may write to them.
+    """
+
+    has_hooks = has_losses = False
+    materialized: Tensor | None = None
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tiling: TileOptions,
+        shape: torch.Size,
+        product: Product,
+    ) -> None:
+        self.shape, self._product = shape, product
+        self.numbers, self.lock = torch.arange(len(hidden)), threading.RLock()
+        counted = [t for t in (hidden, weight, bias) if t is not None and not t.is_inference()]
+        self._versions = [(t, t._version, t.data_ptr()) for t in counted]
+        self.source = OutputLayerRows(hidden, weight, bias, slice(0, len(hidden)), tiling)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nobody has written to the tensors that the logits come from."""
+        return all((t._version, t.data_ptr()) == (version, place) for t, version, place in self._versions)
+
+    def values(self, rows: Tensor, dtype: torch.dtype, divisions: Divisions, own: bool = False) -> Tensor:
+        """Return rows ``[n]`` of the logits, converted and divided, ``[n, V / tp]``.
+
+        They are in memory of their ``own``, or perhaps in that of all logits, which stay for other readers.
+        """
+        source = self.source
+        is_inference = any(t.is_inference() for t in source.inputs if t is not None)
+        # Values do not depend on the autograd and autocast modes of who reads them.
+        autocast = torch.autocast(source.device.type, enabled=False)
+        with self.lock, torch.inference_mode(is_inference), torch.no_grad(), autocast:
+            if (logits := self.materialized) is None:
+                if not self.is_unchanged:
+                    raise InvalidInputError(
+                        "the hidden states or the weight behind deferred logits were overwritten before the "
+                        "logits were used: compute what needs the logits first, for instance before the "
+                        "optimizer's step"
+                    )
+                StoredTiles.free_last(source.device)
+                hidden = source.hidden.view(*self.shape, source.hidden.shape[1])
+                logits = self._product(hidden).detach().flatten(0, -2).contiguous()
+            values = logits[as_one_slice(rows, source.device)].to(dtype)
+            for _, operand in divisions:
+                values = values / operand
+            shares = values.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
+            if own and shares and self.materialized is None and rows is self.numbers:
+                return values
+            self.materialized = logits
+            return values.clone() if own and shares else values
 
 
 class ForwardDerivative:

@@ -222,8 +222,7 @@ def _read(
     sources = sources if keeps_tiles else [sources[0].without_keeping(), *sources[1:]]
     totals: dict[int, Tensor] = {}
     for tiles in _in_step(sources, grid_of(sources)):
-        values: list[Tensor] = []
-        each_block(sources[0], tiles, function, partial(_collect, part, values), blocks)
+        values: list[Tensor] = each_block(sources[0], tiles, function, part, blocks)
         value, start = values[0] if len(values) == 1 else torch.cat(values, 1), tiles[0].rows.start
         if of_tile is not None:
             value = of_tile(tiles[0], value)
@@ -232,10 +231,6 @@ def _read(
     local = of_rows[0] if len(of_rows) == 1 else torch.cat(of_rows, 1)
     of_ranks = all_gather(local, sources[0].options.tp_group, claim)
     return local if len(of_ranks) == 1 else merge(list(of_ranks))
-
-
-def _collect(part: Callable[[Block], Tensor], values: list[Tensor], block: Block) -> None:
-    values.append(part(block))
 
 
 def grid_of(sources: Sequence[Source]) -> Grid:
@@ -279,18 +274,18 @@ def each_block(
     source: Source,
     tiles: Sequence[Tile],
     function: Callable[..., Any],
-    compute: Callable[[Block], None],
+    compute: Callable[[Block], Any],
     blocks: Blocks,
     gradient: Tensor | None = None,
-) -> None:
-    """Call ``compute`` for one block of rows of the tiles after the other.
+) -> list[Any]:
+    """Call ``compute`` for one block of rows of the tiles after the other, and return what it returns.
 
     Args:
         source: that of the first tile.
         function: what computes a block; it is compiled for large logits, see :class:`.BlockFunction`.
         gradient: ``[any, w]``, where the tile's rows are to be written.
     """
-    tile, options, is_writing = tiles[0], source.options, gradient is not None
+    tile, options, is_writing, results = tiles[0], source.options, gradient is not None, list[Any]()
     runs, done = tile.runs or [(tile.rows, slice(0, 0))], tile.rows.start
     row_bytes = tile.x.shape[1] * source.dtype.itemsize
     is_large = options.fused == "auto" and source.n * source.width >= compiling.WORTHWHILE_ELEMENTS
@@ -301,11 +296,12 @@ def each_block(
         cut = _as_one_stretch if is_writing and source.device.type == "cpu" else stretches
 
         def attempt(rows: slice, place: Place) -> None:
-            _compute(compute, _block_of(tiles, rows, place, gradient, None, call, cut), gradient, place)
+            block = _block_of(tiles, rows, place, gradient, None, call, cut)
+            results.append(_compute(compute, block, gradient, place))
 
         done = call.each(parts, attempt, done)
         if call.compiled:
-            return
+            return results
     cut = _uncut if is_writing or not blocks.has_work else stretches
     parts = _cut(runs, rows_of_block(tile.x, options, row_bytes * max(blocks.tensors, 1)), done)
     most = max((rows.stop - rows.start for rows, _ in parts), default=0)
@@ -314,7 +310,8 @@ def each_block(
     for rows, place in parts:
         buffers = work[:, : rows.stop - rows.start]
         block = _block_of(tiles, rows, place, gradient, buffers, function, cut)
-        _compute(compute, block, gradient, place)
+        results.append(_compute(compute, block, gradient, place))
+    return results
 
 
 def _compiled_rows(tile: Tile, options: VocabParallelOptions, row_bytes: int, blocks: Blocks) -> int:
@@ -380,16 +377,16 @@ def _block_of(
     return Block(xs, xs[0] if out is x else cut(out), rows, tiles[0], work, function, cut)
 
 
-def _compute(compute: Callable[[Block], None], block: Block, gradient: Tensor | None, place: Place) -> None:
+def _compute(compute: Callable[[Block], Any], block: Block, gradient: Tensor | None, place: Place) -> Any:
     """Compute a block, and put its gradient where it belongs, unless it was computed there."""
-    compute(block)
-    if gradient is None:
-        return
-    values = block.out.flatten(1)
-    if isinstance(place, Tensor):
-        gradient.index_copy_(0, place, values.to(gradient.dtype))
-    elif (of_block := gradient[place]).data_ptr() != values.data_ptr():
-        of_block.copy_(values)
+    result = compute(block)
+    if gradient is not None:
+        values = block.out.flatten(1)
+        if isinstance(place, Tensor):
+            gradient.index_copy_(0, place, values.to(gradient.dtype))
+        elif (of_block := gradient[place]).data_ptr() != values.data_ptr():
+            of_block.copy_(values)
+    return result
 
 
 def rows_of_block(logits: Tensor, options: VocabParallelOptions, row_bytes: int, scale: int = 1) -> int:
