@@ -62,6 +62,9 @@ class MockOptimizer:
     def _record(self, name: str, *args: Any, **kwargs: Any) -> None:
         self.calls.append(name)
 
+    _constant = staticmethod(lambda value, *unused, **options: value)
+    has_grad_norm_group = partialmethod(_constant, False)
+    grads_states_parallel_group_is_shared = partialmethod(_constant, True)
     # Nothing but their calls is observable here.
     reload_model_params = partialmethod(_record, "reload_model_params")
     prepare_model_params_for_param_sync = partialmethod(_record, "prepare_model_params_for_param_sync")
@@ -80,14 +83,8 @@ class MockOptimizer:
 
     get_main_grads_for_grad_norm = get_grads_for_grad_norm
 
-    def has_grad_norm_group(self, grad_norm_group: str) -> bool:
-        return False
-
     def get_grad_stats_parallel_group(self) -> MockProcessGroup:
         return MockProcessGroup()
-
-    def grads_states_parallel_group_is_shared(self) -> bool:
-        return True
 
     def get_loss_scale(self) -> torch.Tensor:
         return torch.ones(1)

@@ -20,6 +20,7 @@ Frameworks keep one to three softmaxes and use three to six collectives: slime's
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -168,14 +169,15 @@ class LogProbsAndEntropy(Loss):
     ) -> tuple[tuple[Tensor, Tensor | None], Tensors]:
         (source,), ids, keep_mask = sources, tensors["ids"], tensors["keep_mask"]
         options, temperature = source.options, source.temperature
-        with_entropy, has_gradient = options.with_entropy, options.with_entropy and options.entropy_grad
+        with_entropy, derivative = options.with_entropy, None
         passes = [(keep_mask, False)] if keep_mask is not None else []
         passes += [(None, with_entropy)] if with_entropy or not passes else []
         sizes = [2 + entropy for _, entropy in passes]
         # Where the logits of a block are copied, the first of two passes must not overwrite them.
         spare = int(len(passes) > 1 and source.copies_rows)
         divisors = _divisors(sizes, source)
-        derivative = None if has_gradient or keep_mask is not None else source.forward_derivative()
+        if keep_mask is None and not (with_entropy and options.entropy_grad):
+            derivative = source.forward_derivative()
 
         def part(block: Block) -> Tensor:
             of_passes = [(_of_block(mask, block), entropy) for mask, entropy in passes]
@@ -206,15 +208,26 @@ class LogProbsAndEntropy(Loss):
 
         blocks = Blocks(1 + with_entropy + spare)
         total = read(block_statistics, part, merge, blocks, of_tile, keeps_tiles=derivative is None)
-        *of_passes, (target_logit,) = torch.split(total, [*sizes, 1])
-        valid = ids != options.ignore_index
+        return self._results(source, ids, keep_mask, torch.split(total, [*sizes, 1]), derivative)
+
+    def _results(
+        self,
+        source: Source,
+        ids: Tensor,
+        keep_mask: Tensor | None,
+        total: Sequence[Tensor],
+        derivative: Any,
+    ) -> tuple[tuple[Tensor, Tensor | None], Tensors]:
+        """Return the results from the statistics of each pass and the targets' logits, ``[m, n]`` each."""
+        options, valid = source.options, ids != source.options.ignore_index
+        *of_passes, (target_logit,) = total
         # Of the columns that log-probabilities see, and of all columns.
         kept = of_all = _Softmax(of_passes[0], options)
-        if keep_mask is not None and with_entropy:
+        if len(of_passes) > 1:
             of_all = _Softmax(of_passes[1], options)
         exact, entropy = kept.log_prob(target_logit), None
         log_prob = torch.where(valid, exact, 0.0).to(source.dtype)
-        if with_entropy:
+        if options.with_entropy:
             exact_entropy = of_all.entropy()
             entropy = torch.where(valid, exact_entropy, 0.0).to(source.dtype)
         if derivative is not None:
@@ -226,7 +239,7 @@ class LogProbsAndEntropy(Loss):
             return (log_prob, entropy), {"valid": valid, "derivative": of_log_prob}
         # Of the target, whose gradient is more than that of a column, by log-probability and by entropy.
         of_rows = [exact.expm1(), *kept.for_backward()]  # 1 - p, accurate when p is near 1
-        if has_gradient:
+        if options.with_entropy and options.entropy_grad:
             log_p = exact if keep_mask is None else of_all.log_prob(target_logit)
             log_p = log_p.clamp(min=exp_floor(torch.float64))
             of_target = log_p.exp() * (log_p + exact_entropy)

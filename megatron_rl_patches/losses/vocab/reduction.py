@@ -239,7 +239,8 @@ def grid_of(sources: Sequence[Source]) -> Grid:
     width = max(first.num_columns, 1)
     rows, columns = max(first.n, 1), width
     if cut := [source for source in sources if source.computes_tiles]:
-        shapes = [source.shape_of_tiles(width, len(sources)) for source in cut]
+        stretch = best_stretch(first.device)
+        shapes = [source.shape_of_tiles(width, len(sources), stretch) for source in cut]
         rows, columns = (min(sizes) for sizes in zip(*shapes, strict=True))
     return Grid(ranges(0, first.n, rows) or [slice(0, 0)], columns_of(first, columns), len(sources))
 
@@ -316,19 +317,14 @@ def each_block(
 
 def _compiled_rows(tile: Tile, options: VocabParallelOptions, row_bytes: int, blocks: Blocks) -> int:
     """Return how many rows a block of a compiled function has."""
+    # Copies of single rows have to fit into the cache.
+    copies = len(tile.runs) == 1 and isinstance(tile.runs[0][1], Tensor)
     if tile.x.device.type == "cuda":
-        # Nothing is copied, and each call is a handful of kernels.
-        return rows_of_block(
-            tile.x, options, tile.x.shape[1] * tile.x.itemsize, 1 if _copies(tile) else blocks.compiled_on_gpu
-        )
-    if options.block_bytes or _copies(tile):
+        row_bytes, scale = tile.x.shape[1] * tile.x.itemsize, 1 if copies else blocks.compiled_on_gpu
+        return rows_of_block(tile.x, options, row_bytes, scale)
+    if options.block_bytes or copies:
         return rows_of_block(tile.x, options, row_bytes)
     return max(-(-(tile.rows.stop - tile.rows.start) // blocks.compiled), 1)
-
-
-def _copies(tile: Tile) -> bool:
-    """Return whether blocks are copies of single rows, which have to fit into the cache."""
-    return len(tile.runs) == 1 and isinstance(tile.runs[0][1], Tensor)
 
 
 def _cut(runs: Runs, step: int, start: int = 0) -> Runs:

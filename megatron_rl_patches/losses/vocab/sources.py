@@ -177,8 +177,11 @@ class Source(ABC):
         """Claim the storage that a backward in place overwrites, if there is one."""
         return StorageClaim(self.options.inplace_backward or self.options.others_overwrite)
 
-    def shape_of_tiles(self, width: int, share: int) -> tuple[int, int]:
-        """Return how many rows and columns a tile has, where so many tiles take the memory of one."""
+    def shape_of_tiles(self, width: int, share: int, stretch: int) -> tuple[int, int]:
+        """Return how many rows and columns a tile has, where so many tiles take the memory of one.
+
+        The columns are best a multiple of a stretch.
+        """
         return max(self.n, 1), width
 
     def without_keeping(self) -> Source:
