@@ -16,7 +16,7 @@ from tests.lab.rehearsal import stand_ins
 from tests.lab.rehearsal.cases import CASES, DTYPES, LOSSES, MODELS, PLAIN
 
 _ONE_PASS = {"_local_scalar_dense in full_divergence.py:forward": 1}
-_TIES = {"nonzero in topk.py:_largest": 1}
+_TIES = {"nonzero in topk.py:of_tile": 1}
 _RE_ENTRY = {
     "_local_scalar_dense in recovery.py:_any_rank_was": 3,
     "_to_copy in training_warnings.py:_check_token_weights": 2,
@@ -26,9 +26,9 @@ WAITS: dict[str, dict[str, int]] = {
     **dict.fromkeys(("top-k", "top-k, deferred"), _TIES),
     "top-k, ties": {
         **_TIES,
-        "nonzero in topk.py:take_lowest": 4,
-        "bincount in topk.py:take_lowest": 4,
-        "index in topk.py:take_lowest": 12,
+        "nonzero in topk.py:_take_lowest_columns": 2,
+        "bincount in topk.py:_take_lowest_columns": 2,
+        "index in topk.py:_take_lowest_columns": 6,
     },
     "mixture of top-k": {"equal in distributions.py:check_same_indices": 1},
     **dict.fromkeys(("reverse_kl", "forward_kl", "importance_weighted_reverse_kl"), _ONE_PASS),

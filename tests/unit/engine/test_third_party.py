@@ -164,7 +164,7 @@ def test_the_environment_variable_never_ends_the_process(tmp_path: Path) -> None
     done = run_program(tmp_path, files, **ours)
     assert done.returncode == 6, done.stderr
     *lines, summary = [line.removeprefix("megatron_rl_patches: ") for line in done.stderr.splitlines()]
-    assert "works (exiting_framework 1)" in summary
+    assert "in exiting_framework: works" in summary
     assert [line.partition(". ")[0] for line in lines] == [
         "a patch is left out: loading patch exits of patch_that_exits:patch raised SystemExit: 0",
         "a patch is left out: loading patch stops of patch_that_stops:patch raised Stop: here",

@@ -290,14 +290,14 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Plan]]:
         functions.append(function.__name__)
         return call_compiled(function, *args)
 
-    def reads_all(access: Any) -> bool:
+    def reads_all(access: Any) -> bool:  # of a block, which is a part of all rows
         sizes = current.graph.sizevars
         hint = sizes.size_hint if hasattr(sizes, "size_hint") else sizes.optimization_hint
         if not hasattr(access, "ranges"):
-            return hint(access.get_numel()) >= ROWS * V
+            return hint(access.get_numel()) >= V
         # Of a read by index, get_numel() is the size of the whole tensor.
         used = access.index.free_symbols
-        return math.prod(hint(size) for name, size in access.ranges.items() if name in used) >= ROWS * V
+        return math.prod(hint(size) for name, size in access.ranges.items() if name in used) >= V
 
     def plan(scheduler: Any) -> None:
         nodes = [node for node in scheduler.nodes if type(node).__name__ != "NopKernelSchedulerNode"]
