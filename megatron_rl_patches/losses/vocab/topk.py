@@ -146,7 +146,7 @@ def _take_lowest_columns(
         columns: their columns, which are changed.
         chosen: int64, which of the rows.
     """
-    k, row_bytes = logits.shape[1], 2 * tile.width * tile.x.element_size()
+    k, row_bytes = logits.shape[1], 2 * tile.width * max(tile.x.element_size(), 4)
     for rows in ranges(0, len(chosen), rows_of_block(tile.x, options, row_bytes)):
         numbers = chosen[rows]
         lowest = logits[numbers, -1:]

@@ -26,9 +26,9 @@ WAITS: dict[str, dict[str, int]] = {
     **dict.fromkeys(("top-k", "top-k, deferred"), _TIES),
     "top-k, ties": {
         **_TIES,
-        "nonzero in topk.py:_take_lowest_columns": 2,
-        "bincount in topk.py:_take_lowest_columns": 2,
-        "index in topk.py:_take_lowest_columns": 6,
+        "nonzero in topk.py:_take_lowest_columns": 4,
+        "bincount in topk.py:_take_lowest_columns": 4,
+        "index in topk.py:_take_lowest_columns": 12,
     },
     "mixture of top-k": {"equal in distributions.py:check_same_indices": 1},
     **dict.fromkeys(("reverse_kl", "forward_kl", "importance_weighted_reverse_kl"), _ONE_PASS),
