@@ -27,7 +27,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from megatron_rl_patches.losses.vocab import compiling, topk
+from megatron_rl_patches.losses.vocab import compiling, full_divergence, topk
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
 from tests.references import dense_topk
 from tests.references.dense_topk import random_indices
@@ -141,6 +141,8 @@ def test_divergences_where_compiling_fails(
     """At any block of any part of a tile: what is written before is not computed again."""
     student, hidden, weight = (torch.randn(*shape) for shape in ((64, 8192), (64, 8), (8192, 8)))
     student.requires_grad_()
+    in_two_blocks = full_divergence._BLOCKS._replace(compiled=2)
+    monkeypatch.setattr(full_divergence, "_BLOCKS", in_two_blocks)
 
     def step() -> tuple[int, list[torch.Tensor]]:
         logits, results = student * 1, list[torch.Tensor]()
