@@ -12,7 +12,7 @@ from ...common.devices import each_on_device
 from ...common.text import listed
 from ...errors import InvalidInputError
 from ...losses import SequenceLayout
-from ...losses.sequences.lengths import integers
+from ...losses.vocab.arguments import integers
 
 
 @dataclass(frozen=True, eq=False)

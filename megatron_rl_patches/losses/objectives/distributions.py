@@ -135,9 +135,9 @@ class TopKDistribution(Distribution):
         )
         dtypes_fit = indices.dtype == torch.int64 and log_probs.dtype == tail.dtype in _FLOATS
         if not shapes_fit or not dtypes_fit:
-            found = ", ".join(f"{name} {x.dtype} {list(x.shape)}" for name, x in named.items())
+            actual = ", ".join(f"{name} {x.dtype} {list(x.shape)}" for name, x in named.items())
             raise InvalidInputError(
-                f"{found}: expected torch.int64 [n, k], and torch.float32 or torch.float64 [n, k] and [n]"
+                f"{actual}: expected torch.int64 [n, k], and torch.float32 or torch.float64 [n, k] and [n]"
             )
         check_one_device(**named)
         if log_probs.requires_grad or tail.requires_grad:

@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from ...common.devices import on_device
 from ...errors import InvalidInputError
-from ..vocab.arguments import RowIndex, as_slices, check_instance, check_list, check_tensor
-from .lengths import check_context_parallel, check_lengths, integers, pad
+from ..vocab.arguments import RowIndex, as_slices, check_instance, check_list, check_tensor, integers
+from .lengths import check_context_parallel, check_lengths, pad
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,32 +5,12 @@ All ranks of a context-parallel group pass the same lengths, so either all of th
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
-from typing import Any
-
-import torch
+from collections.abc import Sequence
 
 from ...errors import InvalidInputError
-from ..vocab.arguments import check_integer
+from ..vocab.arguments import check_integer, integers
 
 Lengths = tuple[int, ...]
-
-
-def integers(name: str, lengths: Any) -> Lengths:
-    """Convert lengths, which may be tensors, to a tuple of ``int``; refuse what are no integers."""
-    values = lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths
-    if not isinstance(values, Iterable) or isinstance(values, str):
-        raise InvalidInputError(f"{name} are {lengths!r}, expected a list of integers")
-    numbers = []
-    for length in values:
-        is_bool = isinstance(length, bool) or str(getattr(length, "dtype", "")).endswith("bool")
-        integer: Any = None if is_bool else length
-        try:
-            numbers.append(operator.index(integer))
-        except TypeError:
-            raise InvalidInputError(f"{name} is {length!r}, expected integers") from None
-    return tuple(numbers)
 
 
 def check_lengths(totals: Lengths, responses: Lengths, without_prompt: bool = False) -> None:
@@ -87,8 +67,9 @@ def pad(
         return (length,) * len(totals), (len(totals), length // cp_size)
     if max_seq_lens is not None:
         raise InvalidInputError("max_seq_lens are for qkv_format 'bshd'; for 'thd' pass padded_lengths")
-    default = (_round_up(total, multiple) for total in totals)
-    padded = integers("padded_lengths", list(default) if padded_lengths is None else padded_lengths)
+    padded = tuple(_round_up(total, multiple) for total in totals)
+    if padded_lengths is not None:
+        padded = integers("padded_lengths", padded_lengths)
     if len(padded) != len(totals) or any(p < t or p % multiple for p, t in zip(padded, totals, strict=True)):
         raise InvalidInputError(
             f"padded_lengths are {list(padded)} for samples of {list(totals)} tokens; "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -114,6 +114,18 @@ def check_integer(name: str, value: Any, lowest: int, expected: str, *, highest:
 def is_integer(value: Any) -> bool:
     """Return whether a value is an integer, which may be one of numpy's; a bool is none."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def integers(name: str, lengths: Any) -> tuple[int, ...]:
+    """Convert lengths, which may be tensors, to a tuple of ``int``; refuse what are no integers."""
+    values = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise InvalidInputError(f"{name} are {lengths!r}, expected a list of integers")
+    numbers = [x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for x in values]
+    for number in numbers:
+        if not is_integer(number):
+            raise InvalidInputError(f"{name} is {number!r}, expected integers")
+    return tuple(map(int, numbers))
 
 
 def is_number(value: Any) -> bool:
@@ -342,6 +354,11 @@ def as_one_slice(rows: Tensor, device: torch.device) -> slice | Tensor:
     """Return consecutive rows as a slice, and others as they are, on the device."""
     index = as_slices(rows)
     return index if isinstance(index, slice) else on_device(rows, device)
+
+
+def as_numbers(runs: Runs, device: torch.device | None = None) -> Tensor:
+    """Return the numbers of the rows in slices, int64."""
+    return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
 
 
 def as_slices(rows: Tensor) -> RowIndex:

@@ -162,7 +162,7 @@ class LogProbsAt(Loss):
         (source,), (of_log_probs, of_log_tail) = sources, gradients
         indices, tail_max, weight, max_logit, log_sum_exp, log_tail = saved.values()
         scale, temperature = source.options.scale, source.temperature
-        spare, zero = int(source.copies_rows), tail_max.new_zeros(())
+        zero = tail_max.new_zeros(())
         g = torch.where(indices < 0, 0.0, zero if of_log_probs is None else of_log_probs)
         h = zero if of_log_tail is None else of_log_tail
         h = torch.where(log_tail == _MINUS_INF, zero, h).double()  # an empty tail is constant
@@ -183,12 +183,11 @@ class LogProbsAt(Loss):
             # 1 - p, accurate when p is near 1
             at_ids = (-g_of_ids * log_p.expm1() - log_p.exp() * (of_all[rows] - g_of_ids)) / scale
             at_ids = torch.where(has_grad[rows], at_ids, 0.0).to(block.out.dtype)
-            softmax, work = (block.part(tail_max), block.part(of_tail), None), block.work
-            work = None if work is None else work[spare:]
-            block.function(x, block.out, softmax, NO_SOFTMAX, None, block.part(in_tail), temperature, work)
+            softmax, has_tail = (block.part(tail_max), block.part(of_tail), None), block.part(in_tail)
+            block.function(x, block.out, softmax, NO_SOFTMAX, None, has_tail, temperature, block.work)
             columns.put(block.out.flatten(1), at_ids)
 
-        return Writer(block_gradient, write, Blocks(spare))
+        return Writer(block_gradient, write, Blocks(0))
 
 
 # --- ids of a block
@@ -209,8 +208,7 @@ class Columns(NamedTuple):
     @classmethod
     def of_ids(cls, indices: Tensor, source: Source, block: Block) -> Columns:
         """Return the columns of token ids ``[n, K]``, negative for none."""
-        column = indices[block.rows] - source.options.tp_rank * source.width - block.tile.columns.start
-        is_local = (column >= 0) & (column < block.tile.width)
+        column, is_local = block.tile.columns_of(indices[block.rows], source)
         largest, place = torch.where(is_local, column, -1).max(1, keepdim=True)
         return cls(is_local, torch.where(is_local, column, largest).clamp(min=0), largest >= 0, place)
 

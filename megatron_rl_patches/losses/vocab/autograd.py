@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,6 @@ from torch import Tensor
 
 from ...errors import InvalidInputError
 from .sources import Inputs, Source, Tensors
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def save_sources(ctx: Any, sources: Sequence[Source], others: Tensors, owners: Sequence[str] = ()) -> None:

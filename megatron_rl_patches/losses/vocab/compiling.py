@@ -8,7 +8,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -77,7 +76,7 @@ class BlockFunction:
         self, parts: Iterable[tuple[slice, Any]], compute: Callable[[slice, Any], None], done: int
     ) -> int:
         """Compute parts of rows with the compiled function, until that fails; return where it has ended."""
-        with _limits_of_torch() if self.compiled else nullcontext():
+        with _limits_of_torch():
             for rows, place in parts:
                 try:
                     compute(rows, place)

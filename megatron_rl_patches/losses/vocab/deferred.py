@@ -23,6 +23,7 @@ from ...errors import InvalidInputError
 from .arguments import (
     RowIndex,
     VocabParallelOptions,
+    as_numbers,
     as_one_slice,
     check_floats,
     check_group,
@@ -268,7 +269,7 @@ class DeferredLogits(Tensor):
         keeps, divisor, device = trained and torch.is_grad_enabled(), self.divisor, layer.source.device
         layer.has_losses |= keeps
         if isinstance(index, tuple):
-            index = torch.cat([torch.arange(run.start, run.stop) for run in index])
+            index = as_numbers(index)
         if isinstance(index, Tensor):
             rows = on_device(rows, index.device)
         selected, options = as_one_slice(rows[index], device), options.divided(divisor)

@@ -38,7 +38,8 @@ from torch import Tensor
 
 from ...errors import InvalidInputError
 from .arguments import is_number
-from .softmax import LOG2_E
+from .reduction import STRETCH
+from .softmax import LOG2_E, sum_of_columns
 
 DivergenceName = Literal[
     "reverse_kl",
@@ -56,7 +57,6 @@ RULED_OUT = -1e4
 # Below this gap, log(p / q) + q / p - 1 is a sum of powers; its relative error is then 1e-7.
 _SMALL_GAP = 0.25
 _MINUS_INF = float("-inf")
-_STRETCH, _LONGEST_STRETCH = 256, 4096  # columns that are summed in float32
 
 
 class Normalizer(NamedTuple):
@@ -363,10 +363,10 @@ def _is_positive(x: Tensor) -> Tensor:
 def sum_of_rows(x: Tensor) -> Tensor:
     """Return sums over rows ``[b, w]`` or stretches ``[b, stretches, columns]``, in float64."""
     if x.dim() == 3:
-        return x.sum(-1, dtype=torch.float64 if x.shape[-1] > _LONGEST_STRETCH else None).double()
-    count = x.shape[1] // _STRETCH
-    of_stretches = x[:, : count * _STRETCH].unflatten(1, (count, _STRETCH)).sum(-1)  # type: ignore[no-untyped-call]
-    rest = x[:, count * _STRETCH :].sum(1, keepdim=True)
+        return sum_of_columns(x).double()
+    count = x.shape[1] // STRETCH
+    of_stretches = x[:, : count * STRETCH].unflatten(1, (count, STRETCH)).sum(-1)  # type: ignore[no-untyped-call]
+    rest = x[:, count * STRETCH :].sum(1, keepdim=True)
     return torch.cat([of_stretches, rest], 1).sum(1, dtype=torch.float64)
 
 

@@ -204,7 +204,7 @@ class _Sides(NamedTuple):
 
     @property
     def scale(self) -> Tensor | None:
-        """What remains to divide logits by, once :func:`_prepared`: divided there, they are rounded."""
+        """The divisor that all sides share, which :func:`_prepared` leaves to later; ``None`` for none."""
         return self.scales[0] if len(self.scales) == 1 else None
 
     def of_rows(self, normalizers: Tensor, *others: Tensor) -> Tensor:
@@ -220,12 +220,10 @@ class FullDivergence(Loss):
     same ``n`` rows.
     """
 
-    owners: Sequence[str] = ()
-
     def __init__(self, divergence: Divergence, log_weights: tuple[float, ...]) -> None:
         self.divergence, self.log_weights = divergence, log_weights
-        self.owners = [*(f"teacher {number}" for number in range(len(log_weights))), "the old policy"]
-        self.owners = self.owners[: len(log_weights) + divergence.needs_old]
+        teachers = [f"teacher {number}" for number in range(len(log_weights))]
+        self.owners = [*teachers, "the old policy"] if divergence.needs_old else teachers
         self.masks_ruled_out = False  # whether ids that the student rules out have no gradient
 
     def forward(

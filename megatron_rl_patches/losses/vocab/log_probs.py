@@ -197,7 +197,7 @@ class LogProbsAndEntropy(Loss):
                 of_kept = merged([statistics[:2], torch.stack([own, torch.zeros_like(own)])], options.scale)
                 statistics = torch.cat([of_kept, statistics[2:]])
             if derivative is not None:
-                derivative.add(tile, statistics[0], column.where(is_here, -1))
+                derivative.add(tile, statistics[0], column, is_here)
             values = torch.cat([statistics, logit[None]])
             return values if divisors is None else values / divisors
 
@@ -222,23 +222,23 @@ class LogProbsAndEntropy(Loss):
         options, valid = source.options, ids != source.options.ignore_index
         *of_passes, (target_logit,) = total
         # Of the columns that log-probabilities see, and of all columns.
-        kept = of_all = _Softmax(of_passes[0], options)
+        masked = of_all = _Softmax(of_passes[0], options)
         if len(of_passes) > 1:
             of_all = _Softmax(of_passes[1], options)
-        exact, entropy = kept.log_prob(target_logit), None
+        exact, entropy = masked.log_prob(target_logit), None
         log_prob = torch.where(valid, exact, 0.0).to(source.dtype)
         if options.with_entropy:
             exact_entropy = of_all.entropy()
             entropy = torch.where(valid, exact_entropy, 0.0).to(source.dtype)
         if derivative is not None:
-            column = ids - options.tp_rank * source.width
+            column = ids - source.first_id
             column = column.where((column >= 0) & (column < source.width), -1)
             # It compares with the logits that this rank reads.
-            max_logit = kept.max_logit * options.divisor
-            of_log_prob = derivative.finish(column, max_logit, kept.sum_exp, exact)
+            max_logit = masked.max_logit * options.divisor
+            of_log_prob = derivative.finish(column, max_logit, masked.sum_exp, exact)
             return (log_prob, entropy), {"valid": valid, "derivative": of_log_prob}
         # Of the target, whose gradient is more than that of a column, by log-probability and by entropy.
-        of_rows = [exact.expm1(), *kept.for_backward()]  # 1 - p, accurate when p is near 1
+        of_rows = [exact.expm1(), *masked.for_backward()]  # 1 - p, accurate when p is near 1
         if options.with_entropy and options.entropy_grad:
             log_p = exact if keep_mask is None else of_all.log_prob(target_logit)
             log_p = log_p.clamp(min=exp_floor(torch.float64))
@@ -281,7 +281,6 @@ class LogProbsAndEntropy(Loss):
         at_target = torch.where(has_grad, at_target / -scale, 0.0)
         # On a GPU, reading the answer would make the CPU wait, and masking rows costs nothing.
         all_have_grad = has_grad.device.type == "cpu" and bool(has_grad.all())
-        spare = int(source.copies_rows)  # the logits of a block, overwritten with their gradient
 
         def write(block: Block) -> None:
             block.function(
@@ -292,7 +291,7 @@ class LogProbsAndEntropy(Loss):
                 None if masked[1] is None else _of_block(keep_mask, block),
                 None if all_have_grad else block.part(has_grad[:, None]),
                 temperature,
-                None if block.work is None else block.work[spare:],
+                block.work,
             )
 
         def finish(tile: Tile, gradient: Tensor) -> None:
@@ -300,7 +299,7 @@ class LogProbsAndEntropy(Loss):
             tile = tile._replace(x=gradient)
             tile.put(column, torch.where(is_here, at_target[tile.rows].to(gradient.dtype), tile.at(column)))
 
-        tensors = spare + (masked[1] is not None and unmasked[1] is not None) + (unmasked[2] is not None)
+        tensors = (masked[1] is not None and unmasked[1] is not None) + (unmasked[2] is not None)
         return Writer(block_gradient, write, Blocks(tensors), finish)
 
 
@@ -335,13 +334,8 @@ def _divisors(sizes: Sequence[int], source: Source) -> Tensor | None:
 
 def _targets_in(tile: Tile, ids: Tensor, source: Source) -> tuple[Tensor, Tensor]:
     """Return a column of the tile for each row, and whether it is that of the row's target."""
-    column, width = ids[tile.rows], tile.x.shape[1]
-    if first := source.options.tp_rank * source.width + tile.columns.start:
-        column = column - first
-    is_here = column >= 0
-    if source.options.tp_size > 1 or width < source.width:
-        is_here &= column < width
-    return column.clamp(0, width - 1), is_here
+    column, is_here = tile.columns_of(ids[tile.rows], source)
+    return column.clamp(0, tile.x.shape[1] - 1), is_here
 
 
 def _of_block(mask: Tensor | None, block: Block) -> Tensor | None:

@@ -125,7 +125,6 @@ class OutputLayerRows(Source):
         begins_with_last = share == len(row_ranges) == 1
         if is_backward and begins_with_last:
             column_ranges = column_ranges[::-1]
-        has_ids = self.options.vocab_size is None or self.num_columns > 0
         bias = None if self.bias is None else on_device(self.bias.detach(), self.device)
         weights: Iterable[Tensor] = [self.weight.detach()[columns] for columns in column_ranges]
         if self.weight.device != self.device:
@@ -145,7 +144,7 @@ class OutputLayerRows(Source):
                 else:
                     memory = buffer = new(buffer_size) if buffer is None else buffer
                 logits = memory[:size].view(len(hidden), len(part))
-                if not has_ids:
+                if not self.num_columns:
                     logits.fill_(float("-inf"))
                 elif not is_computed:
                     multiply(hidden, part.T, None if bias is None else bias[columns], logits)
@@ -236,13 +235,12 @@ class _OfInputs(Gradients):
     def __init__(self, layer: OutputLayerRows, needed: Sequence[bool]) -> None:
         self._layer, self._weight = layer, layer.weight.detach()
         needs_hidden, needs_weight, needs_bias = needed
-        main, zeros, size = layer.tiling.main_gradient, layer.hidden.new_zeros, layer.options.vocab_size
-        self._count = layer.width if size is None else layer.num_columns
+        main, zeros = layer.tiling.main_gradient, layer.hidden.new_zeros
         self._of_hidden = zeros(layer.hidden_nh.shape, dtype=layer.dtype) if needs_hidden else None
         self._main = main.buffer() if main is not None and needs_weight else None
         self._of_weight = torch.empty_like(self._weight) if needs_weight and self._main is None else None
         if self._of_weight is not None:
-            self._of_weight[self._count :].zero_()
+            self._of_weight[layer.num_columns :].zero_()
         self._of_columns = self._weight  # the weight's gradient of columns whose tiles are being added
         self._of_bias = zeros(layer.width, dtype=layer.dtype) if needs_bias else None
 
@@ -251,7 +249,7 @@ class _OfInputs(Gradients):
 
     def add(self, tile: Tile) -> None:
         """Add what a tile contributes, rounded to the weight's dtype."""
-        if not self._count:
+        if not self._layer.num_columns:
             return
         gradient, rows, columns, layer = tile.x, tile.rows, tile.columns, self._layer
         if self._of_bias is not None:
@@ -357,9 +355,9 @@ class ForwardDerivative:
         self._max_logit = weight.new_full((layer.n,), float("-inf"), dtype=torch.float64)
         self._exp = weight.new_zeros((layer.n, weight.shape[1]), dtype=layer.dtype)
 
-    def add(self, tile: Tile, max_logit: Tensor, column: Tensor) -> None:
-        """Add a tile, which is overwritten; ``column`` is that of the target, or -1."""
-        rows, spare, temperature = tile.rows, int(self._layer.copies_rows), self._layer.temperature
+    def add(self, tile: Tile, max_logit: Tensor, column: Tensor, is_target: Tensor) -> None:
+        """Add a tile, which is overwritten; ``column`` is that of the target, where it ``is_target``."""
+        rows, temperature = tile.rows, self._layer.temperature
         highest = torch.maximum(self._max_logit[rows], max_logit)
         reference = finite(highest.to(self._exp.dtype))
         shift = (self._max_logit[rows] - reference) / self._temperature
@@ -370,12 +368,10 @@ class ForwardDerivative:
 
         def write(block: Block) -> None:
             part = *(block.cut(number[block.in_tile]) for number in numbers), None
-            work = None if block.work is None else block.work[spare:]
-            block.function(block.xs[0], block.out, part, NO_SOFTMAX, None, None, temperature, work)
+            block.function(block.xs[0], block.out, part, NO_SOFTMAX, None, None, temperature, block.work)
 
-        each_block(self._layer, [tile], block_gradient, write, Blocks(spare), tile.x)
-        here = column.clamp(min=0)
-        tile.put(here, tile.at(here).masked_fill(column >= 0, 0.0))
+        each_block(self._layer, [tile], block_gradient, write, Blocks(0), tile.x)
+        tile.put(column, tile.at(column).masked_fill(is_target, 0.0))
         weight = self._weight[tile.columns]
         add_product(self._exp[rows], tile.x.to(weight.dtype), weight, may_round=True)
 

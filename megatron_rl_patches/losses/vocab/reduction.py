@@ -37,7 +37,7 @@ from .sources import Grid, Inputs, Place, Runs, Source, Tensors, Tile
 P = ParamSpec("P")
 R = TypeVar("R")
 _MIB = 1 << 20
-_STRETCH, _SHORTEST_STRETCH = 256, 64  # columns, on a CPU
+STRETCH, _SHORTEST_STRETCH = 256, 64  # columns, on a CPU
 _BLOCKS_OF_GPU = 16
 
 
@@ -45,7 +45,8 @@ class Blocks(NamedTuple):
     """How large blocks are, and what plain operators work in.
 
     Attributes:
-        tensors: how many tensors of a block's size plain operators need at a time.
+        tensors: how many tensors of a block's size plain operators need at a time, beside the copy of its
+            logits that a gradient overwrites.
         has_work: they get these as buffers; what they sum up comes in stretches then, as for a compiler.
         compiled: a compiled function on a CPU, which needs no buffers that have to fit into the cache, gets a
             tile in so many blocks; 0: nothing is compiled.
@@ -68,8 +69,8 @@ class Block(NamedTuple):
             knows it.
         rows: which of the ``n`` rows.
         tile: the student's.
-        work: buffers for plain operators, cut as the logits are; the first may be the logits. ``None`` where
-            the function is compiled.
+        work: buffers for plain operators, cut as the logits are. Where no gradient is written, the first may
+            be the logits. ``None`` where the function is compiled.
         function: what computes the block.
         cut: returns what the function gets in place of a tensor ``[..., w]``.
     """
@@ -115,10 +116,7 @@ class Loss(ABC):
     long they live.
     """
 
-    @property
-    def owners(self) -> Sequence[str]:
-        """Whose the sources behind the first one are, for errors."""
-        return ()
+    owners: Sequence[str] = ()  # whose the sources behind the first one are, for errors
 
     @abstractmethod
     def forward(
@@ -259,7 +257,7 @@ def columns_of(source: Source, step: int) -> list[slice]:
 
 def best_stretch(device: torch.device) -> int:
     """Return how many columns a stretch has where the number of columns is a multiple of that."""
-    return 1024 if device.type == "cuda" else _STRETCH
+    return 1024 if device.type == "cuda" else STRETCH
 
 
 def ranges(start: int, stop: int, step: int) -> list[slice]:
@@ -292,7 +290,6 @@ def each_block(
     is_large = options.fused == "auto" and source.n * source.width >= compiling.WORTHWHILE_ELEMENTS
     if blocks.compiled and (options.fused is True or is_large):
         call = compiling.BlockFunction(function, options.fused is True, source.device.type, is_writing)
-        parts = _cut(runs, _compiled_rows(tile, options, row_bytes, blocks)) if call.compiled else []
         # On a CPU, what is computed for each logit alone is faster in one loop over a row.
         cut = _as_one_stretch if is_writing and source.device.type == "cpu" else stretches
 
@@ -300,14 +297,15 @@ def each_block(
             block = _block_of(tiles, rows, place, gradient, None, call, cut)
             results.append(_compute(compute, block, gradient, place))
 
-        done = call.each(parts, attempt, done)
+        if call.compiled:
+            done = call.each(_cut(runs, _compiled_rows(tile, options, row_bytes, blocks)), attempt, done)
         if call.compiled:
             return results
     cut = _uncut if is_writing or not blocks.has_work else stretches
-    parts = _cut(runs, rows_of_block(tile.x, options, row_bytes * max(blocks.tensors, 1)), done)
+    tensors = blocks.tensors + (is_writing and blocks.has_work and source.copies_rows)
+    parts = _cut(runs, rows_of_block(tile.x, options, row_bytes * max(tensors, 1)), done)
     most = max((rows.stop - rows.start for rows, _ in parts), default=0)
-    size = (blocks.tensors * blocks.has_work, most, tile.x.shape[1])
-    work = tile.x.new_empty(size, dtype=source.dtype)
+    work = tile.x.new_empty((tensors * blocks.has_work, most, tile.x.shape[1]), dtype=source.dtype)
     for rows, place in parts:
         buffers = work[:, : rows.stop - rows.start]
         block = _block_of(tiles, rows, place, gradient, buffers, function, cut)
@@ -369,7 +367,8 @@ def _block_of(
         assert isinstance(other.place, slice), "all rows of the other sources are read"
         shift = other.place.start - other.rows.start
         xs.append(cut(other.x[shift + rows.start : shift + rows.stop]))
-    work = None if work is None else cut(work)
+    if work is not None:
+        work = cut(work[1:] if gradient is not None and x is buffer else work)
     return Block(xs, xs[0] if out is x else cut(out), rows, tiles[0], work, function, cut)
 
 
@@ -421,7 +420,7 @@ def _width_of_stretches(columns: int, best: int) -> int:
     width = math.gcd(columns, best)
     if width >= _SHORTEST_STRETCH:
         return width
-    divisors = (width for width in range(8 * _STRETCH, _SHORTEST_STRETCH, -1) if columns % width == 0)
+    divisors = (width for width in range(8 * STRETCH, _SHORTEST_STRETCH, -1) if columns % width == 0)
     return next(divisors, columns)
 
 

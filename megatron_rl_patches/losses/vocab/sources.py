@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ...common.text import listed
 from ...errors import InvalidInputError
-from .arguments import DEFAULT, RowIndex, Rows, VocabParallelOptions, check_logits, valid_rows
+from .arguments import DEFAULT, RowIndex, Rows, VocabParallelOptions, as_numbers, check_logits, valid_rows
 
 Inputs = tuple[Tensor | None, ...]
 Place = slice | Tensor  # rows of a tensor: a range, or numbers
@@ -70,6 +70,15 @@ class Tile(NamedTuple):
     def width(self) -> int:
         """How many columns the tile has."""
         return self.x.shape[1]
+
+    def columns_of(self, ids: Tensor, source: Source) -> tuple[Tensor, Tensor]:
+        """Return the column of each token id, counted from the tile's first, and whether the tile has it."""
+        first = source.first_id + self.columns.start
+        column = ids - first if first else ids
+        is_here = column >= 0
+        if source.options.tp_size > 1 or self.x.shape[1] < source.width:
+            is_here &= column < self.x.shape[1]
+        return column, is_here
 
     def at(self, column: Tensor) -> Tensor:
         """Return the logit of each row in its column."""
@@ -114,6 +123,7 @@ class Source(ABC):
         options: how they are read; their scale is that of these logits.
         n: how many rows.
         width: how many columns this rank has, ``V / tp``.
+        first_id: the token id of the first of them.
         num_columns: how many of them have a token id; those behind them pad the vocabulary.
         temperature: what the logits are divided by as a :meth:`scalar`, or ``None`` where it is 1.
         dtype: that of statistics and gradients: float64 for float64 logits, else float32.
@@ -126,6 +136,7 @@ class Source(ABC):
     options: VocabParallelOptions
     n: int
     width: int
+    first_id: int
     num_columns: int
     temperature: Tensor | None
     dtype: torch.dtype
@@ -149,9 +160,9 @@ class Source(ABC):
         self.device = inputs[0].device
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.copies_rows = copies_rows or dtype != self.dtype
-        self.num_columns, size = width, options.vocab_size
-        if size is not None:
-            self.num_columns = min(max(size - options.tp_rank * width, 0), width)
+        self.first_id, self.num_columns = options.tp_rank * width, width
+        if options.vocab_size is not None:
+            self.num_columns = min(max(options.vocab_size - self.first_id, 0), width)
         self.temperature = None if options.scale == 1 else self.scalar(options.scale)
 
     @abstractmethod
@@ -180,9 +191,9 @@ class Source(ABC):
     def shape_of_tiles(self, width: int, share: int, stretch: int) -> tuple[int, int]:
         """Return how many rows and columns a tile has, where so many tiles take the memory of one.
 
-        The columns are best a multiple of a stretch.
+        Only a source that computes its tiles is asked. The columns are best a multiple of a stretch.
         """
-        return max(self.n, 1), width
+        raise NotImplementedError
 
     def without_keeping(self) -> Source:
         """Return the same rows for a pass whose tiles no backward will read."""
@@ -243,7 +254,7 @@ class SelectedRows(Source):
         logits = self.logits.detach()
         for columns, rows in product(grid.columns, grid.rows):
             x = logits[:, columns] if self.num_columns else logits.new_full((len(logits), 1), float("-inf"))
-            yield Tile(x, *self._of_rows(rows), columns, self._runs_in(rows))
+            yield Tile(x, self._place(rows), rows, columns, self._runs_in(rows))
 
     def gradients(self, needed: Sequence[bool]) -> Gradients:
         check_not_overwritten(self.logits)
@@ -262,19 +273,18 @@ class SelectedRows(Source):
         return {"the logits": self.logits, "rows": numbers}, restore
 
     @cached_property
-    def numbers(self) -> Tensor:
-        """Which of the ``T`` rows the ``n`` are, int64."""
+    def _numbers(self) -> Tensor:
+        """Which of the ``T`` rows the ``n`` are, int64, where they are no single slice."""
         if isinstance(self.index, Tensor):
             return self.index
-        return torch.cat(
-            [torch.arange(place.start, place.stop, device=self.device) for _, place in self._runs]
-        )
+        return as_numbers(tuple(place for _, place in self._runs), self.device)
 
-    def _of_rows(self, rows: slice) -> tuple[Place, slice]:
+    def _place(self, rows: slice) -> Place:
+        """Return which of the ``T`` rows some of the ``n`` are."""
         if isinstance(self.index, slice):
             first = self.index.start
-            return slice(first + rows.start, first + rows.stop), rows
-        return self.numbers[rows], rows
+            return slice(first + rows.start, first + rows.stop)
+        return self._numbers[rows]
 
     def _runs_in(self, rows: slice) -> Runs:
         """Return ranges of the ``n`` rows within ``rows``, each with its place in the ``T``."""

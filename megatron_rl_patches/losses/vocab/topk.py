@@ -64,7 +64,7 @@ class TopK(Loss):
             _take_lowest_columns(tile, logits, columns, tied, options)
             columns, order = columns.sort(1)
             logits, order = logits.gather(1, order).sort(dim=1, descending=True, stable=True)
-            ids = columns.gather(1, order) + (options.tp_rank * source.width + tile.columns.start)
+            ids = columns.gather(1, order) + (source.first_id + tile.columns.start)
             tail[0] /= options.divisor
             logits = (logits.T / options.divisor).clamp(min=_LOWEST)
             none = logits.new_zeros(k - size, logits.shape[1])
