@@ -63,6 +63,13 @@ FAILED_BEFORE = (
     Program(0, close=True, tile_bytes=1 << 20, losses=(Loss("divergence", 0, 0, temperature=0.7),)),
     # A large finite mask over a rank.
     Program(0, tp=2, masked=-1e5, losses=(Loss("divergence", 0, 0, divergence="forward_kl"),)),
+    # A write to .data, which no version counter sees.
+    Program(
+        0,
+        written_after=True,
+        steps=(*[Step("divided twice", -1, 0)] * 2, Step("clamped", -1, 0, 0)),
+        losses=(Loss("alone", -1, 1),),
+    ),
     *(
         Program(3, tp=2, sequence_parallel=split, gradients=(True, trains, trains), losses=ALL_LOSSES)
         for split, trains in product((False, True), repeat=2)

@@ -65,7 +65,7 @@ def test_the_reward_rises_over_repeated_calls_of_train(capfd: pytest.CaptureFixt
     assert total == pytest.approx(3 * reference, rel=0.01)
 
     assert "14 rollouts, one train() call each" in out.splitlines()[-1]
-    assert "reentrant-train (megatron.core 2, " in err
+    assert "reentrant-train" in err
     assert "Warning" not in err
 
 

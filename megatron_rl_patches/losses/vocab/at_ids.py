@@ -26,7 +26,7 @@ from .softmax import NO_SOFTMAX, block_gradient, block_statistics, buffered_stat
 from .sources import Source, Tensors, rows_of
 
 _MINUS_INF = float("-inf")
-BLOCKS_WITH_MASK = 4  # on a GPU, times the size of other blocks, since they have a mask of their size
+BLOCKS_WITH_MASK = Blocks(2, compiled=32, compiled_on_gpu=4)  # small ones, since each has a mask of its size
 
 
 @overload
@@ -134,8 +134,7 @@ class LogProbsAt(Loss):
             at_ids = torch.stack([values[:-2] for values in parts]).amax(0)
             return torch.cat([at_ids, merged([values[-2:] for values in parts], options.temperature)])
 
-        blocks = Blocks(2, compiled_on_gpu=BLOCKS_WITH_MASK)
-        total = read(block_statistics, part, merge, blocks)
+        total = read(block_statistics, part, merge, BLOCKS_WITH_MASK)
         (tail_max, tail_sum), max_logit = total[-2:], total[:-1].amax(0)
         log_sum_exp, log_tail = torch.empty_like(max_logit), torch.empty_like(max_logit)
         log_probs = torch.empty(indices.shape, dtype=source.dtype, device=source.device)

@@ -360,8 +360,8 @@ class DeferredLogits(Tensor):
         return self.followed["sum"](self) if is_of_all else super().sum(*args, **kwargs)
 
     @property
-    def data(self) -> Tensor:
-        return self.detach()
+    def data(self) -> Any:
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]  # autograd does not count its writes
 
     @data.setter
     def data(self, value: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .arguments import VocabParallelOptions
 from .at_ids import BLOCKS_WITH_MASK, total_and_tail
-from .reduction import Block, Blocks, Loss, ranges, rows_of_block
+from .reduction import Block, Loss, ranges, rows_of_block
 from .softmax import block_statistics, exp, finite, merged, scaled_, sum_of_columns
 from .sources import Source, Tensors, Tile
 
@@ -84,8 +84,8 @@ class TopK(Loss):
             tail = merged([*(part[-2:] for part in parts), *singles], options.temperature)
             return torch.cat([logits[:, :k].T, ids.gather(1, order)[:, :k].T, tail])
 
-        scale = Blocks().compiled if source.device.type in _COMPILED_ON else 0
-        blocks = Blocks(1, compiled=scale, compiled_on_gpu=BLOCKS_WITH_MASK)
+        is_compiled = source.device.type in _COMPILED_ON
+        blocks = BLOCKS_WITH_MASK._replace(tensors=1, compiled=int(is_compiled))
         total = read(block_statistics, part, merge, blocks, of_tile)
         logits, ids, (tail_max, tail_sum) = total[:k], total[k:-2], total[-2:]
         logits = logits.masked_fill(logits == _LOWEST, _MINUS_INF)
