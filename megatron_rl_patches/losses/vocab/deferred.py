@@ -239,7 +239,7 @@ class DeferredLogits(Tensor):
         needs_gradient = self.requires_grad and torch.is_grad_enabled()
         if self._contents.memory is not None or layer.has_hooks:
             return False
-        return layer.is_unchanged and (not needs_gradient or self.has_gradient_of_rows)
+        return (not needs_gradient or self.has_gradient_of_rows) and layer.is_unchanged
 
     @property
     def has_gradient_of_rows(self) -> bool:
@@ -262,11 +262,11 @@ class DeferredLogits(Tensor):
 
         Deferred logits are read undivided; what they are divided by becomes part of the options.
         """
+        layer, trained, divisor = self._contents.layer, self.requires_grad, self.divisor
         if not self.is_deferred:
             # Other code may write to the values before backward reads them, so these are a copy.
             return SelectedRows(self.plain("", copies=True), index, options)
-        layer, trained, rows = self._contents.layer, self.requires_grad, self._rows.flatten()
-        keeps, divisor, device = trained and torch.is_grad_enabled(), self.divisor, layer.source.device
+        keeps, rows, device = trained and torch.is_grad_enabled(), self._rows.flatten(), layer.source.device
         layer.has_losses |= keeps
         if isinstance(index, tuple):
             index = as_numbers(index)

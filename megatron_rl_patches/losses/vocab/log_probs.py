@@ -219,33 +219,33 @@ class LogProbsAndEntropy(Loss):
         derivative: Any,
     ) -> tuple[tuple[Tensor, Tensor | None], Tensors]:
         """Return the results from the statistics of each pass and the targets' logits, ``[m, n]`` each."""
-        options, valid = source.options, ids != source.options.ignore_index
+        options, is_ignored = source.options, ids == source.options.ignore_index
         *of_passes, (target_logit,) = total
         # Of the columns that log-probabilities see, and of all columns.
         masked = of_all = _Softmax(of_passes[0], options)
         if len(of_passes) > 1:
             of_all = _Softmax(of_passes[1], options)
         exact, entropy = masked.log_prob(target_logit), None
-        log_prob = torch.where(valid, exact, 0.0).to(source.dtype)
+        log_prob = exact.masked_fill(is_ignored, 0.0).to(source.dtype)
         if options.with_entropy:
             exact_entropy = of_all.entropy()
-            entropy = torch.where(valid, exact_entropy, 0.0).to(source.dtype)
+            entropy = exact_entropy.masked_fill(is_ignored, 0.0).to(source.dtype)
         if derivative is not None:
             column = ids - source.first_id
             column = column.where((column >= 0) & (column < source.width), -1)
             # It compares with the logits that this rank reads.
             max_logit = masked.max_logit * options.divisor
             of_log_prob = derivative.finish(column, max_logit, masked.sum_exp, exact)
-            return (log_prob, entropy), {"valid": valid, "derivative": of_log_prob}
+            return (log_prob, entropy), {"ids": ids, "derivative": of_log_prob}
         # Of the target, whose gradient is more than that of a column, by log-probability and by entropy.
-        of_rows = [exact.expm1(), *masked.for_backward()]  # 1 - p, accurate when p is near 1
+        of_rows = [*masked.for_backward(), exact.expm1()]  # 1 - p, accurate when p is near 1
         if options.with_entropy and options.entropy_grad:
             log_p = exact if keep_mask is None else of_all.log_prob(target_logit)
             log_p = log_p.clamp(min=exp_floor(torch.float64))
-            of_target = log_p.exp() * (log_p + exact_entropy)
-            of_rows += [of_target, *of_all.for_backward(), *of_all.mean_z]
+            of_rows += [log_p.exp() * (log_p + exact_entropy), *of_all.mean_z]
+            of_rows += [] if keep_mask is None else of_all.for_backward()
         numbers = torch.stack(of_rows).to(source.dtype)
-        return (log_prob, entropy), {"ids": ids, "valid": valid, "keep_mask": keep_mask, "numbers": numbers}
+        return (log_prob, entropy), {"ids": ids, "keep_mask": keep_mask, "numbers": numbers}
 
     def writer(self, sources: Sequence[Source], saved: Tensors, *gradients: Tensor | None) -> Writer | Tensor:
         """Return what writes ``exp(z) * (a + b * z)``, summed over the softmaxes, and the target's gradient.
@@ -255,32 +255,34 @@ class LogProbsAndEntropy(Loss):
         ``((1 - p) * g - p * h * (log p + entropy)) / T``. A keep-mask has a ``p`` of its own.
         """
         (source,), (g, h) = sources, gradients
+        valid = saved["ids"] != source.options.ignore_index
         if "derivative" in saved:
             assert g is not None
             # A row without a gradient may hold NaN.
-            has_grad = (saved["valid"] & (g != 0))[:, None]
+            has_grad = (valid & (g != 0))[:, None]
             return torch.where(has_grad, g[:, None] * saved["derivative"], 0.0)
-        ids, valid, keep_mask, numbers = saved.values()
+        ids, keep_mask, numbers = saved.values()
         scale, temperature = source.options.scale, source.temperature
-        of_target, max_logit, weight, *of_all = numbers.unbind()
+        max_logit, weight, by_log_prob, *of_entropy = numbers.unbind()
         masked = unmasked = NO_SOFTMAX
-        has_grad, at_target = valid, torch.zeros_like(of_target)
         if g is not None:
-            has_grad, at_target = g != 0, g * of_target
+            has_grad, at_target = g != 0, g * by_log_prob
             masked = _columns(max_logit, weight * g)
         if h is not None:
-            of_target, max_logit, weight, mean_z = of_all
-            has_grad = h != 0 if g is None else torch.logical_or(g, h)
-            at_target = at_target + h * of_target
+            by_entropy, mean_z, *of_all = of_entropy
+            max_logit, weight = of_all or (max_logit, weight)
             of_columns = -h * mean_z if g is None or keep_mask is not None else g - h * mean_z
             unmasked = _columns(max_logit, weight * of_columns, weight * h)
+            has_grad = h != 0 if g is None else torch.logical_or(g, h)
+            at_target = h * by_entropy if g is None else at_target + h * by_entropy
         if keep_mask is None:
             masked, unmasked = NO_SOFTMAX, masked if h is None else unmasked
         # Rows that a loss mask leaves out may hold NaN, and zero times NaN is NaN.
         has_grad = has_grad & valid
-        at_target = torch.where(has_grad, at_target / -scale, 0.0)
+        at_target = at_target / -scale
         # On a GPU, reading the answer would make the CPU wait, and masking rows costs nothing.
-        all_have_grad = has_grad.device.type == "cpu" and bool(has_grad.all())
+        if not (all_have_grad := has_grad.device.type == "cpu" and bool(has_grad.all())):
+            at_target = torch.where(has_grad, at_target, 0.0)
 
         def write(block: Block) -> None:
             block.function(
@@ -320,7 +322,7 @@ class _Softmax:
 
     def for_backward(self) -> list[Tensor]:
         """Return the largest logit as this rank reads it, and what ``exp(z)`` is to be multiplied by."""
-        return [self.max_logit * self._options.divisor, -1.0 / (self._options.scale * self.sum_exp)]
+        return [self.max_logit * self._options.divisor, (-1.0 / self._options.scale) / self.sum_exp]
 
 
 def _divisors(sizes: Sequence[int], source: Source) -> Tensor | None:

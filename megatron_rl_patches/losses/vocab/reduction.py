@@ -117,6 +117,7 @@ class Loss(ABC):
     """
 
     owners: Sequence[str] = ()  # whose the sources behind the first one are, for errors
+    grid: Grid  # of the tiles, which forward and backward read alike
 
     @abstractmethod
     def forward(
@@ -142,7 +143,7 @@ class Loss(ABC):
         if isinstance(writer, Tensor):
             return sources[0].gradients_by_derivative(writer)
         totals = sources[0].gradients(needed)
-        for tiles in _in_step(sources, grid_of(sources), is_backward=True):
+        for tiles in _in_step(sources, self.grid, is_backward=True):
             out = totals.out(tiles[0])
             each_block(sources[0], tiles, writer.function, writer.write, writer.blocks, out)
             if writer.finish is not None:
@@ -162,7 +163,8 @@ class _Reduction(torch.autograd.Function):
         ctx: Any, loss: Loss, sources: Sequence[Source], claim: Any, tensors: Tensors, *inputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        read = partial(_read, sources, claim)
+        loss.grid = grid_of(sources)
+        read = partial(_read, sources, loss.grid, claim)
         results, others = without_autocast(loss.forward)(sources, tensors, read)
         # The claim lives as long as the graph.
         ctx.loss, ctx.claim = loss, claim
@@ -197,6 +199,7 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
 def _read(
     sources: Sequence[Source],
+    grid: Grid,
     claim: Any,
     function: Callable[..., Any],
     part: Callable[[Block], Tensor],
@@ -219,7 +222,7 @@ def _read(
     """
     sources = sources if keeps_tiles else [sources[0].without_keeping(), *sources[1:]]
     totals: dict[int, Tensor] = {}
-    for tiles in _in_step(sources, grid_of(sources)):
+    for tiles in _in_step(sources, grid):
         values: list[Tensor] = each_block(sources[0], tiles, function, part, blocks)
         value, start = values[0] if len(values) == 1 else torch.cat(values, 1), tiles[0].rows.start
         if of_tile is not None:
@@ -403,7 +406,7 @@ def rows_of_block(logits: Tensor, options: VocabParallelOptions, row_bytes: int,
 def stretches(x: Tensor) -> Tensor:
     """Cut the last dimension into stretches of equal width: ``[..., V]`` as ``[..., stretches, columns]``."""
     width = _width_of_stretches(x.shape[-1], best_stretch(x.device))
-    return x.unflatten(-1, (x.shape[-1] // width, width))  # type: ignore[no-untyped-call]
+    return x.view(*x.shape[:-1], x.shape[-1] // width, width)
 
 
 def _as_one_stretch(x: Tensor) -> Tensor:

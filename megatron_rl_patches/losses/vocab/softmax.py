@@ -82,19 +82,16 @@ def buffered_statistics(
         minus_inf = torch.full((), _MINUS_INF, dtype=x.dtype, device=x.device)
         x = torch.where(keep_mask, x, minus_inf, out=buffers[0])
     max_logit, largest = x.amax(2).max(1)
-    reference = finite(max_logit)[:, None, None]
-    # The stretch of the largest logit is summed without it: 1 would swallow the digits of the others.
-    of_largest = x[torch.arange(len(x), device=x.device), largest] - reference[:, :, 0]
-    of_largest = exp(scaled_(of_largest, temperature))
-    # In its place stands 0, NaN for NaN and +inf, and -1 where no column counts.
-    term = (max_logit[:, None] - reference[:, :, 0]).clamp_(min=-1.0)
-    of_largest = of_largest.scatter_(1, of_largest.argmax(1, keepdim=True), term)
-    z = scaled_(torch.sub(x, reference, out=buffers[0]), temperature)
+    reference = finite(max_logit)[:, None]
+    of_largest = x[torch.arange(len(x), device=x.device), largest]
+    column = (largest * x.shape[2])[:, None] + of_largest.argmax(1, keepdim=True)
+    z = scaled_(torch.sub(x, reference[:, :, None], out=buffers[0]), temperature)
     if with_entropy:
         z.clamp_(min=exp_floor(z.dtype))
     exp_z = exp(z, out=buffers[int(with_entropy)])
-    sums = sum_of_columns(exp_z).scatter_(1, largest[:, None], sum_of_columns(of_largest)[:, None])
-    sum_exp_minus_1 = sums.sum(1, dtype=torch.float64)
+    # In place of the largest term, 1, stands 0, NaN for NaN and +inf, and -1 where no column counts.
+    exp_z.flatten(1).scatter_(1, column, (max_logit[:, None] - reference).clamp_(min=-1.0))
+    sum_exp_minus_1 = sum_of_columns(exp_z).sum(1, dtype=torch.float64)
     if not with_entropy:
         return max_logit, sum_exp_minus_1
     return max_logit, sum_exp_minus_1, sum_of_columns(z.mul_(exp_z)).sum(1, dtype=torch.float64)

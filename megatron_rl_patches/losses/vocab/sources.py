@@ -303,22 +303,19 @@ class _OfLogits(Gradients):
 
     def __init__(self, rows: SelectedRows) -> None:
         self._rows, logits, index = rows, rows.logits.detach(), rows.index
-        in_place = rows.options.inplace_backward
-        if not isinstance(index, Tensor):
-            self._gradient, stop = logits if in_place else torch.empty_like(logits), 0
-            for run in (index,) if isinstance(index, slice) else index:
-                if stop < run.start:
-                    self._gradient[stop : run.start].zero_()
-                stop = run.stop
-            if stop < len(logits):
-                self._gradient[stop:].zero_()
-        elif in_place:
+        self._gradient, stop = logits if rows.options.inplace_backward else torch.empty_like(logits), 0
+        if isinstance(index, Tensor):
             others = torch.ones(len(logits), dtype=torch.int8, device=logits.device).index_fill_(0, index, 0)
             # Sorting brings the other rows to the front. nonzero() would make the CPU wait for the GPU.
             unread = others.argsort(descending=True)[: len(logits) - rows.n]
-            self._gradient = logits.index_fill_(0, unread, 0.0)
-        else:
-            self._gradient = torch.zeros_like(logits)
+            self._gradient.index_fill_(0, unread, 0.0)
+            return
+        for run in (index,) if isinstance(index, slice) else index:
+            if stop < run.start:
+                self._gradient[stop : run.start].zero_()
+            stop = run.stop
+        if stop < len(logits):
+            self._gradient[stop:].zero_()
 
     def out(self, tile: Tile) -> Tensor:
         return self._gradient[:, tile.columns]
