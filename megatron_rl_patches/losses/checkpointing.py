@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed
@@ -23,36 +23,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@overload
 def checkpointed(
     loss_fn: Callable[P, R],
     *,
     enabled: bool = True,
     early_stop: bool | None = None,
     preserve_rng_state: bool = False,
-) -> Callable[P, R]: ...
-
-
-@overload
-def checkpointed(
-    loss_fn: None = None,
-    *,
-    enabled: bool = True,
-    early_stop: bool | None = None,
-    preserve_rng_state: bool = False,
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
-
-
-def checkpointed(
-    loss_fn: Callable[P, R] | None = None,
-    *,
-    enabled: bool = True,
-    early_stop: bool | None = None,
-    preserve_rng_state: bool = False,
-) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
+) -> Callable[P, R]:
     """Wrap a loss so that backward recomputes it (non-reentrant checkpointing); values and gradients stay.
 
-    It is a decorator, with or without arguments, and wraps the closure that a Megatron forward step returns::
+    It is a decorator, and wraps the closure that a Megatron forward step returns::
 
         return output, checkpointed(partial(loss_func, batch))
 
@@ -66,10 +46,6 @@ def checkpointed(
             different sides of a collective wait forever. ``None`` is torch's setting on a single rank only.
         preserve_rng_state: draw the same random numbers in the recomputation; for losses that draw any.
     """
-    if loss_fn is None:
-        return functools.partial(
-            checkpointed, enabled=enabled, early_stop=early_stop, preserve_rng_state=preserve_rng_state
-        )
     if not callable(loss_fn):
         raise InvalidInputError(f"loss_fn is {loss_fn!r}, expected a function")
     if not enabled:

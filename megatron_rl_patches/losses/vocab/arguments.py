@@ -249,33 +249,22 @@ def check_mask(keep_mask: Tensor, source: ReadRows) -> None:
         )
 
 
-def valid_targets(targets: Tensor, source: ReadRows) -> Tensor:
-    """Return the targets as int64; reject those that do not fit the rows or lie outside the vocabulary."""
-    check_tensor("targets", targets)
-    if targets.shape != (source.n,) or targets.dtype not in _INTEGERS:
-        raise InvalidInputError(
-            f"targets are {targets.dtype} {list(targets.shape)}, expected torch.int64 {[source.n]}: "
-            "one token id for each selected row"
-        )
-    return _valid_ids("targets", targets, source, "to ignore a row")
+def valid_ids(name: str, ids: Tensor, source: ReadRows, meaning: str) -> Tensor:
+    """Return targets ``[n]`` or indices ``[n, K]`` as int64; reject those of other shapes and other ids.
 
-
-def valid_indices(indices: Tensor, source: ReadRows) -> Tensor:
-    """Return the indices as int64; reject those that do not fit the rows or lie outside the vocabulary."""
-    check_tensor("indices", indices)
-    fits = indices.dim() == 2 and len(indices) == source.n and indices.shape[1] > 0
-    if not fits or indices.dtype not in _INTEGERS:
-        raise InvalidInputError(
-            f"indices are {indices.dtype} {list(indices.shape)}, expected torch.int64 [{source.n}, K]: "
-            "K token ids for each selected row, K at least 1"
-        )
-    return _valid_ids("indices", indices, source, "for no entry")
-
-
-def _valid_ids(name: str, ids: Tensor, source: ReadRows, meaning: str) -> Tensor:
+    ``meaning`` says what the ``ignore_index`` is for.
+    """
+    check_tensor(name, ids)
+    n, expected = source.n, "]: one token id for each selected row"
+    fits = ids.shape == (n,)
+    if name == "indices":
+        fits = ids.dim() == 2 and len(ids) == n and ids.shape[1] > 0
+        expected = ", K]: K token ids for each selected row, K at least 1"
+    if not fits or ids.dtype not in _INTEGERS:
+        actual = f"{ids.dtype} {list(ids.shape)}"
+        raise InvalidInputError(f"{name} are {actual}, expected torch.int64 [{n}{expected}")
     _check_device(name, ids, source.device)
-    options = source.options
-    check_ids(name, ids, options.num_ids(source.width), options.ignore_index, meaning)
+    check_ids(name, ids, source.options.num_ids(source.width), source.options.ignore_index, meaning)
     return ids.long()
 
 

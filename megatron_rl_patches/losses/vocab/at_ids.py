@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import Rows, VocabParallelOptions, valid_indices
+from .arguments import Rows, VocabParallelOptions, valid_ids
 from .reduction import Block, Blocks, Loss, Writer, ranges, rows_of_block
 from .softmax import NO_SOFTMAX, block_gradient, block_statistics, buffered_statistics, merged
 from .sources import Source, Tensors, rows_of
@@ -101,7 +101,7 @@ def vocab_parallel_log_probs_at(
         tp_group, temperature, inplace_backward, block_bytes, vocab_size=vocab_size
     )
     source = rows_of(logits, rows, options)
-    log_probs, log_tail = LogProbsAt()(source, indices=valid_indices(indices, source))
+    log_probs, log_tail = LogProbsAt()(source, indices=valid_ids("indices", indices, source, "for no entry"))
     return (log_probs, log_tail) if with_tail else log_probs
 
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import Rows, VocabParallelOptions, check_mask, valid_targets
+from .arguments import Rows, VocabParallelOptions, check_mask, valid_ids
 from .reduction import Block, Blocks, Loss, Writer
 from .softmax import (
     NO_SOFTMAX,
@@ -151,7 +151,7 @@ def log_probs_and_entropy(
     source = rows_of(logits, rows, options)
     if keep_mask is not None:
         check_mask(keep_mask, source)
-    ids = valid_targets(targets, source)
+    ids = valid_ids("targets", targets, source, "to ignore a row")
     log_probs, entropies = LogProbsAndEntropy()(source, ids=ids, keep_mask=keep_mask)
     if entropies is not None and not options.entropy_grad:
         entropies = entropies.detach()
