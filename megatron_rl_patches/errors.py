@@ -26,9 +26,9 @@ class CheckpointError(MegatronRLPatchesError, RuntimeError):
 class InvalidInputError(MegatronRLPatchesError, ValueError):
     """Arguments that do not fit together; raised on every rank alike, before any collective.
 
-    There are two exceptions. What one rank alone can know, such as that it refuses ``inplace_backward``,
-    travels with a collective: on a CPU all ranks raise after it; on a GPU that rank raises, and the kernels
-    of the others stop with a device-side assertion. Values of ids too are checked on a GPU by such a one.
+    There are two exceptions. A refusal of ``inplace_backward``, for which each rank has reasons of its own,
+    travels with the loss's collective: on a CPU all ranks raise after it; on a GPU that rank raises, and the
+    kernels of the others stop with a device-side assertion. Kernels on a GPU also check the values of ids.
     """
 
 

@@ -101,7 +101,7 @@ class Settings:
         """Read the settings without values that are refused; return the reasons, too, by variable."""
         settings, accepted, refused = cls(), dict[str, str](), dict[str, str]()
         names = [STRICT_VARIABLE, *map(variable_of, registry.option_types())]
-        for name in (*names, *names):  # twice, since some values are good only beside others
+        for name in (*names, *names):  # twice: an option may need another one, which is read after it
             text = environ.get(name, "")
             if text.strip() and name not in accepted:
                 try:

@@ -1,10 +1,10 @@
 """A step of the optimizer whose gradient norm is not finite is skipped, and reported.
 
-megatron-core looks at gradients before they are reduced (``check_for_nan_in_grad``), and under a loss scale.
-If neither is on, it writes a NaN into every weight and returns success. Here the norm decides that ``step()``
-reduces anyway, for clipping and metrics, so no collective is added and all ranks decide alike; one is added
-for each group of parameters that has a norm of its own, if nothing is clipped. An optimizer that is not
-chained and does not clip computes no norm, and its steps are not looked at.
+megatron-core checks gradients before they are reduced (``check_for_nan_in_grad``), and under a loss scale.
+Without either, it writes a NaN into every weight and returns success. This module checks their norm instead,
+which ``step()`` computes and reduces for clipping and metrics, so that all ranks decide alike without another
+collective. If nothing is clipped, each group of parameters with a norm of its own adds one collective. An
+optimizer that is not chained and does not clip computes no norm, and its steps are not checked.
 """
 
 from __future__ import annotations

@@ -100,10 +100,10 @@ class BlockFunction:
 def _is_disabled() -> bool:
     """Return whether torch would not compile now.
 
-    Where it is forbidden, torch.compile returns functions as they are. These are slower than plain operators
-    on buffers, and need several tensors of the size of a block, which is larger for compiled functions. Torch
-    2.13 skips every function that it comes across while this is so for some time, or while a dispatch mode is
-    on, and skips it for ever. Other releases raise an error, or hide from the mode what is compiled.
+    Where compiling is forbidden, torch.compile returns functions as they are. Uncompiled, they are slower
+    than plain operators on buffers, and need several tensors of the size of a block. Under a dispatch mode,
+    torch 2.13 never again compiles a function that is called; other releases raise an error, or hide from the
+    mode what is compiled.
     """
     in_any_thread = getattr(_python_dispatch, "is_in_any_mode_without_ignore_compile_internals", bool)
     return (

@@ -42,10 +42,9 @@ from .reduction import Block, Blocks, Loss, Writer
 from .sources import SelectedRows, Source, Tensors, rows_of
 
 _MINUS_INF, _INF = float("-inf"), float("inf")
-# Where log-probabilities of a column, or of a block of columns, differ by more nats, one distribution gives
-# it a probability of zero or nearly zero and another does not. RULED_OUT limits the log-probability of a
-# column in its whole row. That is the sum of the log-probabilities of the column in its stretch, of the
-# stretch in its tile, and so on. Each of these may be well above RULED_OUT, so this limit is a tenth of it.
+# If the log-probabilities of a column, or of a block of columns, differ by more nats, one distribution rules
+# it out. This is a tenth of RULED_OUT, which limits a column's log-probability in its whole row: that is a
+# sum (of the column in its stretch, of the stretch in its tile, ...), and each term may be well above it.
 _FAR = 1e3
 # Where the teacher's log-probability exceeds the student's by more nats, the student's probability is less
 # than a millionth of the teacher's, and subtracting one from the other costs no digits.

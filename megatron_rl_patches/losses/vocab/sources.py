@@ -364,7 +364,8 @@ class StorageClaim:
     the others waiting for it, so the refusal travels with the collective of the forward; see :meth:`check`.
 
     Attributes:
-        asked_for: whether ranks tell each other that they can overwrite their logits; alike on all ranks.
+        asked_for: whether some rank wants to overwrite its logits, which is known alike on all ranks; then
+            each rank sends the others its reason.
         reason: why the logits of this rank cannot be overwritten, as an index into ``_REASONS``; 0: they can.
     """
 
