@@ -31,7 +31,7 @@ from ..errors import InvalidInputError
 from ..inference.scoring.plan import vocabulary_of
 from ..losses import DeferredLogits, TopKDistribution, vocab_parallel_log_probs_at, vocab_parallel_topk
 from ..losses.objectives.distributions import NO_ENTRY
-from ..losses.objectives.topk_divergences import of_buckets
+from ..losses.objectives.topk_divergences import bucket_divergence
 from ..losses.vocab.divergences import RULED_OUT, DivergenceName, divergence_named
 from .distillation_loss import LARGEST_SUM, with_tail
 from .verl_losses import tensor_parallel_group
@@ -211,7 +211,7 @@ def _topk(
     )
     masses = {"student_mass": log_probs.detach().exp().sum(1), "teacher_mass": at_ids.exp().sum(1)}
     log_probs, tail = log_probs.clamp(min=lowest), tail.clamp(min=lowest)
-    losses = of_buckets(divergence_named(mode.divergence, mode.beta), log_probs, tail, teacher, old)
+    losses = bucket_divergence(divergence_named(mode.divergence, mode.beta), log_probs, tail, teacher, old)
     of_ids = teacher.log_probs.exp() * (teacher.log_probs - log_probs.detach())
     most_probable = vocab_parallel_topk(rows.detach(), k, tp_group=tp_group).indices
     overlap = (ids[:, :, None] == most_probable[:, None]).any(2)

@@ -59,9 +59,9 @@ def packed_log_probs_and_entropy(
     rows, split = layout.response_slices, layout.split_responses
     if layout.cp_size > 1:
         # A rank that refused its own ids alone would leave the others waiting for its values.
-        of_group = VocabParallelOptions(options.get("tp_group"), vocab_size=options.get("vocab_size"))
-        num_ids = of_group.num_ids(logits.shape[-1])
-        check_ids("targets", layout.targets(tokens), num_ids, of_group.ignore_index, "to ignore a row")
+        vocabulary = VocabParallelOptions(options.get("tp_group"), vocab_size=options.get("vocab_size"))
+        num_ids = vocabulary.num_ids(logits.shape[-1])
+        check_ids("targets", layout.targets(tokens), num_ids, vocabulary.ignore_index, "to ignore a row")
     if not with_entropy:
         return split(vocab_parallel_log_probs(*logits_and_targets, rows=rows, **options)), None
     log_probs, entropies = vocab_parallel_log_probs_and_entropy(

@@ -38,7 +38,7 @@ from .reduction import (
     token_weights,
 )
 from .teachers import FullDistribution, check_one_kind
-from .topk_divergences import of_buckets
+from .topk_divergences import bucket_divergence
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class DistillationBatch:
             values = [one.tensors[0][:, 0] for one in distributions]
             check_lengths(f"distributions of {name}", values, self.response_lengths)
         if not self.is_full:
-            for of_response in zip(*scored.values(), strict=True):
-                check_same_indices(of_response)
+            for scores in zip(*scored.values(), strict=True):
+                check_same_indices(scores)
         elif any(len(one.tensors) != 1 for one in self.old or ()):
             raise InvalidInputError("old is a mixture: pass the distributions of the one policy that sampled")
 
@@ -174,8 +174,8 @@ def distillation_loss(
     lengths = batch.response_lengths
     check_lengths("tail_log_probs", check_list("tail_log_probs", tail_log_probs), lengths)
     log_probs = check_list("log_probs", log_probs)
-    for of_ids, of_tail in zip(log_probs, tail_log_probs, strict=False):
-        check_floats(log_probs=of_ids, tail_log_probs=of_tail)
+    for values, tail in zip(log_probs, tail_log_probs, strict=False):
+        check_floats(log_probs=values, tail_log_probs=tail)
     check_lengths("log_probs", [one.select(-1, 0) if one.dim() > 1 else one for one in log_probs], lengths)
     log_probs_nk, tail_n = torch.cat(list(log_probs)), torch.cat(list(tail_log_probs))
     tokens = _Tokens.selected(batch, tail_n.device, slice(None))
@@ -272,7 +272,7 @@ def _per_token(log_probs_nk: Tensor, tail_n: Tensor, tokens: _Tokens, options: D
     old = tokens.old if options.measure.needs_old else None
     total = teacher_tail = torch.zeros_like(tail_n)
     for weight, teacher in weighted(tokens.teachers, options.teacher_weights):
-        total = total + weight * of_buckets(options.measure, log_probs_nk, tail_n, teacher, old)
+        total = total + weight * bucket_divergence(options.measure, log_probs_nk, tail_n, teacher, old)
         teacher_tail = teacher_tail + weight * teacher.tail_log_prob.exp()
     tails = [_masked(tail, tokens.mask) for tail in (tail_n.detach().exp(), teacher_tail)]
     return torch.stack([total, *tails], 1)

@@ -234,23 +234,23 @@ class LogProbs(list[Tensor]):
 register_pytree_node(LogProbs, lambda x: ([*x], x.vocab_size), LogProbs)
 
 
-def in_common(scored: Sequence[Any], **of_loss: float) -> dict[str, Any]:
+def in_common(scored: Sequence[Any], **loss: float) -> dict[str, Any]:
     """Return temperature and vocab_size of scores, ``None`` if that of one is not known; refuse several.
 
     Args:
-        of_loss: those of the loss, from which no known one may differ.
+        **loss: those of the loss, from which no known one may differ.
     """
     shared: dict[str, Any] = {}
     for name in ("temperature", "vocab_size"):
-        of_each = [getattr(one, name, None) for one in scored]
-        known = [float(number) for number in (of_loss.get(name), *of_each) if number is not None]
+        values = [getattr(one, name, None) for one in scored]
+        known = [float(number) for number in (loss.get(name), *values) if number is not None]
         if any(not math.isclose(number, known[0], rel_tol=1e-7) for number in known):  # some are in float32
-            whose = "scores and loss" if name in of_loss else "scores"
+            whose = "scores and loss" if name in loss else "scores"
             numbers = " and ".join(f"{number:.9g}" for number in dict.fromkeys(known))
             raise InvalidInputError(
                 f"{whose} differ in {name}, {numbers}: pass the same to the loss and to what scores for it"
             )
-        shared[name] = None if None in of_each else of_each[0]
+        shared[name] = None if None in values else values[0]
     return shared
 
 

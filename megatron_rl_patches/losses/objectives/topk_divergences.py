@@ -37,7 +37,7 @@ def reverse_kl(log_probs: Tensor, tail_log_prob: Tensor, teacher: TopKDistributi
     Averaged over tokens that the student sampled, value and gradient are unbiased for the divergence of the
     buckets at the states that the student visits. The gradient ignores how the student gets there.
     """
-    return of_buckets(divergence_named("reverse_kl"), log_probs, tail_log_prob, teacher)
+    return bucket_divergence(divergence_named("reverse_kl"), log_probs, tail_log_prob, teacher)
 
 
 def forward_kl(log_probs: Tensor, tail_log_prob: Tensor, teacher: TopKDistribution) -> Tensor:
@@ -46,7 +46,7 @@ def forward_kl(log_probs: Tensor, tail_log_prob: Tensor, teacher: TopKDistributi
     Up to a constant it is the cross entropy with the teacher's buckets. It is unbiased for the states that
     the student visits, as :func:`reverse_kl` is; classical distillation lets the teacher sample instead.
     """
-    return of_buckets(divergence_named("forward_kl"), log_probs, tail_log_prob, teacher)
+    return bucket_divergence(divergence_named("forward_kl"), log_probs, tail_log_prob, teacher)
 
 
 def jensen_shannon(
@@ -61,7 +61,7 @@ def jensen_shannon(
     Raises:
         InvalidInputError: ``beta`` is not between 0 and 1, or shapes differ.
     """
-    return of_buckets(divergence_named("jensen_shannon", beta), log_probs, tail_log_prob, teacher)
+    return bucket_divergence(divergence_named("jensen_shannon", beta), log_probs, tail_log_prob, teacher)
 
 
 def generalized_kl(log_probs: Tensor, tail_log_prob: Tensor, teacher: TopKDistribution) -> Tensor:
@@ -71,7 +71,7 @@ def generalized_kl(log_probs: Tensor, tail_log_prob: Tensor, teacher: TopKDistri
     part of the tail, hence a lower bound of it: probability that the student puts outside the ids costs
     nothing. ``tail_log_prob`` is ignored; it is an argument so that all divergences have the same signature.
     """
-    return of_buckets(divergence_named("generalized_kl"), log_probs, tail_log_prob, teacher)
+    return bucket_divergence(divergence_named("generalized_kl"), log_probs, tail_log_prob, teacher)
 
 
 def importance_weighted_reverse_kl(
@@ -88,10 +88,10 @@ def importance_weighted_reverse_kl(
         InvalidInputError: shapes differ, or ``teacher`` and ``old`` differ in temperature or vocab_size.
     """
     divergence = divergence_named("importance_weighted_reverse_kl")
-    return of_buckets(divergence, log_probs, tail_log_prob, teacher, old)
+    return bucket_divergence(divergence, log_probs, tail_log_prob, teacher, old)
 
 
-def of_buckets(
+def bucket_divergence(
     divergence: Divergence,
     log_probs: Tensor,
     tail_log_prob: Tensor,
@@ -125,10 +125,10 @@ def of_buckets(
             )
     student = torch.cat([log_probs, tail_log_prob[:, None]], 1)
     buckets = [torch.cat([one.log_probs, one.tail_log_prob[:, None]], 1).to(student) for one in others]
-    return _OfBuckets.apply(divergence, student, *buckets)  # type: ignore[no-untyped-call]
+    return _BucketDivergence.apply(divergence, student, *buckets)  # type: ignore[no-untyped-call]
 
 
-class _OfBuckets(torch.autograd.Function):
+class _BucketDivergence(torch.autograd.Function):
     """Computes in float64, where rounding costs no digits, from log-probabilities ``[n, k + 1]``."""
 
     @staticmethod
@@ -150,9 +150,9 @@ class _OfBuckets(torch.autograd.Function):
 
 
 def _compared(*log_probs: Tensor) -> Compared:
-    of_buckets = [one.double() for one in log_probs]
-    zeros = of_buckets[0].new_zeros(len(of_buckets), len(of_buckets[0]))
-    return Compared(of_buckets, map(Normalizer._make, zip(*Normalizer.of(zeros, zeros.dtype), strict=True)))
+    buckets = [one.double() for one in log_probs]
+    zeros = buckets[0].new_zeros(len(buckets), len(buckets[0]))
+    return Compared(buckets, map(Normalizer._make, zip(*Normalizer.of(zeros, zeros.dtype), strict=True)))
 
 
 def opd_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:

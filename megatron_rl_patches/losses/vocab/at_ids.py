@@ -116,7 +116,7 @@ class LogProbsAt(Loss):
 
         def part(block: Block) -> Tensor:
             x, work = block.xs[0].flatten(1), block.work
-            columns = Columns.of_ids(indices, source, block)
+            columns = Columns.find(indices, source, block)
             at_ids = torch.where(columns.is_local, x.gather(1, columns.column), _MINUS_INF).double()
             if work is None:
                 in_tail = torch.ones(x.shape, dtype=torch.bool, device=x.device)
@@ -142,10 +142,10 @@ class LogProbsAt(Loss):
             z = ((total[:-2, rows] - max_logit[rows]) / options.temperature).T
             inside = z.masked_fill(repeated_or_none(indices[rows]), _MINUS_INF)
             tail = tail_max[rows] - max_logit[rows], tail_sum[rows]
-            of_all, log_tail[rows] = total_and_tail(inside, *tail, options.temperature)
-            log_sum_exp[rows] = of_all.squeeze(1)
-            log_probs[rows] = (z - of_all).masked_fill(indices[rows] < 0, _MINUS_INF)
-        of_rows = {
+            log_total, log_tail[rows] = total_and_tail(inside, *tail, options.temperature)
+            log_sum_exp[rows] = log_total.squeeze(1)
+            log_probs[rows] = (z - log_total).masked_fill(indices[rows] < 0, _MINUS_INF)
+        saved = {
             "indices": indices,
             # Backward compares with the logits that this rank reads.
             "tail_max": (tail_max * options.divisor).to(source.dtype),
@@ -155,34 +155,34 @@ class LogProbsAt(Loss):
             "log_tail": log_tail,
         }
         # The caller may change the returned tensors, so none of them is a saved tensor.
-        return [log_probs, log_tail.to(source.dtype, copy=True)], of_rows
+        return [log_probs, log_tail.to(source.dtype, copy=True)], saved
 
     def writer(self, sources: Sequence[Source], saved: Tensors, *gradients: Tensor | None) -> Writer:
-        (source,), (of_log_probs, of_log_tail) = sources, gradients
+        (source,), (log_prob_gradient, tail_gradient) = sources, gradients
         indices, tail_max, weight, max_logit, log_sum_exp, log_tail = saved.values()
         scale, temperature = source.options.scale, source.temperature
         zero = tail_max.new_zeros(())
-        g = torch.where(indices < 0, 0.0, zero if of_log_probs is None else of_log_probs)
-        h = zero if of_log_tail is None else of_log_tail
+        g = torch.where(indices < 0, 0.0, zero if log_prob_gradient is None else log_prob_gradient)
+        h = zero if tail_gradient is None else tail_gradient
         h = torch.where(log_tail == _MINUS_INF, zero, h).double()  # an empty tail is constant
         g_total, g_at_ids = g.sum(1, keepdim=True, dtype=torch.float64), torch.empty_like(g)
         for rows in blocks_of_rows(g, source.options):
             g_at_ids[rows] = summed_by_id(indices[rows], g[rows])
-        h, log_tail, tail_max, weight = (of_rows[:, None] for of_rows in (h, log_tail, tail_max, weight))
+        h, log_tail, tail_max, weight = (values[:, None] for values in (h, log_tail, tail_max, weight))
         # Rows without a gradient may hold NaN. An empty tail gets none; in a row with NaN it gets NaN, too.
         has_grad = (g != 0).any(1, keepdim=True) | (h != 0)
         in_tail = has_grad & ((tail_max != _MINUS_INF) | log_tail.isnan())
-        of_tail = weight * (-h * log_tail.expm1() - log_tail.exp() * g_total) / scale
-        of_tail, of_all = of_tail.to(tail_max.dtype), g_total + h
+        tail_factor = weight * (-h * log_tail.expm1() - log_tail.exp() * g_total) / scale
+        tail_factor, g_all = tail_factor.to(tail_max.dtype), g_total + h
 
         def write(block: Block) -> None:
-            rows, columns, x = block.rows, Columns.of_ids(indices, source, block), block.xs[0]
+            rows, columns, x = block.rows, Columns.find(indices, source, block), block.xs[0]
             z = x.flatten(1).gather(1, columns.column).double() - max_logit[rows, None]
             log_p, g_of_ids = z / scale - log_sum_exp[rows, None], g_at_ids[rows]
             # 1 - p, accurate when p is near 1
-            at_ids = (-g_of_ids * log_p.expm1() - log_p.exp() * (of_all[rows] - g_of_ids)) / scale
+            at_ids = (-g_of_ids * log_p.expm1() - log_p.exp() * (g_all[rows] - g_of_ids)) / scale
             at_ids = torch.where(has_grad[rows], at_ids, 0.0).to(block.out.dtype)
-            softmax, has_tail = (block.part(tail_max), block.part(of_tail), None), block.part(in_tail)
+            softmax, has_tail = (block.part(tail_max), block.part(tail_factor), None), block.part(in_tail)
             block.function(x, block.out, softmax, NO_SOFTMAX, None, has_tail, temperature, block.work)
             columns.put(block.out.flatten(1), at_ids)
 
@@ -205,7 +205,7 @@ class Columns(NamedTuple):
     place: Tensor  # [rows, 1], of the local id whose column those of other blocks have
 
     @classmethod
-    def of_ids(cls, indices: Tensor, source: Source, block: Block) -> Columns:
+    def find(cls, indices: Tensor, source: Source, block: Block) -> Columns:
         """Return the columns of token ids ``[n, K]``, negative for none."""
         column, is_local = block.tile.columns_of(indices[block.rows], source)
         largest, place = torch.where(is_local, column, -1).max(1, keepdim=True)

@@ -24,9 +24,9 @@ def save_sources(ctx: Any, sources: Sequence[Source], others: Tensors, owners: S
     named: list[tuple[str, Any]] = []
     ctx.restores, ctx.other_names = [], list(others)
     for source, owner in zip(sources, ("", *owners), strict=True):
-        of_source, restore = source.saved()
-        named += [(f"{name} of {owner}" if owner else name, tensor) for name, tensor in of_source.items()]
-        ctx.restores.append((restore, len(of_source)))
+        tensors, restore = source.saved()
+        named += [(f"{name} of {owner}" if owner else name, tensor) for name, tensor in tensors.items()]
+        ctx.restores.append((restore, len(tensors)))
     if torch.is_inference_mode_enabled():
         return  # there is no backward
     named += others.items()

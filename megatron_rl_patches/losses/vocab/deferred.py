@@ -398,8 +398,7 @@ class Defer(torch.autograd.Function):
         def compute(sources: Sequence[Any], _: Any, needed: Sequence[bool], gradient: Tensor) -> Any:
             return sources[0].gradients_of(gradient, needed)
 
-        of_rows = gradient.flatten(0, -2)
-        return None, *gradients_of_inputs(ctx, without_autocast(compute), 1, of_rows)
+        return None, *gradients_of_inputs(ctx, without_autocast(compute), 1, gradient.flatten(0, -2))
 
 
 class ToDense(torch.autograd.Function):

@@ -113,14 +113,14 @@ class Compared:
             log_q = reduce(torch.logaddexp, [self._scaled_(_shifted(*x)) + weight for x, weight in pairs])
             zero = torch.zeros_like(self._student[1].rounded)
             self._teacher = log_q if scale is None else log_q * scale, Normalizer(zero, zero, zero)
-        self.gap, *of_old = [self._minus_teacher(*side) for side in (self._student, *old)]
-        self.old_gap = of_old[0] if of_old else None
+        self.gap, *old_gaps = [self._minus_teacher(*side) for side in (self._student, *old)]
+        self.old_gap = old_gaps[0] if old_gaps else None
 
     def _minus_teacher(self, x: Tensor, normalizer: Normalizer) -> Tensor:
-        of_teacher, teachers = self._teacher
+        teacher_x, teachers = self._teacher
         # Rounding the difference of the normalizers moves all columns of a row alike, as said above.
         rounded, remainder = normalizer.rounded - teachers.rounded, normalizer.remainder - teachers.remainder
-        return self._scaled_((x - of_teacher).sub_(rounded).sub_(remainder))
+        return self._scaled_((x - teacher_x).sub_(rounded).sub_(remainder))
 
     def _scaled_(self, difference: Tensor) -> Tensor:
         return difference if self._scale is None else difference.div_(self._scale)
@@ -247,9 +247,9 @@ class JensenShannon(Divergence, name="jensen_shannon"):
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
         gap, teacher_gap = compared.gaps_to_middle(self.beta)
         middle = compared.middle(self.beta)
-        of_teacher, _ = _relative_entropy(compared.q, middle, teacher_gap)
-        of_student, expected = _relative_entropy(compared.p, middle, gap)
-        return of_student.lerp_(of_teacher, self.beta), (1.0 - self.beta) * expected
+        teacher_part, _ = _relative_entropy(compared.q, middle, teacher_gap)
+        student_part, expected = _relative_entropy(compared.p, middle, gap)
+        return student_part.lerp_(teacher_part, self.beta), (1.0 - self.beta) * expected
 
     def slope(self, compared: Compared) -> Tensor:
         return (1.0 - self.beta) * compared.gaps_to_middle(self.beta)[0]
@@ -365,14 +365,14 @@ def sum_of_rows(x: Tensor) -> Tensor:
     if x.dim() == 3:
         return sum_of_columns(x).double()
     count = x.shape[1] // STRETCH
-    of_stretches = x[:, : count * STRETCH].unflatten(1, (count, STRETCH)).sum(-1)  # type: ignore[no-untyped-call]
+    stretch_sums = x[:, : count * STRETCH].unflatten(1, (count, STRETCH)).sum(-1)  # type: ignore[no-untyped-call]
     rest = x[:, count * STRETCH :].sum(1, keepdim=True)
-    return torch.cat([of_stretches, rest], 1).sum(1, dtype=torch.float64)
+    return torch.cat([stretch_sums, rest], 1).sum(1, dtype=torch.float64)
 
 
 def log_sum_exp(x: Tensor, scale: Tensor | None) -> Tensor:
     """Return ``log(sum(exp(x / scale)))`` of rows or stretches, float64."""
     largest = x.amax(-1)
     reference = largest.where(largest != _MINUS_INF, 0.0)
-    of_others = sum_of_rows(_exp(x - reference[..., None], scale)).log()
-    return (reference.double() if scale is None else reference.double() / scale) + of_others
+    log_sum = sum_of_rows(_exp(x - reference[..., None], scale)).log()
+    return (reference.double() if scale is None else reference.double() / scale) + log_sum

@@ -118,8 +118,8 @@ def full_vocabulary_divergence(
             raise InvalidInputError(f"divergence is {divergence!r}: old is needed, and missing")
         others.append(("old", old))
     options = VocabParallelOptions(tp_group, temperature, False, block_bytes, vocab_size=vocab_size)
-    of_student = replace(options, inplace_backward=True) if inplace_backward else options
-    sources = [source := rows_of(student, rows, of_student, "student")]
+    student_options = replace(options, inplace_backward=True) if inplace_backward else options
+    sources = [source := rows_of(student, rows, student_options, "student")]
     for name, logits in others:
         if isinstance(logits, Tensor) and logits.requires_grad:
             logits = logits.detach()
@@ -206,10 +206,10 @@ class _Sides(NamedTuple):
         """The divisor that all sides share, which :func:`_prepared` leaves to later; ``None`` for none."""
         return self.scales[0] if len(self.scales) == 1 else None
 
-    def of_rows(self, normalizers: Tensor, *others: Tensor) -> Tensor:
+    def row_values(self, normalizers: Tensor, *others: Tensor) -> Tensor:
         """Return what blocks get of each row, ``[any, n, 1]``: see :func:`_compared`; others are ``[n]``."""
-        of_sides = torch.stack(Normalizer.of(normalizers, self.dtype, self.scale), 1).flatten(0, 1)
-        return torch.cat([of_sides, *(values.to(self.dtype)[None, :, None] for values in others)])
+        normalizer_values = torch.stack(Normalizer.of(normalizers, self.dtype, self.scale), 1).flatten(0, 1)
+        return torch.cat([normalizer_values, *(values.to(self.dtype)[None, :, None] for values in others)])
 
 
 class FullDivergence(Loss):
@@ -242,7 +242,7 @@ class FullDivergence(Loss):
             normalizers, (value, expected) = parts[:-2], parts[-2:]
             in_one_pass = not (value == _INF).any()
         if not in_one_pass:
-            part = partial(call, of_rows=sides.of_rows(normalizers))
+            part = partial(call, row_values=sides.row_values(normalizers))
             value, expected, *lost = read(_sums, part, lambda parts: torch.stack(parts).sum(0), _BLOCKS)
             value = divergence.without_rounding(value, expected - lost[0] if lost else expected)
         # Next to a distribution that rules every column out, nothing is a number.
@@ -255,18 +255,18 @@ class FullDivergence(Loss):
         (gradient,), (sides, call) = gradients, self._call(sources)
         assert gradient is not None
         weights = gradient / sources[0].options.scale
-        of_rows = sides.of_rows(saved["normalizers"], saved["expected"], weights)
+        row_values = sides.row_values(saved["normalizers"], saved["expected"], weights)
 
         def write(block: Block) -> None:
-            call(block, of_rows, self.masks_ruled_out, block.out)
+            call(block, row_values, self.masks_ruled_out, block.out)
 
         return Writer(_block_derivative, write, _BLOCKS)
 
     def _call(self, sources: Sequence[Source]) -> tuple[_Sides, Callable[..., Any]]:
         """Return what functions of a block get, and what calls them."""
-        student, of_each = sources[0], [source.options.scale for source in sources]
-        of_each = of_each[:1] if len(set(of_each)) == 1 else of_each
-        scales = [None if number == 1 else student.scalar(number) for number in of_each]
+        student, divisors = sources[0], [source.options.scale for source in sources]
+        divisors = divisors[:1] if len(set(divisors)) == 1 else divisors
+        scales = [None if number == 1 else student.scalar(number) for number in divisors]
         sides = _Sides(self.divergence, self.log_weights, scales, student.dtype)
 
         @cache
@@ -275,12 +275,12 @@ class FullDivergence(Loss):
             beta, *log_weights = map(student.scalar, (float(self.divergence.beta), *self.log_weights))
             return sides._replace(divergence=type(self.divergence)(beta), log_weights=tuple(log_weights))
 
-        def call(block: Block, of_rows: Tensor | None = None, *more: Any) -> Any:
-            of_block = None if of_rows is None else of_rows[:, block.rows]
+        def call(block: Block, row_values: Tensor | None = None, *more: Any) -> Any:
+            block_values = None if row_values is None else row_values[:, block.rows]
             if block.work is not None:
-                return block.function(block.xs, sides, of_block, *more)
-            of_block = None if of_block is None else block.cut(of_block)
-            return block.function(block.xs, with_tensors(), of_block, *more)
+                return block.function(block.xs, sides, block_values, *more)
+            block_values = None if block_values is None else block.cut(block_values)
+            return block.function(block.xs, with_tensors(), block_values, *more)
 
         return sides, call
 
@@ -316,10 +316,10 @@ def _chain_rule(divergence: Divergence, parts: Sequence[Tensor]) -> Tensor:
     differ = values == _INF
     totals = [mass.logsumexp(1) for mass in masses]
     compared = Compared(masses, [Normalizer.of(total, total.dtype) for total in totals])
-    weights, (of_value, of_expected) = divergence.weights(compared), divergence.terms(compared)
-    value = (weights * values.masked_fill(differ, 0.0) + of_value).sum(1)
+    weights, (mass_value, mass_expected) = divergence.weights(compared), divergence.terms(compared)
+    value = (weights * values.masked_fill(differ, 0.0) + mass_value).sum(1)
     value = value.masked_fill(differ.any(1) | _differ(compared), _INF)
-    return torch.stack([*totals, value, (weights * expected + of_expected).sum(1)])
+    return torch.stack([*totals, value, (weights * expected + mass_expected).sum(1)])
 
 
 def _differ(compared: Compared) -> Tensor:
@@ -330,13 +330,13 @@ def _differ(compared: Compared) -> Tensor:
     return largest > _FAR
 
 
-def _sums(xs: list[Tensor], sides: _Sides, of_rows: Tensor) -> Tensor:
+def _sums(xs: list[Tensor], sides: _Sides, row_values: Tensor) -> Tensor:
     """Return the sums of :meth:`.Divergence.terms` over a block's columns; its normalizers are known.
 
     For a divergence that covers mass, the teacher's probability of what the student rules out is the third
     sum. These columns are constant, so the second sum is without them.
     """
-    compared = _compared(xs, sides, of_rows)
+    compared = _compared(xs, sides, row_values)
     terms = list(sides.divergence.terms(compared))
     if sides.divergence.covers_mass:
         are_constant = compared.are_ruled_out
@@ -349,14 +349,14 @@ def _sums(xs: list[Tensor], sides: _Sides, of_rows: Tensor) -> Tensor:
 
 
 def _block_derivative(
-    xs: list[Tensor], sides: _Sides, of_rows: Tensor, masks_ruled_out: bool, out: Tensor
+    xs: list[Tensor], sides: _Sides, row_values: Tensor, masks_ruled_out: bool, out: Tensor
 ) -> None:
     """Write the gradient of the student's logits into ``out``.
 
-    The last of ``of_rows`` are the sums that derivatives subtract, and the gradients of the divergences over
-    the student's temperature.
+    The last of ``row_values`` are the sums that derivatives subtract, and the gradients of the divergences
+    over the student's temperature.
     """
-    compared, expected, weight = _compared(xs, sides, of_rows), of_rows[-2], of_rows[-1]
+    compared, expected, weight = _compared(xs, sides, row_values), row_values[-2], row_values[-1]
     derivative = sides.divergence.derivative(compared, expected)
     if masks_ruled_out:
         derivative = derivative.masked_fill(compared.are_ruled_out & ~expected.isnan(), 0.0)
@@ -371,7 +371,7 @@ def _prepared(xs: list[Tensor], sides: _Sides) -> list[Tensor]:
     return [x if scale is None else x / scale for x, scale in zip(xs, sides.scales, strict=True)]
 
 
-def _compared(xs: list[Tensor], sides: _Sides, of_rows: Tensor) -> Compared:
-    """Compare all sides, whose normalizers, three values each, are the first of ``of_rows``."""
-    normalizers = [Normalizer(*of_rows[first : first + 3]) for first in range(0, 3 * len(xs), 3)]
+def _compared(xs: list[Tensor], sides: _Sides, row_values: Tensor) -> Compared:
+    """Compare all sides, whose normalizers, three values each, are the first of ``row_values``."""
+    normalizers = [Normalizer(*row_values[first : first + 3]) for first in range(0, 3 * len(xs), 3)]
     return Compared(_prepared(xs, sides), normalizers, sides.log_weights, sides.scale)

@@ -180,34 +180,34 @@ class LogProbsAndEntropy(Loss):
             derivative = source.forward_derivative()
 
         def part(block: Block) -> Tensor:
-            of_passes = [(_of_block(mask, block), entropy) for mask, entropy in passes]
+            masked_passes = [(_mask_of_block(mask, block), entropy) for mask, entropy in passes]
             if block.work is None:
-                values = block.function(block.xs[0], of_passes, temperature)
+                values = block.function(block.xs[0], masked_passes, temperature)
             else:
                 work = block.work[spare:]
-                values = [buffered_statistics(block.xs[0], one, temperature, work) for one in of_passes]
-            return torch.stack([value.double() for of_pass in values for value in of_pass])
+                values = [buffered_statistics(block.xs[0], one, temperature, work) for one in masked_passes]
+            return torch.stack([value.double() for one in values for value in one])
 
-        def of_tile(tile: Tile, statistics: Tensor) -> Tensor:
+        def finish_tile(tile: Tile, statistics: Tensor) -> Tensor:
             column, is_here = _targets_in(tile, ids, source)
             logit = torch.where(is_here, tile.at(column).double(), _MINUS_INF)
             if keep_mask is not None:
                 is_kept = keep_mask[tile.rows, tile.columns].gather(1, column[:, None]).squeeze(1)
                 own = logit.masked_fill(is_kept, _MINUS_INF)
-                of_kept = merged([statistics[:2], torch.stack([own, torch.zeros_like(own)])], options.scale)
-                statistics = torch.cat([of_kept, statistics[2:]])
+                kept = merged([statistics[:2], torch.stack([own, torch.zeros_like(own)])], options.scale)
+                statistics = torch.cat([kept, statistics[2:]])
             if derivative is not None:
                 derivative.add(tile, statistics[0], column, is_here)
             values = torch.cat([statistics, logit[None]])
             return values if divisors is None else values / divisors
 
         def merge(parts: Sequence[Tensor]) -> Tensor:
-            of_passes = zip(*(torch.split(values[:-1], sizes) for values in parts), strict=True)
+            by_pass = zip(*(torch.split(values[:-1], sizes) for values in parts), strict=True)
             logit = torch.stack([values[-1] for values in parts]).amax(0)
-            return torch.cat([*(merged(one, options.temperature) for one in of_passes), logit[None]])
+            return torch.cat([*(merged(one, options.temperature) for one in by_pass), logit[None]])
 
         blocks = Blocks(1 + with_entropy + spare)
-        total = read(block_statistics, part, merge, blocks, of_tile, keeps_tiles=derivative is None)
+        total = read(block_statistics, part, merge, blocks, finish_tile, keeps_tiles=derivative is None)
         return self._results(source, ids, keep_mask, torch.split(total, [*sizes, 1]), derivative)
 
     def _results(
@@ -220,31 +220,31 @@ class LogProbsAndEntropy(Loss):
     ) -> tuple[tuple[Tensor, Tensor | None], Tensors]:
         """Return the results from the statistics of each pass and the targets' logits, ``[m, n]`` each."""
         options, is_ignored = source.options, ids == source.options.ignore_index
-        *of_passes, (target_logit,) = total
+        *statistics, (target_logit,) = total
         # Of the columns that log-probabilities see, and of all columns.
-        masked = of_all = _Softmax(of_passes[0], options)
-        if len(of_passes) > 1:
-            of_all = _Softmax(of_passes[1], options)
+        masked = unmasked = _Softmax(statistics[0], options)
+        if len(statistics) > 1:
+            unmasked = _Softmax(statistics[1], options)
         exact, entropy = masked.log_prob(target_logit), None
         log_prob = exact.masked_fill(is_ignored, 0.0).to(source.dtype)
         if options.with_entropy:
-            exact_entropy = of_all.entropy()
+            exact_entropy = unmasked.entropy()
             entropy = exact_entropy.masked_fill(is_ignored, 0.0).to(source.dtype)
         if derivative is not None:
             column = ids - source.first_id
             column = column.where((column >= 0) & (column < source.width), -1)
             # It compares with the logits that this rank reads.
             max_logit = masked.max_logit * options.divisor
-            of_log_prob = derivative.finish(column, max_logit, masked.sum_exp, exact)
-            return (log_prob, entropy), {"ids": ids, "derivative": of_log_prob}
+            derivative_nh = derivative.finish(column, max_logit, masked.sum_exp, exact)
+            return (log_prob, entropy), {"ids": ids, "derivative": derivative_nh}
         # Of the target, whose gradient is more than that of a column, by log-probability and by entropy.
-        of_rows = [*masked.for_backward(), exact.expm1()]  # 1 - p, accurate when p is near 1
+        values = [*masked.for_backward(), exact.expm1()]  # 1 - p, accurate when p is near 1
         if options.with_entropy and options.entropy_grad:
-            log_p = exact if keep_mask is None else of_all.log_prob(target_logit)
+            log_p = exact if keep_mask is None else unmasked.log_prob(target_logit)
             log_p = log_p.clamp(min=exp_floor(torch.float64))
-            of_rows += [log_p.exp() * (log_p + exact_entropy), *of_all.mean_z]
-            of_rows += [] if keep_mask is None else of_all.for_backward()
-        numbers = torch.stack(of_rows).to(source.dtype)
+            values += [log_p.exp() * (log_p + exact_entropy), *unmasked.mean_z]
+            values += [] if keep_mask is None else unmasked.for_backward()
+        numbers = torch.stack(values).to(source.dtype)
         return (log_prob, entropy), {"ids": ids, "keep_mask": keep_mask, "numbers": numbers}
 
     def writer(self, sources: Sequence[Source], saved: Tensors, *gradients: Tensor | None) -> Writer | Tensor:
@@ -263,16 +263,16 @@ class LogProbsAndEntropy(Loss):
             return torch.where(has_grad, g[:, None] * saved["derivative"], 0.0)
         ids, keep_mask, numbers = saved.values()
         scale, temperature = source.options.scale, source.temperature
-        max_logit, weight, by_log_prob, *of_entropy = numbers.unbind()
+        max_logit, weight, by_log_prob, *entropy_numbers = numbers.unbind()
         masked = unmasked = NO_SOFTMAX
         if g is not None:
             has_grad, at_target = g != 0, g * by_log_prob
             masked = _columns(max_logit, weight * g)
         if h is not None:
-            by_entropy, mean_z, *of_all = of_entropy
-            max_logit, weight = of_all or (max_logit, weight)
-            of_columns = -h * mean_z if g is None or keep_mask is not None else g - h * mean_z
-            unmasked = _columns(max_logit, weight * of_columns, weight * h)
+            by_entropy, mean_z, *others = entropy_numbers
+            max_logit, weight = others or (max_logit, weight)
+            column_factor = -h * mean_z if g is None or keep_mask is not None else g - h * mean_z
+            unmasked = _columns(max_logit, weight * column_factor, weight * h)
             has_grad = h != 0 if g is None else torch.logical_or(g, h)
             at_target = h * by_entropy if g is None else at_target + h * by_entropy
         if keep_mask is None:
@@ -290,7 +290,7 @@ class LogProbsAndEntropy(Loss):
                 block.out,
                 tuple(map(block.part, unmasked)),
                 tuple(map(block.part, masked)),
-                None if masked[1] is None else _of_block(keep_mask, block),
+                None if masked[1] is None else _mask_of_block(keep_mask, block),
                 None if all_have_grad else block.part(has_grad[:, None]),
                 temperature,
                 block.work,
@@ -330,8 +330,8 @@ def _divisors(sizes: Sequence[int], source: Source) -> Tensor | None:
     if source.options.divisor == 1:
         return None
     divisor, ones = source.options.divisor, [1.0, 1.0]
-    of_all = [number for size in sizes for number in (divisor, *ones[: size - 1])]
-    return torch.tensor([[*of_all, divisor]], dtype=torch.float64, device=source.device).T
+    divisors = [number for size in sizes for number in (divisor, *ones[: size - 1])]
+    return torch.tensor([[*divisors, divisor]], dtype=torch.float64, device=source.device).T
 
 
 def _targets_in(tile: Tile, ids: Tensor, source: Source) -> tuple[Tensor, Tensor]:
@@ -340,7 +340,7 @@ def _targets_in(tile: Tile, ids: Tensor, source: Source) -> tuple[Tensor, Tensor
     return column.clamp(0, tile.x.shape[1] - 1), is_here
 
 
-def _of_block(mask: Tensor | None, block: Block) -> Tensor | None:
+def _mask_of_block(mask: Tensor | None, block: Block) -> Tensor | None:
     return None if mask is None else block.cut(mask[block.rows, block.tile.columns])
 
 

@@ -54,8 +54,8 @@ def _has_gradient_of_rows(parents: Sequence[DeferredLogits]) -> bool | None:
     """
     if not torch.is_grad_enabled():
         return False
-    of_rows = [parent.has_gradient_of_rows for parent in parents]
-    if all(of_rows):
+    are_of_rows = [parent.has_gradient_of_rows for parent in parents]
+    if all(are_of_rows):
         return True
     return None if any(parent.requires_grad for parent in parents) else False
 

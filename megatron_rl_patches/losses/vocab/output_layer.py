@@ -154,7 +154,7 @@ class OutputLayerRows(Source):
             stored.store_last(place, buffer)
 
     def gradients(self, needed: Sequence[bool]) -> Gradients:
-        return _OfInputs(self, needed)
+        return _InputGradients(self, needed)
 
     def saved(self) -> tuple[Tensors, Callable[..., OutputLayerRows]]:
         numbers, rows = (self.index, slice(0)) if isinstance(self.index, Tensor) else (None, self.index)
@@ -194,8 +194,8 @@ class OutputLayerRows(Source):
         needed = is_frozen and self.keeps_tiles and self.hidden.requires_grad
         return ForwardDerivative(self.without_keeping()) if needed else None
 
-    def gradients_by_derivative(self, of_selected: Tensor) -> Inputs:
-        return self.spread(of_selected), None, None
+    def gradients_by_derivative(self, gradient_nh: Tensor) -> Inputs:
+        return self.spread(gradient_nh), None, None
 
     def select(
         self, index: slice | Tensor, options: VocabParallelOptions, trained: bool = True, keeps: bool = False
@@ -207,7 +207,7 @@ class OutputLayerRows(Source):
 
     def gradients_of(self, gradient: Tensor, needed: Sequence[bool]) -> Inputs:
         """Return the gradients of the inputs from that of all logits ``[n, V / tp]``."""
-        sums, rows = _OfInputs(self, needed), slice(0, self.n)
+        sums, rows = _InputGradients(self, needed), slice(0, self.n)
         sums.add(Tile(gradient, rows, rows, slice(0, self.width), [(rows, rows)]))
         return sums.totals()
 
@@ -217,19 +217,19 @@ class OutputLayerRows(Source):
         hidden = self.hidden.detach()
         return hidden[self.index] if isinstance(self.index, slice) else hidden.index_select(0, self.index)
 
-    def spread(self, of_selected: Tensor) -> Tensor:
+    def spread(self, gradient_nh: Tensor) -> Tensor:
         """Return the gradient of all hidden states ``[T, h]`` from that of the selected rows."""
-        of_selected = of_selected.to(self.hidden.dtype)
+        gradient_nh = gradient_nh.to(self.hidden.dtype)
         if self.n == len(self.hidden) and isinstance(self.index, slice):
-            return of_selected
-        gradient = torch.zeros_like(self.hidden)
+            return gradient_nh
+        gradient_th = torch.zeros_like(self.hidden)
         if isinstance(self.index, slice):
-            gradient[self.index] = of_selected
-            return gradient
-        return gradient.index_add_(0, self.index, of_selected)  # a row may be there several times
+            gradient_th[self.index] = gradient_nh
+            return gradient_th
+        return gradient_th.index_add_(0, self.index, gradient_nh)  # a row may be there several times
 
 
-class _OfInputs(Gradients):
+class _InputGradients(Gradients):
     """The gradients of hidden states, weight and bias, summed over tiles, which they have overwritten."""
 
     def __init__(self, layer: OutputLayerRows, needed: Sequence[bool]) -> None:
@@ -380,8 +380,8 @@ class ForwardDerivative:
         temperature, dtype = self._temperature, self._exp.dtype
         scale = ((self._max_logit - max_logit) / temperature).exp() / (sum_exp * temperature)
         at_target = torch.where(local_target >= 0, -log_prob.expm1() / temperature, 0.0)
-        of_target = self._weight[local_target.clamp(min=0)].to(dtype) * at_target.to(dtype)[:, None]
-        return of_target - self._exp * scale.to(dtype)[:, None]
+        target_part = self._weight[local_target.clamp(min=0)].to(dtype) * at_target.to(dtype)[:, None]
+        return target_part - self._exp * scale.to(dtype)[:, None]
 
 
 # --- products

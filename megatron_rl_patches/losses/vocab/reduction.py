@@ -123,7 +123,7 @@ class Loss(ABC):
     def forward(
         self, sources: Sequence[Any], tensors: Tensors, read: Callable[..., Tensor]
     ) -> tuple[Sequence[Tensor | None], Tensors]:
-        """Return the results, and the tensors that :meth:`writer` needs; ``read`` is :func:`_read`."""
+        """Return the results, and the tensors that :meth:`writer` needs; :meth:`read` has got the sources."""
 
     def writer(self, sources: Sequence[Any], saved: Tensors, *gradients: Tensor | None) -> Writer | Tensor:
         """Return what writes the gradient of the first source, if there is one.
@@ -151,6 +151,42 @@ class Loss(ABC):
             totals.add(tiles[0])
         return totals.totals()
 
+    def read(
+        self,
+        sources: Sequence[Source],
+        claim: Any,
+        function: Callable[..., Any],
+        part: Callable[[Block], Tensor],
+        merge: Callable[[Sequence[Tensor]], Tensor],
+        blocks: Blocks,
+        finish_tile: Callable[[Tile, Tensor], Tensor] | None = None,
+        keeps_tiles: bool = True,
+    ) -> Tensor:
+        """Return statistics, float64 ``[m, n]``, of all columns of all ranks.
+
+        Args:
+            sources: what is read, in step.
+            claim: of the storage that backward overwrites; the ranks tell each other whether they can.
+            function: what computes a block.
+            part: returns the statistics of a block, ``[m, b]``.
+            merge: makes statistics of those of several parts of the columns, in their order.
+            blocks: of which size.
+            finish_tile: returns a tile's statistics in the units of the caller from those of its blocks.
+            keeps_tiles: whether backward may read tiles that this pass has computed.
+        """
+        sources = sources if keeps_tiles else [sources[0].without_keeping(), *sources[1:]]
+        totals: dict[int, Tensor] = {}
+        for tiles in _in_step(sources, self.grid):
+            values: list[Tensor] = each_block(sources[0], tiles, function, part, blocks)
+            value, start = values[0] if len(values) == 1 else torch.cat(values, 1), tiles[0].rows.start
+            if finish_tile is not None:
+                value = finish_tile(tiles[0], value)
+            totals[start] = merge([totals[start], value]) if start in totals else value
+        parts = list(totals.values())
+        local = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        gathered = all_gather(local, sources[0].options.tp_group, claim)
+        return local if len(gathered) == 1 else merge(list(gathered))
+
     def __call__(self, *sources: Source, **tensors: Tensor | None) -> tuple[Any, ...]:
         """Return the results, with a graph to the first source's inputs."""
         first = sources[0]
@@ -164,7 +200,7 @@ class _Reduction(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         loss.grid = grid_of(sources)
-        read = partial(_read, sources, loss.grid, claim)
+        read = partial(loss.read, sources, claim)
         results, others = without_autocast(loss.forward)(sources, tensors, read)
         # The claim lives as long as the graph.
         ctx.loss, ctx.claim = loss, claim
@@ -195,43 +231,6 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
 
 # --- tiles and blocks
-
-
-def _read(
-    sources: Sequence[Source],
-    grid: Grid,
-    claim: Any,
-    function: Callable[..., Any],
-    part: Callable[[Block], Tensor],
-    merge: Callable[[Sequence[Tensor]], Tensor],
-    blocks: Blocks,
-    of_tile: Callable[[Tile, Tensor], Tensor] | None = None,
-    keeps_tiles: bool = True,
-) -> Tensor:
-    """Return statistics, float64 ``[m, n]``, of all columns of all ranks.
-
-    Args:
-        sources: what is read, in step.
-        claim: of the storage that backward overwrites; the ranks tell each other whether they can.
-        function: what computes a block.
-        part: returns the statistics of a block, ``[m, b]``.
-        merge: makes statistics of those of several parts of the columns, in their order.
-        blocks: of which size.
-        of_tile: returns the statistics of a tile from those of its blocks, in the units of the caller.
-        keeps_tiles: whether backward may read tiles that this pass has computed.
-    """
-    sources = sources if keeps_tiles else [sources[0].without_keeping(), *sources[1:]]
-    totals: dict[int, Tensor] = {}
-    for tiles in _in_step(sources, grid):
-        values: list[Tensor] = each_block(sources[0], tiles, function, part, blocks)
-        value, start = values[0] if len(values) == 1 else torch.cat(values, 1), tiles[0].rows.start
-        if of_tile is not None:
-            value = of_tile(tiles[0], value)
-        totals[start] = merge([totals[start], value]) if start in totals else value
-    of_rows = list(totals.values())
-    local = of_rows[0] if len(of_rows) == 1 else torch.cat(of_rows, 1)
-    of_ranks = all_gather(local, sources[0].options.tp_group, claim)
-    return local if len(of_ranks) == 1 else merge(list(of_ranks))
 
 
 def grid_of(sources: Sequence[Source]) -> Grid:
@@ -333,11 +332,11 @@ def _cut(runs: Runs, step: int, start: int = 0) -> Runs:
     parts: Runs = []
     for run, place in runs:
         for rows in ranges(max(run.start, start), run.stop, step) or [run] * (run.start == run.stop):
-            of_run = slice(rows.start - run.start, rows.stop - run.start)
+            within = slice(rows.start - run.start, rows.stop - run.start)
             if isinstance(place, slice):
-                parts.append((rows, slice(place.start + of_run.start, place.start + of_run.stop)))
+                parts.append((rows, slice(place.start + within.start, place.start + within.stop)))
             else:
-                parts.append((rows, place[of_run]))
+                parts.append((rows, place[within]))
     return parts
 
 
@@ -382,8 +381,8 @@ def _compute(compute: Callable[[Block], Any], block: Block, gradient: Tensor | N
         values = block.out.flatten(1)
         if isinstance(place, Tensor):
             gradient.index_copy_(0, place, values.to(gradient.dtype))
-        elif (of_block := gradient[place]).data_ptr() != values.data_ptr():
-            of_block.copy_(values)
+        elif (destination := gradient[place]).data_ptr() != values.data_ptr():
+            destination.copy_(values)
     return result
 
 

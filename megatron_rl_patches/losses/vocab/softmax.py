@@ -58,9 +58,9 @@ def _merged_stretches(x: Tensor, one_pass: _Pass, temperature: Tensor | None) ->
     exp_z = exp(difference, scale=temperature)
     # The stretch of the largest logit is read again, for a sum without 1, and with the digits of the others.
     max_logit, largest = max_logits.max(1)
-    of_largest = x[torch.arange(len(x), device=x.device), largest] - finite(max_logit)[:, None]
-    is_largest = of_largest == 0
-    others = sum_of_columns(exp(of_largest, scale=temperature).masked_fill(is_largest, 0.0))
+    largest_stretch = x[torch.arange(len(x), device=x.device), largest] - finite(max_logit)[:, None]
+    is_largest = largest_stretch == 0
+    others = sum_of_columns(exp(largest_stretch, scale=temperature).masked_fill(is_largest, 0.0))
     minus_1 = others.double() + (sum_of_columns(is_largest.to(x.dtype)).double() - 1.0)
     in_largest = torch.arange(x.shape[1], device=x.device) == largest[:, None]
     parts = [max_logits, torch.where(in_largest, minus_1[:, None], sum_of_columns(exp_z).double() - 1.0)]
@@ -83,8 +83,8 @@ def buffered_statistics(
         x = torch.where(keep_mask, x, minus_inf, out=buffers[0])
     max_logit, largest = x.amax(2).max(1)
     reference = finite(max_logit)[:, None]
-    of_largest = x[torch.arange(len(x), device=x.device), largest]
-    column = (largest * x.shape[2])[:, None] + of_largest.argmax(1, keepdim=True)
+    largest_stretch = x[torch.arange(len(x), device=x.device), largest]
+    column = (largest * x.shape[2])[:, None] + largest_stretch.argmax(1, keepdim=True)
     z = scaled_(torch.sub(x, reference[:, :, None], out=buffers[0]), temperature)
     if with_entropy:
         z.clamp_(min=exp_floor(z.dtype))
@@ -117,8 +117,8 @@ def _merged(parts: Sequence[Tensor], temperature: float | Tensor | None) -> tupl
     weights = z.exp()
     # The weight of the largest part, 1, is left out: the result is the sum minus 1.
     is_largest = max_logits == max_logit
-    of_others = weights.masked_fill(is_largest, 0.0).sum(0, dtype=torch.float64)
-    sum_exp_minus_1 = (weights * sums).sum(0) + of_others + (is_largest.double().sum(0) - 1.0)
+    others = weights.masked_fill(is_largest, 0.0).sum(0, dtype=torch.float64)
+    sum_exp_minus_1 = (weights * sums).sum(0) + others + (is_largest.double().sum(0) - 1.0)
     statistics = max_logit.double(), torch.where(max_logit == _MINUS_INF, -1.0, sum_exp_minus_1)
     if not sums_z_exp:
         return statistics

@@ -203,7 +203,7 @@ class Source(ABC):
         """Return what sums up the derivative of log-probabilities in forward, if backward needs no more."""
         return None
 
-    def gradients_by_derivative(self, of_rows: Tensor) -> Inputs:
+    def gradients_by_derivative(self, gradient_nh: Tensor) -> Inputs:
         """Return the gradients of the inputs from what :meth:`forward_derivative` has summed up, weighted."""
         raise NotImplementedError
 
@@ -258,7 +258,7 @@ class SelectedRows(Source):
 
     def gradients(self, needed: Sequence[bool]) -> Gradients:
         check_not_overwritten(self.logits)
-        return _OfLogits(self)
+        return _LogitGradients(self)
 
     def claim(self) -> StorageClaim:
         return claim_storage(self.logits, super().claim(), self.options.inplace_backward)
@@ -298,7 +298,7 @@ class SelectedRows(Source):
         return runs
 
 
-class _OfLogits(Gradients):
+class _LogitGradients(Gradients):
     """The gradient ``[T, V / tp]``, which is zero in rows and columns that nobody reads."""
 
     def __init__(self, rows: SelectedRows) -> None:

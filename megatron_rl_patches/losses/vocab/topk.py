@@ -54,7 +54,7 @@ class TopK(Loss):
                 logits, columns, *tail = _largest_and_tail(x, k, temperature, block.work[0])
             return torch.cat([values.double() for values in (logits.T, columns.T, torch.stack([*tail]))])
 
-        def of_tile(tile: Tile, values: Tensor) -> Tensor:
+        def finish_tile(tile: Tile, values: Tensor) -> Tensor:
             """Return candidates by their ids, from the largest logit on, and the tail."""
             size = min(k, tile.width)
             logits, columns, tail = values[:size].T, values[size:-2].T, values[-2:]
@@ -86,7 +86,7 @@ class TopK(Loss):
 
         is_compiled = source.device.type in _COMPILED_ON
         blocks = BLOCKS_WITH_MASK._replace(tensors=1, compiled=int(is_compiled))
-        total = read(block_statistics, part, merge, blocks, of_tile)
+        total = read(block_statistics, part, merge, blocks, finish_tile)
         logits, ids, (tail_max, tail_sum) = total[:k], total[k:-2], total[-2:]
         logits = logits.masked_fill(logits == _LOWEST, _MINUS_INF)
         z = ((logits - logits[:1]) / options.temperature).T
@@ -129,9 +129,9 @@ def _largest_in_groups(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     in_groups = x[:, : size * groups].unflatten(1, (size, groups))  # type: ignore[no-untyped-call]
     chosen = in_groups.amax(1).topk(k, sorted=False).indices
     columns = torch.arange(width, device=x.device)
-    of_groups, without_group = columns[: size * groups].view(size, groups), columns[size * groups :]
-    of_chosen = of_groups[:, chosen].transpose(0, 1).flatten(1)
-    candidates = torch.cat([of_chosen, without_group.expand(len(x), -1)], 1)
+    group_columns, without_group = columns[: size * groups].view(size, groups), columns[size * groups :]
+    chosen_columns = group_columns[:, chosen].transpose(0, 1).flatten(1)
+    candidates = torch.cat([chosen_columns, without_group.expand(len(x), -1)], 1)
     logits, places = x.gather(1, candidates).topk(k)
     return logits, candidates.gather(1, places)
 

@@ -246,7 +246,7 @@ def _check_exists(func: Any) -> None:
 
 
 def _place() -> str:
-    """Return the function of the package that is running, as ``topk.py:of_tile``.
+    """Return the function of the package that is running, as ``topk.py:finish_tile``.
 
     It is empty where the package has called Megatron's code or a test's, whose waits are not its own.
     """

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from megatron_rl_patches import losses
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.losses.objectives.topk_divergences import of_buckets
+from megatron_rl_patches.losses.objectives.topk_divergences import bucket_divergence
 from megatron_rl_patches.losses.vocab import compiling
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES, divergence_named
 from tests.ranks import by_speed
@@ -59,7 +59,7 @@ def scored(logits: Tensor, indices: Tensor) -> losses.TopKDistribution:
 def at_ids(name: str, student: Tensor, teacher: Tensor, ids: Tensor, old: Tensor | None = None) -> Tensor:
     of_student = losses.vocab_parallel_log_probs_at(student, ids, with_tail=True)
     others = [scored(one, ids) for one in (teacher, old) if one is not None]
-    return of_buckets(divergence_named(name, BETA), *of_student, *others)
+    return bucket_divergence(divergence_named(name, BETA), *of_student, *others)
 
 
 def at_topk(name: str, student: Tensor, teacher: Tensor, k: int) -> Tensor:
@@ -111,7 +111,7 @@ def test_gradcheck(name: str, k: int) -> None:
     of_teacher, of_student = scored(teacher, indices), scored(student, indices)
 
     def divergence(log_probs: Tensor, tail: Tensor) -> Tensor:
-        return of_buckets(divergence_named(name, BETA), log_probs, tail, of_teacher)
+        return bucket_divergence(divergence_named(name, BETA), log_probs, tail, of_teacher)
 
     inputs = of_student.log_probs.requires_grad_(), of_student.tail_log_prob.clamp(min=-9).requires_grad_()
     assert torch.autograd.gradcheck(divergence, inputs)
