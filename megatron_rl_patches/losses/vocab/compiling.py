@@ -112,6 +112,7 @@ def _is_disabled() -> bool:
         or any(os.environ.get(name) == "1" for name in _DISABLING_VARIABLES)
         or getattr(sys.modules.get("torch._dynamo.config"), "disable", False)
         or getattr(_stance(), "stance", "default") == "force_eager"
+        or getattr(torch.compile, "__module__", "") != "torch"  # it is replaced, as in a cpu_backend()
     )
 
 
