@@ -79,8 +79,9 @@ def show_table(
         lines.append([c if isinstance(c, Text) else Text(c, STYLES.get(c, style)) for c in row])
     words = [max(map(len, " ".join(map(str, column)).split())) for column in zip(*rows, strict=True)]
     if header and sum(words) + 2 * len(words) - 2 > console.width:
-        # Columns would split names, so rows are broken between names.
-        console.print(Text("\n").join(Text("  ").join(line) for line in lines))
+        for line in lines:  # columns would split names, so a long row has a line for each
+            is_long = sum(map(len, line)) + 2 * len(line) - 2 > console.width
+            console.print(Text("\n  " if is_long else "  ").join(line), soft_wrap=True)
         return
     table = Table.grid(padding=(0, 2, 0, 0))
     for line in lines:
@@ -136,9 +137,8 @@ def show_problems(problems: Sequence[Problem], console: Console) -> None:
     """Print each problem, and once below those that it fixes, the line to copy."""
     _show(console, "problems, each with the line that fixes it:", "bold red")
     for remedy in dict.fromkeys(problem.remedy for problem in problems):
-        for problem in problems:
-            if problem.remedy == remedy:
-                _show(console, f"- {problem.message}")
+        for message in (problem.message for problem in problems if problem.remedy == remedy):
+            _show(console, f"- {message}")
         _show_to_copy(console, remedy)
 
 

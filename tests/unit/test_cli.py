@@ -109,8 +109,9 @@ All: framework 1, framework 2.
     )
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert "\x1b[32mfits" in invoke("check", places[0]).stdout
-    monkeypatch.setenv("COLUMNS", str(len(TARGET) + 5))
-    assert f"\n{TARGET}  \n" in re.sub(r"\x1b\[\d*m", "", invoke("check", places[0]).stdout)
+    for columns in (len(TARGET) + 5, len(TARGET) - 5):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert f"\n  {TARGET}\n  fits\n" in re.sub(r"\x1b\[\d*m", "", invoke("check", places[0]).stdout)
 
 
 def test_check_as_json(tmp_path: Path) -> None:

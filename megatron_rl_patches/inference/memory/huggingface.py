@@ -51,7 +51,7 @@ def _number(text: _Config, name: str, default: int | None = None, least: int = 1
     is_whole = type(value) is int or (isinstance(value, float) and value.is_integer())
     if not is_whole or not least <= value <= _LARGEST:
         raise InvalidInputError(
-            f"{name} is {str(value)[:40]} in the configuration; expected a whole number of at least {least}"
+            f"{name} is {value!r:.40} in the configuration; expected a whole number of at least {least}"
         )
     return int(value)
 

@@ -73,8 +73,8 @@ def plan_of(model: Model, microbatches: Microbatches, options: ScoreOptions, che
     """Check what the caller passed, and agree on it with the ranks that would wait for this one."""
     chunks = list(as_chunks(model))
     config: Any = config_of(chunks[0]) if chunks else None
-    # Through these groups every rank is reached that would wait for this one in a collective.
-    alike = [parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()]
+    # In this order, what differs between last stages alone reaches every rank that would wait, too.
+    alike = [parallel_state.get_context_parallel_group(), parallel_state.get_model_parallel_group()]
     groups, experts = list(alike), None
     if getattr(config, "num_moe_experts", None) and config.expert_model_parallel_size > 1:
         experts = parallel_state.get_expert_model_parallel_group()

@@ -157,7 +157,7 @@ def test_null_in_the_text_part_hides_nothing_outside(inside: dict[str, Any], bri
         ({**LLAMA, "model_type": "bert"}, "model_type is 'bert'; known are deepseek_v2"),
         ({}, "model_type is 'None'"),
         ([LLAMA], "a JSON object, not a list"),
-        ({**LLAMA, "hidden_size": "large"}, "hidden_size is large in the configuration; expected a whole"),
+        ({**LLAMA, "hidden_size": "64"}, "hidden_size is '64' in the configuration; expected a whole number"),
         ({**LLAMA, "hidden_size": [1]}, "hidden_size is "),
         ({**LLAMA, "hidden_size": True}, "hidden_size is True"),
         (
