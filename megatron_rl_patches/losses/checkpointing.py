@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-import torch.distributed
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..errors import InvalidInputError
@@ -57,7 +57,8 @@ def checkpointed(
             return loss_fn(*args, **kwargs)
         function, others = _bound(loss_fn, args, kwargs)
         # A context manager, since older releases of torch have no such argument. Only forward reads it.
-        stop = False if early_stop is None and _several_ranks() else early_stop
+        several_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        stop = False if early_stop is None and several_ranks else early_stop
         with nullcontext() if stop is None else set_checkpoint_early_stop(stop):
             return checkpoint(function, *others, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
@@ -87,8 +88,3 @@ def _bound(
 
 def _is_deferred(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and hasattr(x, "loss_source")
-
-
-def _several_ranks() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -229,9 +229,13 @@ class LogProbs(list[Tensor]):
         values = super().__getitem__(index)
         return LogProbs(values, self.vocab_size) if isinstance(index, slice) else values
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LogProbs, ([*self], self.vocab_size)
 
-# ``tree_map`` over scores reaches the tensors, as in a plain list.
+
+# ``tree_map`` and ``torch.load``, with its default ``weights_only=True``, take them as they take plain lists.
 register_pytree_node(LogProbs, lambda x: ([*x], x.vocab_size), LogProbs)
+torch.serialization.add_safe_globals([LogProbs])
 
 
 def in_common(scored: Sequence[Any], **loss: float) -> dict[str, Any]:

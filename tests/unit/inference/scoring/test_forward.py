@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +53,9 @@ def test_what_is_refused(batches: list[dict[str, Any]], sizes: dict[str, int], m
         parse_microbatches(batches, Limits(False, 50, **sizes))
 
 
-def test_log_probs_are_a_list_to_those_who_map_over_tensors() -> None:
+def test_log_probs_are_a_list_to_those_who_map_over_tensors_or_store_them(tmp_path: Path) -> None:
     halves = tree_map(torch.Tensor.half, {"old": LogProbs([torch.zeros(3)], 7)})["old"]
     assert isinstance(halves, list) and halves[0].dtype == torch.float16 and halves[:1].vocab_size == 7
+    torch.save({"old": halves}, tmp_path / "scores")
+    loaded = torch.load(tmp_path / "scores")["old"]  # with weights_only=True
+    assert loaded[0].equal(halves[0]) and loaded.vocab_size == copy.deepcopy(halves).vocab_size == 7
