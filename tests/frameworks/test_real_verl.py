@@ -219,6 +219,7 @@ def test_its_engine_never_makes_the_logits(verl: list[str], layers: str, ranks: 
     assert largest.pop("lean-head") < logits / 2 and min(largest.values()) >= logits
 
 
+@pytest.mark.nightly
 @with_layers("MoE", ranks=2)
 @on_ranks(2, timeout=300)
 def test_its_engine_trains_a_mixture_of_experts(verl: list[str], layers: str) -> None:

@@ -133,6 +133,7 @@ def test_metrics_are_those_of_verl(verl: list[str], ranks: int) -> None:
             torch.testing.assert_close(patched[name].to(values.dtype), values, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.nightly
 @with_each_tp
 @on_ranks(lambda ranks: ranks, timeout=300)
 def test_further_objectives(verl: list[str], ranks: int) -> None:
