@@ -79,6 +79,9 @@ class BlockFunction:
         with _limits_of_torch():
             for rows, place in parts:
                 try:
+                    if _compiled(torch.compile, self._function, self._is_elementwise) is self._function:
+                        self.compiled = False  # torch.compile is replaced, as in a cpu_backend()
+                        break
                     compute(rows, place)
                 except torch.OutOfMemoryError:
                     raise
@@ -112,7 +115,6 @@ def _is_disabled() -> bool:
         or any(os.environ.get(name) == "1" for name in _DISABLING_VARIABLES)
         or getattr(sys.modules.get("torch._dynamo.config"), "disable", False)
         or getattr(_stance(), "stance", "default") == "force_eager"
-        or getattr(torch.compile, "__module__", "") != "torch"  # it is replaced, as in a cpu_backend()
     )
 
 
@@ -151,7 +153,7 @@ def _call_compiled(function: Callable[..., Any], is_elementwise: bool, *args: An
         # stretch is a whole row, of any width.
         if logits.shape[1] > 1 or not is_elementwise:
             torch._dynamo.mark_static(logits, 2)
-    return _compiled(function, is_elementwise)(*args)
+    return _compiled(torch.compile, function, is_elementwise)(*args)
 
 
 #: The compiler writes an intermediate result to memory if it needs more operations or reads than these. With
@@ -163,6 +165,6 @@ _ELEMENTWISE_OPTIONS = {**_OPTIONS, "triton.prefer_nd_tiling": True}
 
 
 @cache
-def _compiled(function: Callable[..., Any], is_elementwise: bool) -> Callable[..., Any]:
+def _compiled(compile_: Any, function: Callable[..., Any], is_elementwise: bool) -> Any:
     options = _ELEMENTWISE_OPTIONS if is_elementwise else _OPTIONS
-    return torch.compile(function, dynamic=True, fullgraph=True, options=options)
+    return compile_(function, dynamic=True, fullgraph=True, options=options)

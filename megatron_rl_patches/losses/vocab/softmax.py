@@ -89,12 +89,10 @@ def buffered_statistics(
     if with_entropy:
         z.clamp_(min=exp_floor(z.dtype))
     exp_z = exp(z, out=buffers[int(with_entropy)])
+    sums_z_exp = [sum_of_columns(z.mul_(exp_z)).sum(1, dtype=torch.float64)] if with_entropy else []
     # In place of the largest term, 1, stands 0, NaN for NaN and +inf, and -1 where no column counts.
     exp_z.flatten(1).scatter_(1, column, (max_logit[:, None] - reference).clamp_(min=-1.0))
-    sum_exp_minus_1 = sum_of_columns(exp_z).sum(1, dtype=torch.float64)
-    if not with_entropy:
-        return max_logit, sum_exp_minus_1
-    return max_logit, sum_exp_minus_1, sum_of_columns(z.mul_(exp_z)).sum(1, dtype=torch.float64)
+    return max_logit, sum_of_columns(exp_z).sum(1, dtype=torch.float64), *sums_z_exp
 
 
 def finite(max_logit: Tensor) -> Tensor:
