@@ -94,7 +94,7 @@ class VocabParallelOptions:
         """Return the options for logits that have to be divided by a number, too."""
         if divisor == 1:
             return self
-        if self.tp_size > 1:
+        if self.tp_size > 1:  # ranks may have other divisors
             return replace(self, divisor=divisor)
         return replace(self, temperature=self.temperature * divisor)
 

@@ -112,7 +112,7 @@ class LogProbsAt(Loss):
         self, sources: Sequence[Source], tensors: Tensors, read: Callable[..., Tensor]
     ) -> tuple[list[Tensor], Tensors]:
         (source,), indices = sources, tensors["indices"]
-        options, temperature = source.options, source.temperature
+        options, scale = source.options, source.scale
 
         def part(block: Block) -> Tensor:
             x, work = block.xs[0].flatten(1), block.work
@@ -121,11 +121,11 @@ class LogProbsAt(Loss):
             if work is None:
                 in_tail = torch.ones(x.shape, dtype=torch.bool, device=x.device)
                 columns.put(in_tail, False)
-                [tail] = block.function(block.xs[0], [(block.cut(in_tail), False)], temperature)
+                [tail] = block.function(block.xs[0], [(block.cut(in_tail), False)], scale)
             else:
                 work[0].copy_(block.xs[0])
                 columns.put(work[0].flatten(1), _MINUS_INF)
-                tail = buffered_statistics(work[0], (None, False), temperature, work[1:])
+                tail = buffered_statistics(work[0], (None, False), scale, work[1:])
             values = torch.cat([at_ids.T, torch.stack([value.double() for value in tail])])
             values[:-1] /= options.divisor
             return values
@@ -160,7 +160,7 @@ class LogProbsAt(Loss):
     def writer(self, sources: Sequence[Source], saved: Tensors, *gradients: Tensor | None) -> Writer:
         (source,), (log_prob_gradient, tail_gradient) = sources, gradients
         indices, tail_max, weight, max_logit, log_sum_exp, log_tail = saved.values()
-        scale, temperature = source.options.scale, source.temperature
+        scale = source.options.scale
         zero = tail_max.new_zeros(())
         g = torch.where(indices < 0, 0.0, zero if log_prob_gradient is None else log_prob_gradient)
         h = zero if tail_gradient is None else tail_gradient
@@ -183,7 +183,7 @@ class LogProbsAt(Loss):
             at_ids = (-g_of_ids * log_p.expm1() - log_p.exp() * (g_all[rows] - g_of_ids)) / scale
             at_ids = torch.where(has_grad[rows], at_ids, 0.0).to(block.out.dtype)
             softmax, has_tail = (block.part(tail_max), block.part(tail_factor), None), block.part(in_tail)
-            block.function(x, block.out, softmax, NO_SOFTMAX, None, has_tail, temperature, block.work)
+            block.function(x, block.out, softmax, NO_SOFTMAX, None, has_tail, source.scale, block.work)
             columns.put(block.out.flatten(1), at_ids)
 
         return Writer(block_gradient, write, Blocks(0))

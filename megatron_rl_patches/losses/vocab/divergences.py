@@ -159,15 +159,14 @@ class Compared:
 
 @dataclass(eq=False)
 class Divergence:
-    """A divergence; a class for each name.
+    """A divergence; a class for each name, with :meth:`terms`, and :meth:`slope` or :meth:`derivative`.
 
     Attributes:
         beta: weight of the teacher in the mixture ``m``, for the divergences that have one. For a compiled
             function it is a tensor without dimensions.
         needs_old: it compares with the policy that sampled, too.
-        needs_normalizers: a part of the columns says nothing of it before the probabilities of all are known.
-        covers_mass: its derivative is not zero where the student's probability is. The second of its terms
-            is ``p - q`` then.
+        needs_normalizers: no :meth:`weights` of parts of columns add up to it; one more pass reads masses.
+        covers_mass: its derivative by a logit is not zero where ``p`` is; its second term is ``p - q``.
         counts_tail: the bucket of all other ids adds to it. Without it, it is for buckets only.
     """
 
@@ -182,11 +181,11 @@ class Divergence:
             DIVERGENCES[name] = cls
 
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
-        """Return what each column adds to the divergence, and to what :meth:`derivative` subtracts."""
+        """Return what each column adds to the divergence, and ``p * slope``, see :meth:`derivative`."""
         raise NotImplementedError
 
     def slope(self, compared: Compared) -> Tensor:
-        """Return the derivative by the student's probability of each column, up to a constant of the row."""
+        """Return the derivative by ``p``, up to a constant of the row; it is finite for gaps of up to 1e4."""
         raise NotImplementedError
 
     def derivative(self, compared: Compared, expected: Tensor | float) -> Tensor:
@@ -199,7 +198,7 @@ class Divergence:
         return compared.p * (self.slope(compared) - expected)
 
     def weights(self, compared: Compared) -> Tensor:
-        """Return with which probability a part of the columns counts, by the chain rule."""
+        """Return the weight of each part; their weighted sum and the terms of masses are the divergence."""
         return compared.p
 
     def without_rounding(self, value: Tensor, expected: Tensor) -> Tensor:
@@ -231,7 +230,7 @@ class ForwardKL(Divergence, name="forward_kl"):
 
     def derivative(self, compared: Compared, expected: Tensor | float) -> Tensor:
         p, gap = compared.p, compared.gap
-        near = -p * _expm1_((-gap).clamp_(max=1.0))
+        near = -p * _expm1_((-gap).clamp_(max=1.0))  # p - q, with correct digits where the gap is small
         return near.lerp_(p - compared.q, _is_positive(gap.abs().sub_(_SMALL_GAP))).sub_(p * expected)
 
     def weights(self, compared: Compared) -> Tensor:

@@ -168,7 +168,7 @@ class LogProbsAndEntropy(Loss):
         self, sources: Sequence[Source], tensors: Tensors, read: Callable[..., Tensor]
     ) -> tuple[tuple[Tensor, Tensor | None], Tensors]:
         (source,), ids, keep_mask = sources, tensors["ids"], tensors["keep_mask"]
-        options, temperature = source.options, source.temperature
+        options, scale = source.options, source.scale
         with_entropy, derivative = options.with_entropy, None
         passes = [(keep_mask, False)] if keep_mask is not None else []
         passes += [(None, with_entropy)] if with_entropy or not passes else []
@@ -182,10 +182,10 @@ class LogProbsAndEntropy(Loss):
         def part(block: Block) -> Tensor:
             masked_passes = [(_mask_of_block(mask, block), entropy) for mask, entropy in passes]
             if block.work is None:
-                values = block.function(block.xs[0], masked_passes, temperature)
+                values = block.function(block.xs[0], masked_passes, scale)
             else:
                 work = block.work[spare:]
-                values = [buffered_statistics(block.xs[0], one, temperature, work) for one in masked_passes]
+                values = [buffered_statistics(block.xs[0], one, scale, work) for one in masked_passes]
             return torch.stack([value.double() for one in values for value in one])
 
         def finish_tile(tile: Tile, statistics: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ class LogProbsAndEntropy(Loss):
 
         With ``g`` and ``h`` the gradients of log-probability and entropy, a column gets
         ``-p * (g + h * (z - mean of z)) / T``, where the mean of ``z`` is that of ``p``, and the target
-        ``((1 - p) * g - p * h * (log p + entropy)) / T``. A keep-mask has a ``p`` of its own.
+        ``((1 - p) * g - p * h * (log p + entropy)) / T``; ``T`` is the scale. A keep-mask has its own ``p``.
         """
         (source,), (g, h) = sources, gradients
         valid = saved["ids"] != source.options.ignore_index
@@ -262,21 +262,22 @@ class LogProbsAndEntropy(Loss):
             has_grad = (valid & (g != 0))[:, None]
             return torch.where(has_grad, g[:, None] * saved["derivative"], 0.0)
         ids, keep_mask, numbers = saved.values()
-        scale, temperature = source.options.scale, source.temperature
+        scale = source.options.scale
         max_logit, weight, by_log_prob, *entropy_numbers = numbers.unbind()
-        masked = unmasked = NO_SOFTMAX
+        of_log_prob = of_entropy = NO_SOFTMAX
         if g is not None:
             has_grad, at_target = g != 0, g * by_log_prob
-            masked = _columns(max_logit, weight * g)
+            of_log_prob = _columns(max_logit, weight * g)
         if h is not None:
             by_entropy, mean_z, *others = entropy_numbers
             max_logit, weight = others or (max_logit, weight)
             column_factor = -h * mean_z if g is None or keep_mask is not None else g - h * mean_z
-            unmasked = _columns(max_logit, weight * column_factor, weight * h)
+            of_entropy = _columns(max_logit, weight * column_factor, weight * h)
             has_grad = h != 0 if g is None else torch.logical_or(g, h)
             at_target = h * by_entropy if g is None else at_target + h * by_entropy
-        if keep_mask is None:
-            masked, unmasked = NO_SOFTMAX, masked if h is None else unmasked
+        masked, unmasked = of_log_prob, of_entropy
+        if keep_mask is None:  # both are of one softmax
+            masked, unmasked = NO_SOFTMAX, of_log_prob if h is None else of_entropy
         # Rows that a loss mask leaves out may hold NaN, and zero times NaN is NaN.
         has_grad = has_grad & valid
         at_target = at_target / -scale
@@ -292,7 +293,7 @@ class LogProbsAndEntropy(Loss):
                 tuple(map(block.part, masked)),
                 None if masked[1] is None else _mask_of_block(keep_mask, block),
                 None if all_have_grad else block.part(has_grad[:, None]),
-                temperature,
+                source.scale,
                 block.work,
             )
 
@@ -306,7 +307,7 @@ class LogProbsAndEntropy(Loss):
 
 
 class _Softmax:
-    """A softmax of each row over the whole vocabulary, float64, in the units of the caller's logits."""
+    """A softmax of each row, float64, in the caller's units; ``for_backward`` is of the logits read."""
 
     def __init__(self, statistics: Tensor, options: VocabParallelOptions) -> None:
         self.max_logit, sum_exp_minus_1, *sum_z_exp = statistics.unbind()

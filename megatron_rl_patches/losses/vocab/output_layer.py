@@ -351,16 +351,16 @@ class ForwardDerivative:
 
     def __init__(self, layer: OutputLayerRows) -> None:
         weight = layer.weight.detach()
-        self._layer, self._weight, self._temperature = layer, weight, layer.options.scale
+        self._layer, self._weight, self._scale = layer, weight, layer.options.scale
         self._max_logit = weight.new_full((layer.n,), float("-inf"), dtype=torch.float64)
         self._exp = weight.new_zeros((layer.n, weight.shape[1]), dtype=layer.dtype)
 
     def add(self, tile: Tile, max_logit: Tensor, column: Tensor, is_target: Tensor) -> None:
         """Add a tile, which is overwritten; ``column`` is that of the target, where it ``is_target``."""
-        rows, temperature = tile.rows, self._layer.temperature
+        rows = tile.rows
         highest = torch.maximum(self._max_logit[rows], max_logit)
         reference = finite(highest.to(self._exp.dtype))
-        shift = (self._max_logit[rows] - reference) / self._temperature
+        shift = (self._max_logit[rows] - reference) / self._scale
         shift.clamp_(min=exp_floor(torch.float64))  # it is -inf before the first tile
         self._max_logit[rows] = highest
         self._exp[rows] *= shift.exp().to(self._exp.dtype)[:, None]
@@ -368,7 +368,9 @@ class ForwardDerivative:
 
         def write(block: Block) -> None:
             part = *(block.cut(number[block.in_tile]) for number in numbers), None
-            block.function(block.xs[0], block.out, part, NO_SOFTMAX, None, None, temperature, block.work)
+            block.function(
+                block.xs[0], block.out, part, NO_SOFTMAX, None, None, self._layer.scale, block.work
+            )
 
         each_block(self._layer, [tile], block_gradient, write, Blocks(0), tile.x)
         tile.put(column, tile.at(column).masked_fill(is_target, 0.0))
@@ -377,11 +379,11 @@ class ForwardDerivative:
 
     def finish(self, local_target: Tensor, max_logit: Tensor, sum_exp: Tensor, log_prob: Tensor) -> Tensor:
         """Return this rank's part, from its column of each target, or -1, and from numbers of all ranks."""
-        temperature, dtype = self._temperature, self._exp.dtype
-        scale = ((self._max_logit - max_logit) / temperature).exp() / (sum_exp * temperature)
-        at_target = torch.where(local_target >= 0, -log_prob.expm1() / temperature, 0.0)
+        scale, dtype = self._scale, self._exp.dtype
+        factor = ((self._max_logit - max_logit) / scale).exp() / (sum_exp * scale)
+        at_target = torch.where(local_target >= 0, -log_prob.expm1() / scale, 0.0)
         target_part = self._weight[local_target.clamp(min=0)].to(dtype) * at_target.to(dtype)[:, None]
-        return target_part - self._exp * scale.to(dtype)[:, None]
+        return target_part - self._exp * factor.to(dtype)[:, None]
 
 
 # --- products

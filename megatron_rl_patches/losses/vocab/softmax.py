@@ -29,7 +29,7 @@ LOG2_E = 1.4426950408889634
 _LONGEST_STRETCH = 4096  # that is summed in float32
 
 #: What one softmax contributes to the gradient of rows ``x``: ``(max_logit, a, b)``, ``[n, 1]`` each, mean
-#: ``exp(z) * (a + b * z)`` with ``z = (x - max_logit) / temperature``. ``b`` is ``None`` where no entropy is
+#: ``exp(z) * (a + b * z)`` with ``z = (x - max_logit) / scale``. ``b`` is ``None`` where no entropy is
 #: differentiated, and all three are where there is no softmax: torch.compile guards on the members of an
 #: argument that it has seen before, and fails if the argument itself becomes ``None``.
 SoftmaxGradient = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -38,40 +38,38 @@ NO_SOFTMAX: SoftmaxGradient = (None, None, None)
 _Pass = tuple[Tensor | None, bool]
 
 
-def block_statistics(
-    x: Tensor, passes: Sequence[_Pass], temperature: Tensor | None
-) -> list[tuple[Tensor, ...]]:
+def block_statistics(x: Tensor, passes: Sequence[_Pass], scale: Tensor | None) -> list[tuple[Tensor, ...]]:
     """Return the statistics of each pass over logits ``[rows, stretches, columns]``.
 
     Compiled, one kernel reads the logits, once for all passes. Small ones merge the stretches of each row.
     """
     x = x if x.dtype == torch.float64 else x.float()
-    return [_merged_stretches(x, one_pass, temperature) for one_pass in passes]
+    return [_merged_stretches(x, one_pass, scale) for one_pass in passes]
 
 
-def _merged_stretches(x: Tensor, one_pass: _Pass, temperature: Tensor | None) -> tuple[Tensor, ...]:
+def _merged_stretches(x: Tensor, one_pass: _Pass, scale: Tensor | None) -> tuple[Tensor, ...]:
     keep_mask, with_entropy = one_pass
     if keep_mask is not None:
         x = torch.where(keep_mask, x, _MINUS_INF)
     max_logits = x.amax(2)
     difference = x - finite(max_logits)[:, :, None]
-    exp_z = exp(difference, scale=temperature)
+    exp_z = exp(difference, scale=scale)
     # The stretch of the largest logit is read again, for a sum without 1, and with the digits of the others.
     max_logit, largest = max_logits.max(1)
     largest_stretch = x[torch.arange(len(x), device=x.device), largest] - finite(max_logit)[:, None]
     is_largest = largest_stretch == 0
-    others = sum_of_columns(exp(largest_stretch, scale=temperature).masked_fill(is_largest, 0.0))
+    others = sum_of_columns(exp(largest_stretch, scale=scale).masked_fill(is_largest, 0.0))
     minus_1 = others.double() + (sum_of_columns(is_largest.to(x.dtype)).double() - 1.0)
     in_largest = torch.arange(x.shape[1], device=x.device) == largest[:, None]
     parts = [max_logits, torch.where(in_largest, minus_1[:, None], sum_of_columns(exp_z).double() - 1.0)]
     if with_entropy:
         weighted = torch.where(exp_z == 0, 0.0, difference * exp_z)  # -inf * 0 would be NaN
-        parts.append(scaled_(sum_of_columns(weighted), temperature))
-    return _merged([values.T for values in parts], temperature)
+        parts.append(scaled_(sum_of_columns(weighted), scale))
+    return _merged([values.T for values in parts], scale)
 
 
 def buffered_statistics(
-    x: Tensor, one_pass: _Pass, temperature: Tensor | None, buffers: Tensor
+    x: Tensor, one_pass: _Pass, scale: Tensor | None, buffers: Tensor
 ) -> tuple[Tensor, ...]:
     """Return the statistics of one pass over logits ``[rows, stretches, columns]``.
 
@@ -85,7 +83,7 @@ def buffered_statistics(
     reference = finite(max_logit)[:, None]
     largest_stretch = x[torch.arange(len(x), device=x.device), largest]
     column = (largest * x.shape[2])[:, None] + largest_stretch.argmax(1, keepdim=True)
-    z = scaled_(torch.sub(x, reference[:, :, None], out=buffers[0]), temperature)
+    z = scaled_(torch.sub(x, reference[:, :, None], out=buffers[0]), scale)
     if with_entropy:
         z.clamp_(min=exp_floor(z.dtype))
     exp_z = exp(z, out=buffers[int(with_entropy)])
@@ -100,18 +98,18 @@ def finite(max_logit: Tensor) -> Tensor:
     return max_logit.clamp(min=torch.finfo(max_logit.dtype).min)
 
 
-def merged(parts: Sequence[Tensor], temperature: float) -> Tensor:
+def merged(parts: Sequence[Tensor], scale: float) -> Tensor:
     """Return the statistics ``[2 or 3, n]`` over all columns from those of parts.
 
     In float64 and in the order of the parts, so that ranks that have the same parts get the same bits.
     """
-    return torch.stack(_merged(torch.stack(list(parts)).unbind(1), temperature))
+    return torch.stack(_merged(torch.stack(list(parts)).unbind(1), scale))
 
 
-def _merged(parts: Sequence[Tensor], temperature: float | Tensor | None) -> tuple[Tensor, ...]:
+def _merged(parts: Sequence[Tensor], scale: float | Tensor | None) -> tuple[Tensor, ...]:
     max_logits, sums, *sums_z_exp = parts
     max_logit = max_logits.amax(0)
-    z = scaled_(max_logits - finite(max_logit), temperature)
+    z = scaled_(max_logits - finite(max_logit), scale)
     weights = z.exp()
     # The weight of the largest part, 1, is left out: the result is the sum minus 1.
     is_largest = max_logits == max_logit
@@ -131,7 +129,7 @@ def block_gradient(
     masked: SoftmaxGradient,
     keep_mask: Tensor | None,
     has_grad: Tensor | None,
-    temperature: Tensor | None,
+    scale: Tensor | None,
     buffers: Tensor | None,
 ) -> None:
     """Write the gradient of logits ``x`` ``[rows, ...]`` into ``out``, which may be ``x`` itself.
@@ -143,11 +141,11 @@ def block_gradient(
     total: Tensor | None = None
     if keep_mask is not None:
         work = None if buffers is None else out if unmasked[1] is None else buffers[0]
-        total = _contribution(x, masked, temperature, work, work).masked_fill_(~keep_mask, 0.0)
+        total = _contribution(x, masked, scale, work, work).masked_fill_(~keep_mask, 0.0)
     if unmasked[1] is not None:
         exp_out = None if buffers is None else out
         z_out = exp_out if buffers is None or unmasked[2] is None else buffers[-1]
-        part = _contribution(x, unmasked, temperature, z_out, exp_out)
+        part = _contribution(x, unmasked, scale, z_out, exp_out)
         total = part if total is None else part.add_(total)
     if total is None:
         total = torch.zeros_like(out)
@@ -160,14 +158,14 @@ def block_gradient(
 def _contribution(
     x: Tensor,
     softmax: SoftmaxGradient,
-    temperature: Tensor | None,
+    scale: Tensor | None,
     z_out: Tensor | None,
     exp_out: Tensor | None,
 ) -> Tensor:
     """Return ``exp(z) * (a + b * z)``. Both buffers may be the same tensor if ``b`` is ``None``."""
     max_logit, a, b = softmax
     assert max_logit is not None and a is not None
-    z = scaled_(torch.sub(x.to(max_logit.dtype), max_logit, out=z_out), temperature)
+    z = scaled_(torch.sub(x.to(max_logit.dtype), max_logit, out=z_out), scale)
     if b is None:
         return exp(z, exp_out).mul_(a)
     if exp_out is None:
@@ -192,6 +190,6 @@ def sum_of_columns(x: Tensor) -> Tensor:
     return x.sum(-1, dtype=torch.float64 if x.shape[-1] > _LONGEST_STRETCH else None)
 
 
-def scaled_(z: Tensor, temperature: float | Tensor | None) -> Tensor:
+def scaled_(z: Tensor, scale: float | Tensor | None) -> Tensor:
     """Divide differences ``z`` of logits in place. To divide the logits first would add a rounding error."""
-    return z if temperature is None else z.div_(temperature)
+    return z if scale is None else z.div_(scale)

@@ -125,7 +125,7 @@ class Source(ABC):
         width: how many columns this rank has, ``V / tp``.
         first_id: the token id of the first of them.
         num_columns: how many of them have a token id; those behind them pad the vocabulary.
-        temperature: what the logits are divided by as a :meth:`scalar`, or ``None`` where it is 1.
+        scale: the options' scale as a :meth:`scalar`, or ``None`` where it is 1.
         dtype: that of statistics and gradients: float64 for float64 logits, else float32.
         device: where the logits are, or would be.
         inputs: the tensors that have gradients.
@@ -138,7 +138,7 @@ class Source(ABC):
     width: int
     first_id: int
     num_columns: int
-    temperature: Tensor | None
+    scale: Tensor | None
     dtype: torch.dtype
     device: torch.device
     inputs: Inputs
@@ -163,7 +163,7 @@ class Source(ABC):
         self.first_id, self.num_columns = options.tp_rank * width, width
         if options.vocab_size is not None:
             self.num_columns = min(max(options.vocab_size - self.first_id, 0), width)
-        self.temperature = None if options.scale == 1 else self.scalar(options.scale)
+        self.scale = None if options.scale == 1 else self.scalar(options.scale)
 
     @abstractmethod
     def tiles(self, grid: Grid, is_backward: bool = False) -> Iterator[Tile]:

@@ -42,16 +42,16 @@ class TopK(Loss):
         self, sources: Sequence[Source], tensors: Tensors, read: Callable[..., Tensor]
     ) -> tuple[list[Tensor], Tensors]:
         (source,), k = sources, self.k
-        options, temperature = source.options, source.temperature
+        options, scale = source.options, source.scale
 
         def part(block: Block) -> Tensor:
             x = block.xs[0].flatten(1)
             if block.work is None:
                 logits, columns = _largest_in_groups(x, min(k, x.shape[1]))
                 in_tail = torch.ones(x.shape, dtype=torch.bool, device=x.device).scatter_(1, columns, False)
-                [tail] = block.function(block.xs[0], [(block.cut(in_tail), False)], temperature)
+                [tail] = block.function(block.xs[0], [(block.cut(in_tail), False)], scale)
             else:
-                logits, columns, *tail = _largest_and_tail(x, k, temperature, block.work[0])
+                logits, columns, *tail = _largest_and_tail(x, k, scale, block.work[0])
             return torch.cat([values.double() for values in (logits.T, columns.T, torch.stack([*tail]))])
 
         def finish_tile(tile: Tile, values: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class TopK(Loss):
 
 
 def _largest_and_tail(
-    x: Tensor, k: int, temperature: Tensor | None, buffer: Tensor
+    x: Tensor, k: int, scale: Tensor | None, buffer: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the ``k`` largest logits, their columns, and the largest logit and the sum of all others.
 
@@ -106,7 +106,7 @@ def _largest_and_tail(
     tail_max = logits[:, k] if k < x.shape[1] else logits.new_full((len(x),), _MINUS_INF)
     z = torch.sub(x, finite(tail_max)[:, None], out=buffer.flatten(1))
     z.scatter_(1, columns, _MINUS_INF)
-    exp(scaled_(z, temperature), out=z)
+    exp(scaled_(z, scale), out=z)
     return (
         logits[:, :k],
         columns[:, :k],
