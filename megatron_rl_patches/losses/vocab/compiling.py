@@ -36,6 +36,7 @@ _NO_COMPILER = Message(
     "Unset CXX, or set it to a C++ compiler.",
 )
 _no_retry_before = 0.0
+_functions: dict[Any, Callable[..., Any]] = {}  # by what has compiled them, and from what
 
 
 class BlockFunction:
@@ -56,11 +57,7 @@ class BlockFunction:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        is_required: bool,
-        device: str,
-        is_elementwise: bool,
+        self, function: Callable[..., Any], is_required: bool, device: str, is_elementwise: bool
     ) -> None:
         """Take whether the function must be compiled, and whether it writes a value for each logit."""
         self._function, self._required, self._is_elementwise = function, is_required, is_elementwise
@@ -79,7 +76,7 @@ class BlockFunction:
         with _limits_of_torch():
             for rows, place in parts:
                 try:
-                    if _compiled(torch.compile, self._function, self._is_elementwise) is self._function:
+                    if _compiled(self._function, self._is_elementwise) is self._function:
                         self.compiled = False  # torch.compile is replaced, as in a cpu_backend()
                         break
                     compute(rows, place)
@@ -153,7 +150,7 @@ def _call_compiled(function: Callable[..., Any], is_elementwise: bool, *args: An
         # stretch is a whole row, of any width.
         if logits.shape[1] > 1 or not is_elementwise:
             torch._dynamo.mark_static(logits, 2)
-    return _compiled(torch.compile, function, is_elementwise)(*args)
+    return _compiled(function, is_elementwise)(*args)
 
 
 #: The compiler writes an intermediate result to memory if it needs more operations or reads than these. With
@@ -164,7 +161,8 @@ _OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 200, "realize_reads_thr
 _ELEMENTWISE_OPTIONS = {**_OPTIONS, "triton.prefer_nd_tiling": True}
 
 
-@cache
-def _compiled(compile_: Any, function: Callable[..., Any], is_elementwise: bool) -> Any:
-    options = _ELEMENTWISE_OPTIONS if is_elementwise else _OPTIONS
-    return compile_(function, dynamic=True, fullgraph=True, options=options)
+def _compiled(function: Callable[..., Any], is_elementwise: bool) -> Callable[..., Any]:
+    if (key := (torch.compile, function, is_elementwise)) not in _functions:
+        options = _ELEMENTWISE_OPTIONS if is_elementwise else _OPTIONS
+        _functions[key] = torch.compile(function, dynamic=True, fullgraph=True, options=options)
+    return _functions[key]

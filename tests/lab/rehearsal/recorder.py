@@ -341,6 +341,7 @@ def recording(conditions_hold: bool = False, compiling_fails: bool = False) -> I
             (torch.nn.Module, "_apply", _apply),
             # Under the modes of a rehearsal the functions run as Python, on the blocks of compiled ones.
             (compiling, "_is_disabled", lambda: False),
+            (compiling, "_compiled", lambda function, is_elementwise: functools.partial(function)),
             (compiling.BlockFunction, "__call__", row_pass),
             *((module, "buffered_statistics", buffered) for module in (log_probs, at_ids)),
             *((module, "block_gradient", gradient) for module in (log_probs, at_ids, tiles)),

@@ -60,9 +60,9 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     monkeypatch.setattr(compiling, "WORTHWHILE_ELEMENTS", 0)
     monkeypatch.setattr(compiling, "_has_compiler", lambda device: True)
     monkeypatch.setattr(compiling, "_no_retry_before", 0.0)
-    compiling._compiled.cache_clear()
+    compiling._functions.clear()
     yield compiler
-    compiling._compiled.cache_clear()
+    compiling._functions.clear()
 
 
 class Compiler:
