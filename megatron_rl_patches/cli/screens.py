@@ -80,8 +80,8 @@ def show_table(
     words = [max(map(len, " ".join(map(str, column)).split())) for column in zip(*rows, strict=True)]
     if header and sum(words) + 2 * len(words) - 2 > console.width:
         for line in lines:  # columns would split names, so a long row has a line for each
-            is_long = sum(map(len, line)) + 2 * len(line) - 2 > console.width
-            console.print(Text("\n  " if is_long else "  ").join(line), soft_wrap=True)
+            text = Text("  ").join(line)
+            console.print(text if len(text) <= console.width else Text("\n  ").join(line), soft_wrap=True)
         return
     table = Table.grid(padding=(0, 2, 0, 0))
     for line in lines:

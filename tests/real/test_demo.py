@@ -65,7 +65,9 @@ def test_the_reward_rises_over_repeated_calls_of_train(capfd: pytest.CaptureFixt
     assert total == pytest.approx(3 * reference, rel=0.01)
 
     assert "14 rollouts, one train() call each" in out.splitlines()[-1]
-    assert "reentrant-train" in err
+    assert re.search(
+        r"^megatron_rl_patches \S+ in megatron, megatron_rl_patches: .*reentrant-train, ", err, re.M
+    )
     assert "Warning" not in err
 
 

@@ -530,17 +530,17 @@ def test_what_one_rank_passes_wrong(layout: str) -> None:
 
 @on_ranks(2)
 def test_last_stages_that_differ_are_named_on_all_stages() -> None:
-    """Their context-parallel group has a third rank here, which is not there, and passes another ``k``."""
+    """A third context-parallel rank, which is simulated, passes another ``k`` to its last stage."""
     options = TinyModel(**LAYOUTS["PP 2"][1])
     options.initialize()
     model, is_last = tiny_gpt.inference_model(options), bool(torch.distributed.get_rank())
 
-    def with_third(value: Any, group: Any) -> list[Any]:
+    def gathered_from_three(value: Any, group: Any) -> list[Any]:
         is_of_three = is_last and group is parallel_state.get_context_parallel_group()
         return gathered(value, group) + [(None, (2, {"k": 7}))] * is_of_three
 
     with (
-        mock.patch("megatron_rl_patches.common.agreement.gathered", with_third),
+        mock.patch("megatron_rl_patches.common.agreement.gathered", gathered_from_three),
         pytest.raises(InvalidInputError, match="ranks 1 and 2 differ in k, 1 and 7"),
     ):
         forward_topk(model, [microbatch()], k=1, progress=False)

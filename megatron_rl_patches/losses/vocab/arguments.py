@@ -249,20 +249,16 @@ def check_mask(keep_mask: Tensor, source: ReadRows) -> None:
         )
 
 
-def valid_ids(name: str, ids: Tensor, source: ReadRows, meaning: str) -> Tensor:
-    """Return targets ``[n]`` or indices ``[n, K]`` as int64; reject those of other shapes and other ids.
-
-    ``meaning`` says what the ``ignore_index`` is for.
-    """
+def valid_ids(name: str, ids: Tensor, source: ReadRows, *, several: bool = False) -> Tensor:
+    """Return token ids ``[n]``, or ``several`` per row, ``[n, K]``, as int64; reject what does not fit."""
     check_tensor(name, ids)
-    n, expected = source.n, "]: one token id for each selected row"
-    fits = ids.shape == (n,)
-    if name == "indices":
-        fits = ids.dim() == 2 and len(ids) == n and ids.shape[1] > 0
-        expected = ", K]: K token ids for each selected row, K at least 1"
+    shape, meaning = f"[{source.n}]: one token id for each selected row", "to ignore a row"
+    fits = ids.shape == (source.n,)
+    if several:
+        shape, meaning = f"[{source.n}, K]: K token ids for each selected row, K at least 1", "for no entry"
+        fits = ids.dim() == 2 and len(ids) == source.n and ids.shape[1] > 0
     if not fits or ids.dtype not in _INTEGERS:
-        actual = f"{ids.dtype} {list(ids.shape)}"
-        raise InvalidInputError(f"{name} are {actual}, expected torch.int64 [{n}{expected}")
+        raise InvalidInputError(f"{name} are {ids.dtype} {list(ids.shape)}, expected torch.int64 {shape}")
     _check_device(name, ids, source.device)
     check_ids(name, ids, source.options.num_ids(source.width), source.options.ignore_index, meaning)
     return ids.long()

@@ -101,7 +101,7 @@ def vocab_parallel_log_probs_at(
         tp_group, temperature, inplace_backward, block_bytes, vocab_size=vocab_size
     )
     source = rows_of(logits, rows, options)
-    log_probs, log_tail = LogProbsAt()(source, indices=valid_ids("indices", indices, source, "for no entry"))
+    log_probs, log_tail = LogProbsAt()(source, indices=valid_ids("indices", indices, source, several=True))
     return (log_probs, log_tail) if with_tail else log_probs
 
 
@@ -207,7 +207,7 @@ class Columns(NamedTuple):
     @classmethod
     def find(cls, indices: Tensor, source: Source, block: Block) -> Columns:
         """Return the columns of token ids ``[n, K]``, negative for none."""
-        column, is_local = block.tile.columns_of(indices[block.rows], source)
+        column, is_local = source.columns_of_ids(indices[block.rows], block.tile.columns)
         largest, place = torch.where(is_local, column, -1).max(1, keepdim=True)
         return cls(is_local, torch.where(is_local, column, largest).clamp(min=0), largest >= 0, place)
 

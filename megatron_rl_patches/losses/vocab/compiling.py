@@ -101,9 +101,9 @@ def _is_disabled() -> bool:
     """Return whether torch would not compile now.
 
     Where compiling is forbidden, torch.compile returns functions as they are. Uncompiled, they are slower
-    than plain operators on buffers, and need several tensors of the size of a block. Under a dispatch mode,
-    torch 2.13 never again compiles a function that is called; other releases raise an error, or hide from the
-    mode what is compiled.
+    than plain operators on buffers, and need several tensors of the size of a block. A function that is
+    called meanwhile, or under a dispatch mode, is never compiled again by torch 2.13; other releases raise an
+    error, or hide from the mode what is compiled.
     """
     in_any_thread = getattr(_python_dispatch, "is_in_any_mode_without_ignore_compile_internals", bool)
     return (

@@ -165,8 +165,8 @@ class Divergence:
         beta: weight of the teacher in the mixture ``m``, for the divergences that have one. For a compiled
             function it is a tensor without dimensions.
         needs_old: it compares with the policy that sampled, too.
-        needs_normalizers: no :meth:`weights` of parts of columns add up to it; one more pass reads masses.
-        covers_mass: its derivative by a logit is not zero where ``p`` is; its second term is ``p - q``.
+        needs_normalizers: parts of the columns do not add up to it, so a pass of its own finds their masses.
+        covers_mass: its derivative by a logit is not zero where ``p`` is zero; its second term is ``p - q``.
         counts_tail: the bucket of all other ids adds to it. Without it, it is for buckets only.
     """
 

@@ -151,7 +151,7 @@ def log_probs_and_entropy(
     source = rows_of(logits, rows, options)
     if keep_mask is not None:
         check_mask(keep_mask, source)
-    ids = valid_ids("targets", targets, source, "to ignore a row")
+    ids = valid_ids("targets", targets, source)
     log_probs, entropies = LogProbsAndEntropy()(source, ids=ids, keep_mask=keep_mask)
     if entropies is not None and not options.entropy_grad:
         entropies = entropies.detach()
@@ -189,13 +189,14 @@ class LogProbsAndEntropy(Loss):
             return torch.stack([value.double() for one in values for value in one])
 
         def finish_tile(tile: Tile, statistics: Tensor) -> Tensor:
-            column, is_here = _targets_in(tile, ids, source)
+            column, is_here = _target_columns(ids[tile.rows], source, tile.columns)
             logit = torch.where(is_here, tile.at(column).double(), _MINUS_INF)
             if keep_mask is not None:
                 is_kept = keep_mask[tile.rows, tile.columns].gather(1, column[:, None]).squeeze(1)
-                own = logit.masked_fill(is_kept, _MINUS_INF)
-                kept = merged([statistics[:2], torch.stack([own, torch.zeros_like(own)])], options.scale)
-                statistics = torch.cat([kept, statistics[2:]])
+                # A target that the mask leaves out is one more column of the first pass.
+                target = logit.masked_fill(is_kept, _MINUS_INF)
+                with_target = [statistics[:2], torch.stack([target, torch.zeros_like(target)])]
+                statistics = torch.cat([merged(with_target, options.scale), statistics[2:]])
             if derivative is not None:
                 derivative.add(tile, statistics[0], column, is_here)
             values = torch.cat([statistics, logit[None]])
@@ -231,11 +232,10 @@ class LogProbsAndEntropy(Loss):
             exact_entropy = unmasked.entropy()
             entropy = exact_entropy.masked_fill(is_ignored, 0.0).to(source.dtype)
         if derivative is not None:
-            column = ids - source.first_id
-            column = column.where((column >= 0) & (column < source.width), -1)
+            column, is_here = _target_columns(ids, source, slice(0, source.width))
             # It compares with the logits that this rank reads.
             max_logit = masked.max_logit * options.divisor
-            derivative_nh = derivative.finish(column, max_logit, masked.sum_exp, exact)
+            derivative_nh = derivative.finish(column, is_here, max_logit, masked.sum_exp, exact)
             return (log_prob, entropy), {"ids": ids, "derivative": derivative_nh}
         # Of the target, whose gradient is more than that of a column, by log-probability and by entropy.
         values = [*masked.for_backward(), exact.expm1()]  # 1 - p, accurate when p is near 1
@@ -298,7 +298,7 @@ class LogProbsAndEntropy(Loss):
             )
 
         def finish(tile: Tile, gradient: Tensor) -> None:
-            column, is_here = _targets_in(tile, ids, source)
+            column, is_here = _target_columns(ids[tile.rows], source, tile.columns)
             tile = tile._replace(x=gradient)
             tile.put(column, torch.where(is_here, at_target[tile.rows].to(gradient.dtype), tile.at(column)))
 
@@ -335,10 +335,10 @@ def _divisors(sizes: Sequence[int], source: Source) -> Tensor | None:
     return torch.tensor([[*divisors, divisor]], dtype=torch.float64, device=source.device).T
 
 
-def _targets_in(tile: Tile, ids: Tensor, source: Source) -> tuple[Tensor, Tensor]:
-    """Return a column of the tile for each row, and whether it is that of the row's target."""
-    column, is_here = tile.columns_of(ids[tile.rows], source)
-    return column.clamp(0, tile.x.shape[1] - 1), is_here
+def _target_columns(ids: Tensor, source: Source, columns: slice) -> tuple[Tensor, Tensor]:
+    """Return a place in a range of columns for each row, and whether it is that of the row's target."""
+    column, is_here = source.columns_of_ids(ids, columns)
+    return column.clamp(0, columns.stop - columns.start - 1), is_here
 
 
 def _mask_of_block(mask: Tensor | None, block: Block) -> Tensor | None:

@@ -377,12 +377,14 @@ class ForwardDerivative:
         weight = self._weight[tile.columns]
         add_product(self._exp[rows], tile.x.to(weight.dtype), weight, may_round=True)
 
-    def finish(self, local_target: Tensor, max_logit: Tensor, sum_exp: Tensor, log_prob: Tensor) -> Tensor:
-        """Return this rank's part, from its column of each target, or -1, and from numbers of all ranks."""
+    def finish(
+        self, column: Tensor, is_target: Tensor, max_logit: Tensor, sum_exp: Tensor, log_prob: Tensor
+    ) -> Tensor:
+        """Return this rank's part, from columns as for :meth:`add` and from numbers of all ranks."""
         scale, dtype = self._scale, self._exp.dtype
         factor = ((self._max_logit - max_logit) / scale).exp() / (sum_exp * scale)
-        at_target = torch.where(local_target >= 0, -log_prob.expm1() / scale, 0.0)
-        target_part = self._weight[local_target.clamp(min=0)].to(dtype) * at_target.to(dtype)[:, None]
+        at_target = torch.where(is_target, -log_prob.expm1() / scale, 0.0)
+        target_part = self._weight[column].to(dtype) * at_target.to(dtype)[:, None]
         return target_part - self._exp * factor.to(dtype)[:, None]
 
 

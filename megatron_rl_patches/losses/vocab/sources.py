@@ -71,15 +71,6 @@ class Tile(NamedTuple):
         """How many columns the tile has."""
         return self.x.shape[1]
 
-    def columns_of(self, ids: Tensor, source: Source) -> tuple[Tensor, Tensor]:
-        """Return the column of each token id, counted from the tile's first, and whether the tile has it."""
-        first = source.first_id + self.columns.start
-        column = ids - first if first else ids
-        is_here = column >= 0
-        if source.options.tp_size > 1 or self.x.shape[1] < source.width:
-            is_here &= column < self.x.shape[1]
-        return column, is_here
-
     def at(self, column: Tensor) -> Tensor:
         """Return the logit of each row in its column."""
         if isinstance(self.place, slice):
@@ -194,6 +185,15 @@ class Source(ABC):
         Only a source that computes its tiles is asked. The columns are best a multiple of a stretch.
         """
         raise NotImplementedError
+
+    def columns_of_ids(self, ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+        """Return the place of each token id in a range of columns, and whether it is there."""
+        first, width = self.first_id + columns.start, columns.stop - columns.start
+        column = ids - first if first else ids
+        is_here = column >= 0
+        if self.options.tp_size > 1 or width < self.width:
+            is_here &= column < width
+        return column, is_here
 
     def without_keeping(self) -> Source:
         """Return the same rows for a pass whose tiles no backward will read."""
