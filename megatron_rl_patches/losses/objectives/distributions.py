@@ -18,10 +18,10 @@ from ...errors import InvalidInputError
 from ..vocab.arguments import (
     Rows,
     VocabParallelOptions,
+    check_instance,
     check_integer,
     check_one_device,
     check_positive,
-    check_tensor,
 )
 from ..vocab.sources import rows_of
 from ..vocab.topk import TopK
@@ -125,7 +125,7 @@ class TopKDistribution(Distribution):
         indices, log_probs, tail = self.tensors
         named = {"indices": indices, "log_probs": log_probs, "tail_log_prob": tail}
         for name, tensor in named.items():
-            check_tensor(name, tensor)
+            check_instance(name, tensor)
         if self.temperature is not None:
             object.__setattr__(self, "temperature", check_positive("temperature", self.temperature))
         if self.vocab_size is not None:

@@ -28,7 +28,6 @@ from ..vocab.arguments import (
     check_instance,
     check_list,
     check_one_device,
-    check_tensor,
     is_number,
 )
 from .reduction import (
@@ -325,8 +324,8 @@ def group_advantages(
     Returns:
         The advantages ``[b]`` in the dtype of ``rewards`` (float32 for integers), without gradient.
     """
-    check_tensor("rewards", rewards)
-    check_tensor("groups", groups)
+    check_instance("rewards", rewards)
+    check_instance("groups", groups)
     if rewards.dtype.is_complex or groups.dtype.is_complex:
         raise InvalidInputError(
             f"rewards are {rewards.dtype} and groups {groups.dtype}, expected real numbers and integers"

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ...common.devices import on_device
 from ...errors import InvalidInputError
-from ..vocab.arguments import RowIndex, as_slices, check_instance, check_list, check_tensor, integers
+from ..vocab.arguments import RowIndex, as_slices, check_instance, check_list, integers
 from .lengths import check_context_parallel, check_lengths, pad
 
 
@@ -141,7 +141,7 @@ class SequenceLayout:
 
         Logits of another shape, or on another device, raise :class:`InvalidInputError`.
         """
-        check_tensor("logits", logits)
+        check_instance("logits", logits)
         if tuple(logits.shape[:-1]) not in (self.logits_shape, (self.num_rows,)):
             raise InvalidInputError(
                 f"logits are {list(logits.shape)}, but their layout is {list(self.logits_shape)} without the "
@@ -181,7 +181,7 @@ class SequenceLayout:
 
         Another number of values raises :class:`InvalidInputError`.
         """
-        check_tensor("values", values)
+        check_instance("values", values)
         if values.dim() == 0 or len(values) != len(self.response_index):
             raise InvalidInputError(
                 f"values are {list(values.shape)}; CP rank {self.cp_rank} of {self.cp_size} has "

@@ -153,15 +153,10 @@ def check_positive(name: str, value: Any) -> float:
     return float(value)
 
 
-def check_tensor(name: str, tensor: Any) -> None:
-    """Refuse what is no tensor."""
-    check_instance(name, tensor, Tensor)
-
-
 def check_floats(**tensors: Any) -> None:
     """Refuse what is no tensor of a floating dtype."""
     for name, tensor in tensors.items():
-        check_tensor(name, tensor)
+        check_instance(name, tensor)
         if not tensor.dtype.is_floating_point:
             raise InvalidInputError(f"{name} is {tensor.dtype}, expected a floating dtype")
 
@@ -173,7 +168,7 @@ def check_list(name: str, values: Any) -> list[Tensor]:
         raise InvalidInputError(f"{name}: expected a list of tensors, not {_shown(values)}")
     tensors = list(values)
     for number, tensor in enumerate(tensors):
-        check_tensor(f"{name}[{number}]", tensor)
+        check_instance(f"{name}[{number}]", tensor)
     check_one_device(**{f"{name}[{number}]": tensor for number, tensor in enumerate(tensors)})
     return tensors
 
@@ -186,8 +181,8 @@ def check_one_device(**tensors: Tensor) -> None:
         raise InvalidInputError(f"{places}: expected one device")
 
 
-def check_instance(name: str, value: Any, kind: type) -> None:
-    """Refuse what is no object of a class."""
+def check_instance(name: str, value: Any, kind: type = Tensor) -> None:
+    """Refuse what is no object of a class, by default a tensor."""
     if not isinstance(value, kind):
         raise InvalidInputError(f"{name}: expected a {kind.__name__}, not {_shown(value)}")
 
@@ -227,7 +222,7 @@ class ReadRows(Protocol):
 
 def check_logits(name: str, logits: Tensor, options: VocabParallelOptions) -> None:
     """Reject logits that are not ``[T, V / tp]`` in one of the dtypes, with a column for each token id."""
-    check_tensor(name, logits)
+    check_instance(name, logits)
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise InvalidInputError(
             f"{name} are [T, vocab / tp], not {list(logits.shape)}: flatten the dimensions before the last"
@@ -240,7 +235,7 @@ def check_logits(name: str, logits: Tensor, options: VocabParallelOptions) -> No
 
 def check_mask(keep_mask: Tensor, source: ReadRows) -> None:
     """Reject a mask that is not bool ``[n, V / tp]``."""
-    check_tensor("keep_mask", keep_mask)
+    check_instance("keep_mask", keep_mask)
     _check_device("keep_mask", keep_mask, source.device)
     if keep_mask.dtype != torch.bool or keep_mask.shape != (source.n, source.width):
         raise InvalidInputError(
@@ -251,7 +246,7 @@ def check_mask(keep_mask: Tensor, source: ReadRows) -> None:
 
 def valid_ids(name: str, ids: Tensor, source: ReadRows, *, several: bool = False) -> Tensor:
     """Return token ids ``[n]``, or ``several`` per row, ``[n, K]``, as int64; reject what does not fit."""
-    check_tensor(name, ids)
+    check_instance(name, ids)
     shape, meaning = f"[{source.n}]: one token id for each selected row", "to ignore a row"
     fits = ids.shape == (source.n,)
     if several:
@@ -289,8 +284,7 @@ def valid_rows(rows: Rows, logits: Tensor) -> RowIndex:
             return slice(0, 0)
         if row_range.step == 1:
             return slice(row_range.start, row_range.stop)
-        numbers = row_range.start, row_range.stop, row_range.step
-        return torch.arange(*numbers, device=logits.device)
+        return torch.arange(row_range.start, row_range.stop, row_range.step, device=logits.device)
     if isinstance(rows, Sequence):
         return _valid_slices(rows, size)
     if not isinstance(rows, Tensor):

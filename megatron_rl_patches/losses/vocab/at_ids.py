@@ -14,7 +14,7 @@ has no backward.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, overload
 
 import torch
 import torch.distributed as dist
@@ -25,37 +25,31 @@ from .reduction import Block, Blocks, Loss, Writer, ranges, rows_of_block
 from .softmax import NO_SOFTMAX, block_gradient, block_statistics, buffered_statistics, merged
 from .sources import Source, Tensors, rows_of
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _MINUS_INF = float("-inf")
 BLOCKS_WITH_MASK = Blocks(2, compiled=32, compiled_on_gpu=4)  # small ones, since each has a mask of its size
 
 
+class _Options(TypedDict, total=False):
+    tp_group: dist.ProcessGroup | None
+    rows: Rows
+    temperature: float
+    vocab_size: int | None
+    inplace_backward: bool
+    block_bytes: int | None
+
+
 @overload
 def vocab_parallel_log_probs_at(
-    logits: Tensor,
-    indices: Tensor,
-    *,
-    tp_group: dist.ProcessGroup | None = None,
-    rows: Rows = None,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
-    with_tail: Literal[False] = False,
-    inplace_backward: bool = False,
-    block_bytes: int | None = None,
+    logits: Tensor, indices: Tensor, *, with_tail: Literal[False] = False, **options: Unpack[_Options]
 ) -> Tensor: ...
 
 
 @overload
 def vocab_parallel_log_probs_at(
-    logits: Tensor,
-    indices: Tensor,
-    *,
-    tp_group: dist.ProcessGroup | None = None,
-    rows: Rows = None,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
-    with_tail: Literal[True],
-    inplace_backward: bool = False,
-    block_bytes: int | None = None,
+    logits: Tensor, indices: Tensor, *, with_tail: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Tensor, Tensor]: ...
 
 

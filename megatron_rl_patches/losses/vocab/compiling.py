@@ -106,18 +106,14 @@ def _is_disabled() -> bool:
     error, or hide from the mode what is compiled.
     """
     in_any_thread = getattr(_python_dispatch, "is_in_any_mode_without_ignore_compile_internals", bool)
+    stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or in_any_thread()
         or any(os.environ.get(name) == "1" for name in _DISABLING_VARIABLES)
         or getattr(sys.modules.get("torch._dynamo.config"), "disable", False)
-        or getattr(_stance(), "stance", "default") == "force_eager"
+        or getattr(stance, "stance", "default") == "force_eager"
     )
-
-
-def _stance() -> Any:
-    """Return what :func:`torch.compiler.set_stance` has set."""
-    return getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
 
 
 @cache
@@ -144,7 +140,8 @@ def _limits_of_torch() -> Any:
 
 
 def _call_compiled(function: Callable[..., Any], is_elementwise: bool, *args: Any) -> Any:
-    for logits in args[0] if isinstance(args[0], list) else args[:1]:
+    for rows in args[0] if isinstance(args[0], list) else args[:1]:
+        logits = rows[0] if isinstance(rows, tuple) else rows  # perhaps a RowsOf
         # Stretches of a width that is compiled in fit into registers of a GPU, which then reads each stretch
         # once: for its largest logit and for all sums. It reads and writes 16 bytes at a time. A single
         # stretch is a whole row, of any width.

@@ -398,7 +398,8 @@ class Defer(torch.autograd.Function):
         def compute(sources: Sequence[Any], _: Any, needed: Sequence[bool], gradient: Tensor) -> Any:
             return sources[0].gradients_of(gradient, needed)
 
-        return None, *gradients_of_inputs(ctx, without_autocast(compute), 1, gradient.flatten(0, -2))
+        with without_autocast():
+            return None, *gradients_of_inputs(ctx, compute, 1, gradient.flatten(0, -2))
 
 
 class ToDense(torch.autograd.Function):

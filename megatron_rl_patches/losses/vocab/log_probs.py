@@ -207,7 +207,7 @@ class LogProbsAndEntropy(Loss):
             logit = torch.stack([values[-1] for values in parts]).amax(0)
             return torch.cat([*(merged(one, options.temperature) for one in by_pass), logit[None]])
 
-        blocks = Blocks(1 + with_entropy + spare)
+        blocks = Blocks(1 + with_entropy + spare, takes_numbers=True)
         total = read(block_statistics, part, merge, blocks, finish_tile, keeps_tiles=derivative is None)
         return self._results(source, ids, keep_mask, torch.split(total, [*sizes, 1]), derivative)
 
@@ -303,7 +303,7 @@ class LogProbsAndEntropy(Loss):
             tile.put(column, torch.where(is_here, at_target[tile.rows].to(gradient.dtype), tile.at(column)))
 
         tensors = (masked[1] is not None and unmasked[1] is not None) + (unmasked[2] is not None)
-        return Writer(block_gradient, write, Blocks(tensors), finish)
+        return Writer(block_gradient, write, Blocks(tensors, takes_numbers=True), finish)
 
 
 class _Softmax:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...common.devices import each_prefetched, on_device
 from ...errors import InvalidInputError
 from .arguments import DEFAULT, VocabParallelOptions, as_one_slice
-from .reduction import Block, Blocks, each_block, ranges
+from .reduction import STRETCH, Block, Blocks, each_block, ranges
 from .softmax import NO_SOFTMAX, block_gradient, exp_floor, finite
 from .sources import Gradients, Grid, Inputs, Source, Tensors, Tile
 
@@ -167,15 +167,16 @@ class OutputLayerRows(Source):
         names = "the hidden states", "the weight of the output layer", "its bias", "rows"
         return dict(zip(names, (*self.inputs, numbers), strict=True)), restore
 
-    def shape_of_tiles(self, width: int, share: int, stretch: int) -> tuple[int, int]:
+    def shape_of_tiles(self, width: int, share: int) -> tuple[int, int]:
         elements = max(self._tile_bytes() // share // self.logit_dtype.itemsize, 1)
         most_columns = max(elements // max(self.n, 1), min(elements, _FEWEST_COLUMNS))
         if self.weight.device != self.device:  # a tile's part of it is copied, and is no larger than a tile
             most_columns = max(min(most_columns, elements // self.weight.shape[1]), 1)
-        if stretch <= most_columns < width:
-            most_columns -= most_columns % stretch
+        if STRETCH <= most_columns < width:
+            most_columns -= most_columns % STRETCH
         columns = -(-width // -(-width // most_columns))
-        columns = min(-(-columns // stretch) * stretch if columns > stretch else columns, width)
+        unit = STRETCH if columns > STRETCH else STRETCH // 8
+        columns = min(-(-columns // unit) * unit if columns > unit else columns, width)
         return max(min(elements // columns, self.n), 1), columns
 
     def _tile_bytes(self) -> int:

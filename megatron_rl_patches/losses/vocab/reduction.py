@@ -17,13 +17,12 @@ Statistics travel between tiles and ranks as float64, in the units of the logits
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,12 +31,11 @@ from torch import Tensor
 from . import compiling
 from .arguments import VocabParallelOptions
 from .autograd import gradients_of_inputs, save_sources
+from .softmax import RowsOf
 from .sources import Grid, Inputs, Place, Runs, Source, Tensors, Tile
 
-P = ParamSpec("P")
-R = TypeVar("R")
 _MIB = 1 << 20
-STRETCH, _SHORTEST_STRETCH = 256, 64  # columns, on a CPU
+STRETCH, _SHORTEST_STRETCH = 1024, 64  # columns
 _BLOCKS_OF_GPU = 16
 
 
@@ -48,15 +46,16 @@ class Blocks(NamedTuple):
         tensors: how many tensors of a block's size plain operators need at a time, beside the copy of its
             logits that a gradient overwrites.
         has_work: they get these as buffers; what they sum up comes in stretches then, as for a compiler.
-        compiled: a compiled function on a CPU, which needs no buffers that have to fit into the cache, gets a
-            tile in so many blocks; 0: nothing is compiled.
+        compiled: on a CPU, a compiled function gets a tile in so many blocks; 0: nothing is compiled.
         compiled_on_gpu: blocks of a compiled function on a GPU are so many times as large as others.
+        takes_numbers: a compiled function gets rows that are no slice as :class:`.RowsOf`, not as a copy.
     """
 
     tensors: int = 1
     has_work: bool = True
-    compiled: int = 4
+    compiled: int = 1
     compiled_on_gpu: int = _BLOCKS_OF_GPU
+    takes_numbers: bool = False
 
 
 class Block(NamedTuple):
@@ -75,8 +74,8 @@ class Block(NamedTuple):
         cut: returns what the function gets in place of a tensor ``[..., w]``.
     """
 
-    xs: list[Tensor]
-    out: Tensor
+    xs: list[Any]
+    out: Any
     rows: slice
     tile: Tile
     work: Tensor | None
@@ -201,7 +200,8 @@ class _Reduction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         loss.grid = grid_of(sources)
         read = partial(loss.read, sources, claim)
-        results, others = without_autocast(loss.forward)(sources, tensors, read)
+        with without_autocast():
+            results, others = loss.forward(sources, tensors, read)
         # The claim lives as long as the graph.
         ctx.loss, ctx.claim = loss, claim
         save_sources(ctx, sources, others, loss.owners)
@@ -209,25 +209,17 @@ class _Reduction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        compute = without_autocast(ctx.loss.gradients)
-        return None, None, None, None, *gradients_of_inputs(ctx, compute, 4, *gradients)
+        with without_autocast():
+            return None, None, None, None, *gradients_of_inputs(ctx, ctx.loss.gradients, 4, *gradients)
 
 
-def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function, run with autocast switched off.
-
-    Forward and backward, which may differ in what autocast says, must read the same numbers.
-    """
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with ExitStack() as stack:
-            for device in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, enabled=False))
-            return function(*args, **kwargs)
-
-    return run
+def without_autocast() -> ExitStack:
+    """Switch autocast off until the stack is left: forward and backward must read the same numbers."""
+    stack = ExitStack()
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
 
 
 # --- tiles and blocks
@@ -239,8 +231,7 @@ def grid_of(sources: Sequence[Source]) -> Grid:
     width = max(first.num_columns, 1)
     rows, columns = max(first.n, 1), width
     if cut := [source for source in sources if source.computes_tiles]:
-        stretch = best_stretch(first.device)
-        shapes = [source.shape_of_tiles(width, len(sources), stretch) for source in cut]
+        shapes = [source.shape_of_tiles(width, len(sources)) for source in cut]
         rows, columns = (min(sizes) for sizes in zip(*shapes, strict=True))
     return Grid(ranges(0, first.n, rows) or [slice(0, 0)], columns_of(first, columns), len(sources))
 
@@ -252,14 +243,9 @@ def columns_of(source: Source, step: int) -> list[slice]:
     cut into stretches. It comes first where tiles are computed, since backward begins with the last tile.
     """
     count = source.num_columns
-    rest = count % best_stretch(source.device) if count < source.width else 0
+    rest = count % STRETCH if count < source.width else 0
     end = rest if source.computes_tiles else count - rest
     return [*ranges(0, end, step), *ranges(end, count, step)] or [slice(0, 1)]
-
-
-def best_stretch(device: torch.device) -> int:
-    """Return how many columns a stretch has where the number of columns is a multiple of that."""
-    return 1024 if device.type == "cuda" else STRETCH
 
 
 def ranges(start: int, stop: int, step: int) -> list[slice]:
@@ -289,6 +275,8 @@ def each_block(
     tile, options, is_writing, results = tiles[0], source.options, gradient is not None, list[Any]()
     runs, done = tile.runs or [(tile.rows, slice(0, 0))], tile.rows.start
     row_bytes = tile.x.shape[1] * source.dtype.itemsize
+    if is_writing and options.inplace_backward:  # the compiler would copy all rows
+        blocks = blocks._replace(takes_numbers=False)
     is_large = options.fused == "auto" and source.n * source.width >= compiling.WORTHWHILE_ELEMENTS
     if blocks.compiled and (options.fused is True or is_large):
         call = compiling.BlockFunction(function, options.fused is True, source.device.type, is_writing)
@@ -296,14 +284,14 @@ def each_block(
         cut = _as_one_stretch if is_writing and source.device.type == "cpu" else stretches
 
         def attempt(rows: slice, place: Place) -> None:
-            block = _block_of(tiles, rows, place, gradient, None, call, cut)
+            block = _block_of(tiles, rows, place, gradient, None, call, cut, blocks.takes_numbers)
             results.append(_compute(compute, block, gradient, place))
 
         if call.compiled:
             done = call.each(_cut(runs, _compiled_rows(tile, options, row_bytes, blocks)), attempt, done)
         if call.compiled:
             return results
-    cut = _uncut if is_writing or not blocks.has_work else stretches
+    cut = (lambda x: x) if is_writing or not blocks.has_work else stretches
     tensors = blocks.tensors + (is_writing and blocks.has_work and source.copies_rows)
     parts = _cut(runs, rows_of_block(tile.x, options, row_bytes * max(tensors, 1)), done)
     most = max((rows.stop - rows.start for rows, _ in parts), default=0)
@@ -318,7 +306,7 @@ def each_block(
 def _compiled_rows(tile: Tile, options: VocabParallelOptions, row_bytes: int, blocks: Blocks) -> int:
     """Return how many rows a block of a compiled function has."""
     # Copies of single rows have to fit into the cache.
-    copies = len(tile.runs) == 1 and isinstance(tile.runs[0][1], Tensor)
+    copies = not blocks.takes_numbers and len(tile.runs) == 1 and isinstance(tile.runs[0][1], Tensor)
     if tile.x.device.type == "cuda":
         row_bytes, scale = tile.x.shape[1] * tile.x.itemsize, 1 if copies else blocks.compiled_on_gpu
         return rows_of_block(tile.x, options, row_bytes, scale)
@@ -348,9 +336,19 @@ def _block_of(
     work: Tensor | None,
     function: Callable[..., Any],
     cut: Callable[[Tensor], Tensor],
+    takes_numbers: bool = False,
 ) -> Block:
     """Return a block, whose logits are views of the tile, or copies in the dtype of the computation."""
     logits, buffer = tiles[0].x, work[0] if work is not None and len(work) else None
+    others = []
+    for tile in tiles[1:]:
+        assert isinstance(tile.place, slice), "all rows of the other sources are read"
+        shift = tile.place.start - tile.rows.start
+        others.append(cut(tile.x[shift + rows.start : shift + rows.stop]))
+    if takes_numbers and isinstance(place, Tensor):
+        numbered = RowsOf(cut(logits), place)
+        written = numbered if gradient is None else RowsOf(cut(gradient), place)
+        return Block([numbered, *others], written, rows, tiles[0], work, function, cut)
     if isinstance(place, Tensor):
         is_same = buffer is not None and logits.dtype == buffer.dtype
         x = torch.index_select(logits, 0, place, out=buffer if is_same else None)
@@ -364,20 +362,16 @@ def _block_of(
     if gradient is not None and isinstance(place, slice) and x is not buffer:
         is_in_place = gradient.numel() > 0 and gradient.data_ptr() == logits.data_ptr()
         out = x if is_in_place else gradient[place]
-    xs = [cut(x)]
-    for other in tiles[1:]:
-        assert isinstance(other.place, slice), "all rows of the other sources are read"
-        shift = other.place.start - other.rows.start
-        xs.append(cut(other.x[shift + rows.start : shift + rows.stop]))
     if work is not None:
         work = cut(work[1:] if gradient is not None and x is buffer else work)
+    xs = [cut(x), *others]
     return Block(xs, xs[0] if out is x else cut(out), rows, tiles[0], work, function, cut)
 
 
 def _compute(compute: Callable[[Block], Any], block: Block, gradient: Tensor | None, place: Place) -> Any:
     """Compute a block, and put its gradient where it belongs, unless it was computed there."""
     result = compute(block)
-    if gradient is not None:
+    if gradient is not None and not isinstance(block.out, RowsOf):
         values = block.out.flatten(1)
         if isinstance(place, Tensor):
             gradient.index_copy_(0, place, values.to(gradient.dtype))
@@ -404,7 +398,7 @@ def rows_of_block(logits: Tensor, options: VocabParallelOptions, row_bytes: int,
 
 def stretches(x: Tensor) -> Tensor:
     """Cut the last dimension into stretches of equal width: ``[..., V]`` as ``[..., stretches, columns]``."""
-    width = _width_of_stretches(x.shape[-1], best_stretch(x.device))
+    width = _width_of_stretches(x.shape[-1])
     return x.view(*x.shape[:-1], x.shape[-1] // width, width)
 
 
@@ -412,17 +406,13 @@ def _as_one_stretch(x: Tensor) -> Tensor:
     return x.unsqueeze(-2)
 
 
-def _uncut(x: Tensor) -> Tensor:
-    return x
-
-
 @lru_cache
-def _width_of_stretches(columns: int, best: int) -> int:
+def _width_of_stretches(columns: int) -> int:
     """Return a divisor of ``columns`` near the best width, or ``columns`` itself if there is none."""
-    width = math.gcd(columns, best)
+    width = math.gcd(columns, STRETCH)
     if width >= _SHORTEST_STRETCH:
         return width
-    divisors = (width for width in range(8 * STRETCH, _SHORTEST_STRETCH, -1) if columns % width == 0)
+    divisors = (width for width in range(2 * STRETCH, _SHORTEST_STRETCH, -1) if columns % width == 0)
     return next(divisors, columns)
 
 

@@ -20,6 +20,7 @@ single terms ``exp(z)``, whose relative error grows with ``-z``, to 4e-6 for pro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,11 +39,34 @@ NO_SOFTMAX: SoftmaxGradient = (None, None, None)
 _Pass = tuple[Tensor | None, bool]
 
 
-def block_statistics(x: Tensor, passes: Sequence[_Pass], scale: Tensor | None) -> list[tuple[Tensor, ...]]:
+class RowsOf(NamedTuple):
+    """Rows of logits, or of their gradient, by their numbers: a compiled function needs no copy of them."""
+
+    x: Tensor
+    numbers: Tensor
+
+
+def taken(x: Tensor | RowsOf) -> Tensor:
+    """Return rows that may be given by their numbers."""
+    return x.x[x.numbers] if isinstance(x, RowsOf) else x
+
+
+def put(out: Tensor | RowsOf, values: Tensor) -> None:
+    """Write values into rows that may be given by their numbers."""
+    if isinstance(out, RowsOf):
+        out.x.index_copy_(0, out.numbers, values.to(out.x.dtype))
+    elif values is not out:
+        out.copy_(values)
+
+
+def block_statistics(
+    x: Tensor | RowsOf, passes: Sequence[_Pass], scale: Tensor | None
+) -> list[tuple[Tensor, ...]]:
     """Return the statistics of each pass over logits ``[rows, stretches, columns]``.
 
     Compiled, one kernel reads the logits, once for all passes. Small ones merge the stretches of each row.
     """
+    x = taken(x)
     x = x if x.dtype == torch.float64 else x.float()
     return [_merged_stretches(x, one_pass, scale) for one_pass in passes]
 
@@ -63,8 +87,8 @@ def _merged_stretches(x: Tensor, one_pass: _Pass, scale: Tensor | None) -> tuple
     in_largest = torch.arange(x.shape[1], device=x.device) == largest[:, None]
     parts = [max_logits, torch.where(in_largest, minus_1[:, None], sum_of_columns(exp_z).double() - 1.0)]
     if with_entropy:
-        weighted = torch.where(exp_z == 0, 0.0, difference * exp_z)  # -inf * 0 would be NaN
-        parts.append(scaled_(sum_of_columns(weighted), scale))
+        floor = exp_floor(x.dtype) if scale is None else finite(exp_floor(x.dtype) * scale)
+        parts.append(scaled_(sum_of_columns(_bounded(difference, exp_z, floor) * exp_z), scale))
     return _merged([values.T for values in parts], scale)
 
 
@@ -123,8 +147,8 @@ def _merged(parts: Sequence[Tensor], scale: float | Tensor | None) -> tuple[Tens
 
 
 def block_gradient(
-    x: Tensor,
-    out: Tensor,
+    x: Tensor | RowsOf,
+    out: Tensor | RowsOf,
     unmasked: SoftmaxGradient,
     masked: SoftmaxGradient,
     keep_mask: Tensor | None,
@@ -138,21 +162,20 @@ def block_gradient(
         buffers: ``[k, rows, ...]`` in the dtype of ``out``, to be overwritten: the first for a masked
             contribution beside an unmasked one, the last for ``z`` where there is a ``b``.
     """
-    total: Tensor | None = None
+    total, x = None, taken(x)
+    buffer = None if buffers is None or isinstance(out, RowsOf) else out
     if keep_mask is not None:
-        work = None if buffers is None else out if unmasked[1] is None else buffers[0]
+        work = buffer if buffers is None or unmasked[1] is None else buffers[0]
         total = _contribution(x, masked, scale, work, work).masked_fill_(~keep_mask, 0.0)
     if unmasked[1] is not None:
-        exp_out = None if buffers is None else out
-        z_out = exp_out if buffers is None or unmasked[2] is None else buffers[-1]
-        part = _contribution(x, unmasked, scale, z_out, exp_out)
+        z_out = buffer if buffers is None or unmasked[2] is None else buffers[-1]
+        part = _contribution(x, unmasked, scale, z_out, buffer)
         total = part if total is None else part.add_(total)
     if total is None:
-        total = torch.zeros_like(out)
+        total = torch.zeros_like(x)
     if has_grad is not None:
         total.masked_fill_(~has_grad, 0.0)
-    if total is not out:
-        out.copy_(total)
+    put(out, total)
 
 
 def _contribution(
@@ -166,13 +189,17 @@ def _contribution(
     max_logit, a, b = softmax
     assert max_logit is not None and a is not None
     z = scaled_(torch.sub(x.to(max_logit.dtype), max_logit, out=z_out), scale)
+    exp_z = exp(z, exp_out)
     if b is None:
-        return exp(z, exp_out).mul_(a)
-    if exp_out is None:
-        exp_z = exp(z)
-        return torch.where(exp_z == 0, a, z.mul_(b).add_(a)).mul_(exp_z)  # where -inf * 0 would be NaN
-    z.clamp_(min=exp_floor(z.dtype))
-    return exp(z, exp_out).mul_(z.mul_(b).add_(a))
+        return exp_z.mul_(a)
+    return torch.mul(_bounded(z, exp_z, exp_floor(z.dtype)).mul_(b).add_(a), exp_z, out=exp_out)
+
+
+def _bounded(z: Tensor, exp_z: Tensor, floor: float | Tensor) -> Tensor:
+    """Replace -inf, which is no number once it is multiplied by ``exp(-inf)``; ``z`` may be overwritten."""
+    if z.is_cuda and torch.compiler.is_compiling():  # fewer instructions there, and more on a CPU
+        return torch.where(exp_z == 0, 0.0, z)
+    return z.clamp_(min=floor)
 
 
 def exp(z: Tensor, out: Tensor | None = None, *, scale: Tensor | None = None) -> Tensor:

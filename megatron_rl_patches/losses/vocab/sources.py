@@ -66,11 +66,6 @@ class Tile(NamedTuple):
     columns: slice
     runs: Runs
 
-    @property
-    def width(self) -> int:
-        """How many columns the tile has."""
-        return self.x.shape[1]
-
     def at(self, column: Tensor) -> Tensor:
         """Return the logit of each row in its column."""
         if isinstance(self.place, slice):
@@ -179,10 +174,10 @@ class Source(ABC):
         """Claim the storage that a backward in place overwrites, if there is one."""
         return StorageClaim(self.options.inplace_backward or self.options.others_overwrite)
 
-    def shape_of_tiles(self, width: int, share: int, stretch: int) -> tuple[int, int]:
+    def shape_of_tiles(self, width: int, share: int) -> tuple[int, int]:
         """Return how many rows and columns a tile has, where so many tiles take the memory of one.
 
-        Only a source that computes its tiles is asked. The columns are best a multiple of a stretch.
+        Only a source that computes its tiles is asked.
         """
         raise NotImplementedError
 
@@ -304,18 +299,18 @@ class _LogitGradients(Gradients):
     def __init__(self, rows: SelectedRows) -> None:
         self._rows, logits, index = rows, rows.logits.detach(), rows.index
         self._gradient, stop = logits if rows.options.inplace_backward else torch.empty_like(logits), 0
-        if isinstance(index, Tensor):
+        if isinstance(index, Tensor) and index.device.type != "cpu":
             others = torch.ones(len(logits), dtype=torch.int8, device=logits.device).index_fill_(0, index, 0)
             # Sorting brings the other rows to the front. nonzero() would make the CPU wait for the GPU.
             unread = others.argsort(descending=True)[: len(logits) - rows.n]
             self._gradient.index_fill_(0, unread, 0.0)
             return
-        for run in (index,) if isinstance(index, slice) else index:
+        if isinstance(index, Tensor):  # on a CPU index_fill_ takes twice as long
+            index = tuple(slice(number, number + 1) for number in index.sort().values.tolist())
+        for run in (*((index,) if isinstance(index, slice) else index), slice(len(logits), None)):
             if stop < run.start:
                 self._gradient[stop : run.start].zero_()
             stop = run.stop
-        if stop < len(logits):
-            self._gradient[stop:].zero_()
 
     def out(self, tile: Tile) -> Tensor:
         return self._gradient[:, tile.columns]

@@ -56,7 +56,7 @@ class TopK(Loss):
 
         def finish_tile(tile: Tile, values: Tensor) -> Tensor:
             """Return candidates by their ids, from the largest logit on, and the tail."""
-            size = min(k, tile.width)
+            size = min(k, tile.x.shape[1])
             logits, columns, tail = values[:size].T, values[size:-2].T, values[-2:]
             # torch.topk does not say which of equal logits it takes for the last places. It had a choice
             # where the tail still has such a logit. The statistics of the tail do not depend on the choice.
@@ -146,7 +146,7 @@ def _take_lowest_columns(
         columns: their columns, which are changed.
         chosen: int64, which of the rows.
     """
-    k, row_bytes = logits.shape[1], 2 * tile.width * max(tile.x.element_size(), 4)
+    k, row_bytes = logits.shape[1], 2 * tile.x.shape[1] * max(tile.x.element_size(), 4)
     for rows in ranges(0, len(chosen), rows_of_block(tile.x, options, row_bytes)):
         numbers = chosen[rows]
         lowest = logits[numbers, -1:]

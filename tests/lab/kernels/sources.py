@@ -102,8 +102,8 @@ class Source(NamedTuple):
     """What the compiler makes of a function.
 
     Attributes:
-        inputs: of the code, in its order: numbers of the arguments' tensors, or of a tensor and a dimension
-            whose size it is.
+        inputs: of the code, in its order: numbers of the arguments' tensors, or of a tensor and of one of its
+            :func:`sizes_of`.
     """
 
     code: str
@@ -117,7 +117,9 @@ def inputs_of(function: Callable[..., Any], args: Sequence[Any]) -> list[list[in
     def place(x: Any) -> list[int]:
         if isinstance(x, Tensor):
             return [next(number for number, tensor in enumerate(tensors) if tensor is x)]
-        return next([i, d] for i, tensor in enumerate(tensors) for d, n in enumerate(tensor.shape) if n == x)
+        return next(
+            [i, d] for i, tensor in enumerate(tensors) for d, n in enumerate(sizes_of(tensor)) if n == x
+        )
 
     def backend(graph: Any, examples: object) -> Callable[..., Any]:
         def call(*values: Any) -> Any:
@@ -129,6 +131,11 @@ def inputs_of(function: Callable[..., Any], args: Sequence[Any]) -> list[list[in
     torch._dynamo.reset()
     torch.compile(function, dynamic=True, fullgraph=True, backend=backend)(*args)
     return inputs
+
+
+def sizes_of(tensor: Tensor) -> list[int]:
+    """Return the numbers of a tensor that the compiler may take for an argument."""
+    return [*tensor.shape, *tensor.stride(), tensor.storage_offset()]
 
 
 def tensors_of(args: Any) -> list[Tensor]:

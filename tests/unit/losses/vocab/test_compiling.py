@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_rl_patches.losses import (
     deferred_logits,
     full_vocabulary_divergence,
+    vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
@@ -261,6 +262,24 @@ def test_compiled(rows: int, columns: int) -> None:
     with FlopCounterMode(display=False):
         check(random_logits(rows, columns), targets, fused=True, temperature=0.7)
     check(random_logits(rows, columns), targets, fused=True, temperature=0.7)
+
+
+@pytest.mark.slow
+@compiles
+@pytest.mark.parametrize(("inplace_backward", "most"), [(False, 1.05), (True, 0.05)])
+def test_rows_by_number_are_not_copied(inplace_backward: bool, most: float) -> None:
+    logits, rows = random_logits(64, 8192).requires_grad_(), torch.randperm(64)[:40]
+    options: dict[str, Any] = {"rows": rows, "fused": True, "block_bytes": 1 << 15}
+
+    def step(logits: torch.Tensor) -> None:
+        log_probs = vocab_parallel_log_probs(
+            logits, torch.arange(40), inplace_backward=inplace_backward, **options
+        )
+        torch.autograd.grad(log_probs.sum(), logits)
+
+    step(logits * 1)
+    output = logits * 1
+    assert live_bytes(lambda: step(output)).peak <= most * output.nbytes
 
 
 ROWS, V = 6, 1024

@@ -307,7 +307,7 @@ def test_tiles_have_all_rows_where_these_fit(width: int) -> None:
     rows = OutputLayerRows(*torch.empty(2, 1, 1), None, slice(0, 1), TileOptions())
     rows.width = width
     for rows.n in range(64, 16385, 64):
-        most_rows, columns = rows.shape_of_tiles(width, 1, 256)
+        most_rows, columns = rows.shape_of_tiles(width, 1)
         assert most_rows == rows.n and (columns % 256 == 0 or columns == width)
 
 
