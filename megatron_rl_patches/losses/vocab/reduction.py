@@ -312,7 +312,9 @@ def _compiled_rows(tile: Tile, options: VocabParallelOptions, row_bytes: int, bl
         return rows_of_block(tile.x, options, row_bytes, scale)
     if options.block_bytes or copies:
         return rows_of_block(tile.x, options, row_bytes)
-    return max(-(-(tile.rows.stop - tile.rows.start) // blocks.compiled), 1)
+    # Otherwise the statistics of short stretches would take more than a hundredth of the logits.
+    parts = max(blocks.compiled, STRETCH // _width_of_stretches(tile.x.shape[1]))
+    return max(-(-(tile.rows.stop - tile.rows.start) // parts), 1)
 
 
 def _cut(runs: Runs, step: int, start: int = 0) -> Runs:
