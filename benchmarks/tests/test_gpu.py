@@ -167,6 +167,7 @@ def _sleep(_: object) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_other_steps_run_after_those_that_fail_die_and_hang_and_nothing_measured_is_lost(
     tmp_path: Path,
 ) -> None:

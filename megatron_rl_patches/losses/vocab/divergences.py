@@ -38,7 +38,6 @@ from torch import Tensor
 
 from ...errors import InvalidInputError
 from .arguments import is_number
-from .reduction import STRETCH
 from .softmax import LOG2_E, sum_of_columns
 
 DivergenceName = Literal[
@@ -57,6 +56,7 @@ RULED_OUT = -1e4
 # Below this gap, log(p / q) + q / p - 1 is a sum of powers; its relative error is then 1e-7.
 _SMALL_GAP = 0.25
 _MINUS_INF = float("-inf")
+_STRETCH = 256  # columns of a row that plain operators sum up in float32
 
 
 class Normalizer(NamedTuple):
@@ -363,9 +363,9 @@ def sum_of_rows(x: Tensor) -> Tensor:
     """Return sums over rows ``[b, w]`` or stretches ``[b, stretches, columns]``, in float64."""
     if x.dim() == 3:
         return sum_of_columns(x).double()
-    count = x.shape[1] // STRETCH
-    stretch_sums = x[:, : count * STRETCH].unflatten(1, (count, STRETCH)).sum(-1)  # type: ignore[no-untyped-call]
-    rest = x[:, count * STRETCH :].sum(1, keepdim=True)
+    count = x.shape[1] // _STRETCH
+    stretch_sums = x[:, : count * _STRETCH].unflatten(1, (count, _STRETCH)).sum(-1)  # type: ignore[no-untyped-call]
+    rest = x[:, count * _STRETCH :].sum(1, keepdim=True)
     return torch.cat([stretch_sums, rest], 1).sum(1, dtype=torch.float64)
 
 
