@@ -50,8 +50,7 @@ _FAR = 1e3
 # than a millionth of the teacher's, and subtracting one from the other costs no digits.
 _LARGE = 16.0
 # The functions of a divergence have eight tensors of a block's size at once. A block is as large as if they
-# had two: measured, smaller blocks cost more in calls than a larger cache saves. Blocks of compiled functions
-# are four times as large on a CPU, and as large as those of other compiled functions on a GPU.
+# had two: measured, smaller blocks cost more in calls than a larger cache saves.
 _BLOCKS = Blocks(2, has_work=False, compiled=16)
 
 T = TypeVar("T")

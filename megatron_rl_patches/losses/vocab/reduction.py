@@ -36,7 +36,8 @@ from .sources import Grid, Inputs, Place, Runs, Source, Tensors, Tile
 
 _MIB = 1 << 20
 STRETCH, _SHORTEST_STRETCH = 1024, 64  # columns
-_BLOCKS_OF_GPU = 16
+# As torch 2.6 does, and 2.13 does not, with logits that it converts or takes by number on a CPU.
+_COMPILER_COPIES = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
 class Blocks(NamedTuple):
@@ -46,7 +47,7 @@ class Blocks(NamedTuple):
         tensors: how many tensors of a block's size plain operators need at a time, beside the copy of its
             logits that a gradient overwrites.
         has_work: they get these as buffers; what they sum up comes in stretches then, as for a compiler.
-        compiled: on a CPU, a compiled function gets a tile in so many blocks; 0: nothing is compiled.
+        compiled: on a CPU, a compiled function gets a tile in so many blocks or more; 0: nothing is compiled.
         compiled_on_gpu: blocks of a compiled function on a GPU are so many times as large as others.
         takes_numbers: a compiled function gets rows that are no slice as :class:`.RowsOf`, not as a copy.
     """
@@ -54,7 +55,7 @@ class Blocks(NamedTuple):
     tensors: int = 1
     has_work: bool = True
     compiled: int = 1
-    compiled_on_gpu: int = _BLOCKS_OF_GPU
+    compiled_on_gpu: int = 16
     takes_numbers: bool = False
 
 
@@ -62,8 +63,8 @@ class Block(NamedTuple):
     """Some rows of a tile.
 
     Attributes:
-        xs: their logits of each source, the student's first: :func:`stretches` where they are summed up, rows
-            ``[b, w]`` or one stretch where a gradient is written.
+        xs: their logits of each source, the student's first, perhaps as :class:`.RowsOf` a tile:
+            :func:`stretches` where they are summed up, rows ``[b, w]`` or one stretch for a gradient.
         out: where to write their gradient; perhaps the same object as the first of ``xs``, so that a compiler
             knows it.
         rows: which of the ``n`` rows.
@@ -310,11 +311,11 @@ def _compiled_rows(tile: Tile, options: VocabParallelOptions, row_bytes: int, bl
     if tile.x.device.type == "cuda":
         row_bytes, scale = tile.x.shape[1] * tile.x.itemsize, 1 if copies else blocks.compiled_on_gpu
         return rows_of_block(tile.x, options, row_bytes, scale)
-    if options.block_bytes or copies:
+    if options.block_bytes or copies or _COMPILER_COPIES:
         return rows_of_block(tile.x, options, row_bytes)
-    # Otherwise the statistics of short stretches would take more than a hundredth of the logits.
-    parts = max(blocks.compiled, STRETCH // _width_of_stretches(tile.x.shape[1]))
-    return max(-(-(tile.rows.stop - tile.rows.start) // parts), 1)
+    width, columns = _width_of_stretches(tile.x.shape[1]), tile.x.shape[1]
+    parts = STRETCH // width if width < columns else 1  # statistics take less than a hundredth of the logits
+    return max(-(-(tile.rows.stop - tile.rows.start) // max(parts, blocks.compiled)), 1)
 
 
 def _cut(runs: Runs, step: int, start: int = 0) -> Runs:

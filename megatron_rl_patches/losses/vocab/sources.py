@@ -6,7 +6,7 @@ The nested cuts of logits ``[T, V / tp]``, from the largest to the smallest::
     tile       some of these rows, some columns   the part of the logits that exists at one time: a tensor is
                                                   one tile; an output layer computes one after the other
     block      some rows of a tile                what one call of a function computes, see reduction.py
-    stretch    up to 2,048 columns of a block     what is summed in float32, see softmax.py
+    stretch    64 to 2,048 columns of a block     what is summed in float32, see softmax.py
 
     columns ─►
     ┌───────────────┬───────────────┬───────────┐
