@@ -23,7 +23,7 @@ from torch import Tensor
 from ...common.devices import each_prefetched, on_device
 from ...errors import InvalidInputError
 from .arguments import DEFAULT, VocabParallelOptions, as_one_slice
-from .reduction import STRETCH, Block, Blocks, each_block, ranges
+from .reduction import STRETCH, TORCH, Block, Blocks, each_block, ranges
 from .softmax import NO_SOFTMAX, block_gradient, exp_floor, finite
 from .sources import Gradients, Grid, Inputs, Source, Tensors, Tile
 
@@ -34,7 +34,6 @@ Divisions = tuple[tuple[float, Tensor | float], ...]
 _MIB = 1 << 20
 _LARGE_TILE = 1 << 30
 _FEWEST_COLUMNS = 1024
-_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 # Where torch has no float32 product of 16-bit matrices, so many of their columns are converted at a time.
 _CONVERTED_COLUMNS = 512
 # Where torch has such a product, but does not add it to a float32 tensor, so large a part of it is computed
@@ -420,11 +419,11 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, may_round: bool = False)
     is_on_nvidia = a.device.type == "cuda" and torch.version.hip is None
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif is_on_nvidia and _TORCH >= (2, 10):
+    elif is_on_nvidia and TORCH >= (2, 10):
         # One product that adds: linkedin/Liger-Kernel#1239 measured 13.4 ms, and 23.5 with a sum of its own.
         # Before torch 2.10 the total must have the dtype of the matrices (pytorch/pytorch#167931).
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif is_on_nvidia and _TORCH >= (2, 8):
+    elif is_on_nvidia and TORCH >= (2, 8):
         for rows in ranges(0, len(a), max(_PRODUCT_BYTES // (b.shape[1] * total.element_size()), 1)):
             total[rows].add_(torch.mm(a[rows], b, out_dtype=total.dtype))
     elif may_round and a.dtype == torch.bfloat16:

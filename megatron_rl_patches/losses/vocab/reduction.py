@@ -36,8 +36,9 @@ from .sources import Grid, Inputs, Place, Runs, Source, Tensors, Tile
 
 _MIB = 1 << 20
 STRETCH, _SHORTEST_STRETCH = 1024, 64  # columns
-# As torch 2.6 does, and 2.13 does not, with logits that it converts or takes by number on a CPU.
-_COMPILER_COPIES = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+# On a CPU, torch 2.6 copies logits that it converts or takes by number, and 2.13 does not.
+_COMPILER_COPIES = TORCH < (2, 13)
 
 
 class Blocks(NamedTuple):

@@ -197,7 +197,7 @@ def _contribution(
 
 def _bounded(z: Tensor, exp_z: Tensor, floor: float | Tensor) -> Tensor:
     """Replace -inf, which is no number once it is multiplied by ``exp(-inf)``; ``z`` may be overwritten."""
-    if z.is_cuda and torch.compiler.is_compiling():  # fewer instructions there, and more on a CPU
+    if z.is_cuda and torch.compiler.is_compiling():  # a choice takes fewer instructions on a GPU alone
         return torch.where(exp_z == 0, 0.0, z)
     return z.clamp_(min=floor)
 

@@ -82,7 +82,7 @@ def check(records: dict[str, Any], case: str, dtype: str) -> None:
     assert (record["plain passes"] > 0) == (case in PLAIN), "what a GPU compiles is not rehearsed"
 
 
-@pytest.mark.skipif(output_layer._TORCH < (2, 10), reason="the page has the newest torch, with fewer tensors")
+@pytest.mark.skipif(output_layer.TORCH < (2, 10), reason="the page has the newest torch, with fewer tensors")
 def test_the_page_of_the_head_has_what_is_counted() -> None:
     expected = stand_ins.texts(rehearsed("counted"), stand_ins.PAGE.read_text("utf-8"))
     assert {file: file.read_text("utf-8") for file in expected} == expected, (
@@ -105,7 +105,7 @@ def test_ids_are_few_operations() -> None:
         calls = sum(number for function, number in counted.items() if function.startswith("block_"))
         moved = f"which move {counted['bytes'] / 1e9:.1f} GB"
         shown = f"{counted['small operations']} operations and {calls} compiled calls, {moved}"
-        assert shown in page or output_layer._TORCH < (2, 10), shown
+        assert shown in page or output_layer.TORCH < (2, 10), shown
     assert at_ids.pop("bytes") <= 25e9 and selection.pop("bytes") <= 10e9
     assert at_ids.pop("small operations") <= 440  # and a compiled call is four kernels at most
     assert selection.pop("small operations") <= 440
