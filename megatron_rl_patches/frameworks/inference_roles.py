@@ -18,8 +18,8 @@ import torch
 from ..common.messages import Message
 from ..common.scopes import Scope, replaced
 from ..engine.call import Call
-from ..inference.models.frozen import freeze, refuse_to_train
 from ..inference.models.isolation import preserved_rng
+from ..inference.models.model import freeze, refuse_to_train
 from ..inference.models.provider import without_training
 
 _BUILT_FOR_TRAINING = Message(

@@ -17,7 +17,7 @@ vime has slime's modules under its own name, and OpenClaw-RL vendors slime under
 in :mod:`..reentry.router_replay` and :mod:`..frameworks.routing_replay`. Where the router of megatron-core
 replays nothing, none of its functions is patched.
 
-That a model that only scores is left out of the list is part of :func:`..inference.models.frozen.freeze`, and
+That a model that only scores is left out of the list is part of :func:`..inference.models.model.freeze`, and
 that a ``train()`` that raised leaves nothing, of ``TrainGuard``.
 """
 

@@ -127,7 +127,7 @@ def test_text_is_what_it_quotes() -> None:
     with warnings.catch_warnings():  # the first import of Megatron gives some
         warnings.simplefilter("ignore")
         from megatron_rl_patches.frameworks.inference_roles import freeze_role
-        from megatron_rl_patches.inference.models.frozen import refuse_to_train
+        from megatron_rl_patches.inference.models.model import refuse_to_train
 
     chunk = torch.nn.Module()
     freeze_role([chunk], "prm_teacher")

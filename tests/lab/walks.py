@@ -4,21 +4,26 @@
     python -m tests.lab.walks dense      # one of them, with each stay
 
 A *stay* is a row of calls of named functions in one module, without a call of a function in another module of
-the package in between. ``sys.setprofile`` sees the calls of this thread.
+the package in between. ``sys.setprofile`` sees the calls of this thread. What stands in for a GPU (``testing/``)
+does not count.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 import megatron_rl_patches
-from megatron_rl_patches import losses
+from megatron_rl_patches import inference, losses
+from megatron_rl_patches.testing import cpu_backend, tiny_model
 from tests.unit.frameworks.test_slime_losses import Framework
 
 PACKAGE = Path(megatron_rl_patches.__file__).parent
@@ -35,7 +40,7 @@ def stays_of(call: Callable[[], Any]) -> list[str]:
         file = frame.f_code.co_filename
         if event == "call" and file.startswith(str(PACKAGE)) and not frame.f_code.co_name.startswith("<"):
             module = str(Path(file).relative_to(PACKAGE))
-            if stays[-1:] != [module]:
+            if stays[-1:] != [module] and not module.startswith("testing"):
                 stays.append(module)
 
     sys.setprofile(look)
@@ -65,6 +70,35 @@ def _slime(framework: Any, logits: torch.Tensor) -> None:
     torch.cat([*scores["log_probs"], *scores["entropy"]]).sum().backward()
 
 
+def _on_one_rank(call: Callable[[], Any]) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with cpu_backend(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron's, of what is not installed
+            tiny_model().initialize()
+            call()
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _teacher() -> list[torch.nn.Module]:
+    tiny = tiny_model()
+    return inference.build_inference_model(
+        tiny.provider, tiny.transformer_config(), dtype="fp32", device="cpu"
+    )
+
+
+def _scores_of_a_teacher() -> None:
+    """Two microbatches of two samples each, with entropies; nobody looks while the model is built."""
+    look = sys.getprofile()
+    sys.setprofile(None)
+    model = _teacher()
+    sys.setprofile(look)
+    batch = {"tokens": torch.arange(20).view(2, 10), "lengths": [10, 7], "response_lengths": [4, 3]}
+    inference.forward_log_probs(model, [batch, batch], with_entropy=True, progress=False)
+
+
 WALKS: dict[str, Callable[[], Any]] = {
     "dense": lambda: _scored(torch.randn(N, VOCABULARY, requires_grad=True)),
     "deferred": lambda: _scored(_deferred()),
@@ -77,11 +111,14 @@ WALKS: dict[str, Callable[[], Any]] = {
     # What takes the place of ``get_log_probs_and_entropy``, on logits that exist and on deferred ones.
     "slime": lambda: _slime(FRAMEWORK, torch.randn(1, 11, VOCABULARY, requires_grad=True)),
     "slime, deferred": lambda: _slime(FRAMEWORK, _deferred(11)[None]),
+    "teacher's build": lambda: _on_one_rank(_teacher),
+    "teacher's scores": lambda: _on_one_rank(_scores_of_a_teacher),
 }
 
 
 #: How many stays a walk may have. A commit lowers a number or leaves it.
 MOST = {"dense": 37, "deferred": 55, "sliced": 61, "divergence": 68, "slime": 68, "slime, deferred": 97}
+MOST |= {"teacher's build": 46, "teacher's scores": 231}
 
 
 if __name__ == "__main__":

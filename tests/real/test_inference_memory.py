@@ -29,7 +29,7 @@ from megatron_rl_patches.inference import (
     output_head,
 )
 from megatron_rl_patches.inference.memory.estimate import OptimizerSettings
-from megatron_rl_patches.inference.models.frozen import freeze
+from megatron_rl_patches.inference.models.model import freeze
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import by_speed, everywhere, on_ranks
 from tests.real import checkpoints, matrix

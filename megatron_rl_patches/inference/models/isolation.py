@@ -1,4 +1,8 @@
-"""Random streams stay as they are, and functions of torch and Megatron are replaced in one thread only."""
+"""Building a model so that nobody else notices: random streams and other threads go on as before.
+
+Functions of torch and Megatron are replaced in one thread only. Parameters are constructed without memory,
+and get it afterwards.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,20 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ...common.scopes import restore, snapshot
+from ...common.text import one_line
+from ...reentry import router_replay
 
 _lock = threading.Lock()
 #: The functions that somebody replaces now, by the identity of their owner and their name.
@@ -22,11 +32,11 @@ _replaced: dict[tuple[int, str], _Replaced] = {}
 
 @contextmanager
 def replaced_in_this_thread(owner: Any, name: str, substitute: Callable[..., Any]) -> Iterator[None]:
-    """Call ``substitute`` in place of the function ``owner.name``, in the calling thread only.
+    """Call ``substitute(original, ...)`` in place of ``owner.name(...)``, in the calling thread only.
 
     The attribute itself belongs to all threads, so it holds a function that asks which thread is calling.
     Blocks may overlap and nest: the first to begin installs that function, and the last to end puts back the
-    very object that was there before. The substitute reaches the original through :func:`original_of`.
+    very object that was there before, which is the original of all of them.
     """
     place = id(owner), name
     with _lock:
@@ -34,7 +44,7 @@ def replaced_in_this_thread(owner: Any, name: str, substitute: Callable[..., Any
             _replaced[place] = _Replaced(owner, name)
         replaced = _replaced[place]
         replaced.blocks += 1
-    outer = getattr(replaced.thread, "substitute", replaced.original)
+    outer = getattr(replaced.thread, "substitute", None)
     replaced.thread.substitute = substitute
     try:
         yield
@@ -46,11 +56,6 @@ def replaced_in_this_thread(owner: Any, name: str, substitute: Callable[..., Any
                 _replaced.pop(place).put_back()
 
 
-def original_of(owner: Any, name: str) -> Callable[..., Any]:
-    """Return the function that other threads call while :func:`replaced_in_this_thread` is in force."""
-    return _replaced[id(owner), name].original
-
-
 class _Replaced:
     """The function at ``owner.name``, which at least one thread replaces."""
 
@@ -58,12 +63,13 @@ class _Replaced:
         self.owner, self.name = owner, name
         self.blocks = 0
         self.thread = threading.local()
-        self.original: Callable[..., Any] = getattr(owner, name)
         self._before = snapshot(owner, name)
+        original: Callable[..., Any] = getattr(owner, name)
 
-        @wraps(self.original)
+        @wraps(original)
         def choose(*args: Any, **kwargs: Any) -> Any:
-            return getattr(self.thread, "substitute", self.original)(*args, **kwargs)
+            substitute = getattr(self.thread, "substitute", None)
+            return original(*args, **kwargs) if substitute is None else substitute(original, *args, **kwargs)
 
         is_static = name == "__new__" or isinstance(self._before[name], staticmethod)
         self._installed = staticmethod(choose) if is_static else choose
@@ -124,7 +130,7 @@ def rng_tracker_that_does_not_fork() -> Iterator[None]:
     before = cuda_rng_tracker()
     kind = megatron_random.CudaRNGStatesTracker if before is None else type(before)
     try:
-        with replaced_in_this_thread(kind, "fork", lambda *args, **kwargs: nullcontext()):
+        with replaced_in_this_thread(kind, "fork", lambda *_, **__: nullcontext()):
             yield
     finally:
         # Code that seeds Megatron later can choose its kind of tracker, unless one is there.
@@ -132,3 +138,113 @@ def rng_tracker_that_does_not_fork() -> Iterator[None]:
         if before is None and tracker is not None and not tracker.get_states():
             megatron_random._CUDA_RNG_STATE_TRACKER = None
             megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+
+
+# --- construction on the meta device
+
+
+class NeedsValuesError(RuntimeError):
+    """Why parameters cannot be on the meta device while a provider builds its model."""
+
+
+@contextmanager
+def construction(*, on_meta: bool, use_cuda: bool) -> Iterator[list[Parameter]]:
+    """Yield a list to which every ``Parameter`` is added that this thread creates inside.
+
+    With ``on_meta`` they are on the meta device from the start. Buffers and plain tensors are computed for
+    real, unlike in a context of ``torch.device("meta")``. Parameters of tensor subclasses (FP8 weights of
+    TransformerEngine) stay as they are. What needs a meta tensor's values raises :class:`NeedsValuesError`.
+
+    Without ``use_cuda`` the current device is the CPU, and no CUDA context comes into being. The routers of
+    mixtures of experts are not on Megatron's list of the routers of the process.
+    """
+    created: list[Parameter] = []
+
+    def new(original: Any, cls: type[Parameter], data: Any = None, requires_grad: bool = True) -> Any:
+        if on_meta and type(data) in (torch.Tensor, Parameter):
+            data = data.detach().to("meta")
+        parameter = original(cls, data, requires_grad)
+        created.append(parameter)
+        return parameter
+
+    with ExitStack() as stack:
+
+        def replace(owner: Any, name: str, substitute: Any) -> None:
+            stack.enter_context(replaced_in_this_thread(owner, name, substitute))
+
+        replace(Parameter, "__new__", new)
+        replace(torch.distributed, "all_reduce", _all_reduce_if_real)
+        if (replay_class := router_replay.replay_class()) is not None:
+            replace(replay_class, "__init__", _not_listed)
+        if not use_cuda:
+            replace(torch.cuda, "current_device", lambda _: torch.device("cpu"))
+        if not use_cuda and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # Classes of Megatron keep a stream for all models of the process. With None in its place, the
+            # next model makes one. Only the method is replaced: other threads may call isinstance().
+            replace(torch.cuda.Stream, "__new__", lambda *_, **__: None)
+        stack.enter_context(_CudaIfReal(use_cuda))
+        if on_meta or not rng_tracker_is_seeded():
+            stack.enter_context(rng_tracker_that_does_not_fork())
+        yield created
+
+
+def materialize(module: torch.nn.Module, device: torch.device) -> None:
+    """Give the module's meta parameters memory on ``device``.
+
+    They are NaN, so that the first output shows if no checkpoint has filled one. A parameter stays the same
+    object with the same attributes: modules share parameters, and some (Mamba's) hold references besides.
+
+    Raises:
+        NeedsValuesError: something else holds on to a meta tensor, which stays on the meta device.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            fill = float("nan") if parameter.is_floating_point() else 0
+            data = torch.full_like(parameter, fill, device=device, requires_grad=False)
+            real = Parameter(data, requires_grad=parameter.requires_grad)
+            vars(real).update(vars(parameter))
+            try:
+                torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                raise NeedsValuesError(
+                    f"holds another reference to {name} than modules do ({one_line(error)})"
+                ) from error
+    for path, child in module.named_modules():
+        # Parameters are real by now; buffers and other tensors may not be, also those in lists and dicts.
+        for name, value in {**child._buffers, **vars(child)}.items():
+            if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(value)):
+                name = f"{path}.{name}".lstrip(".")
+                raise NeedsValuesError(f"makes {name} from a weight while it builds the model")
+
+
+# With tied embeddings and pipeline parallelism, the constructor moves the weight to the GPU and adds up the
+# copies of the first and the last stage. A meta tensor can neither be moved nor be added up, and need not be.
+def _all_reduce_if_real(original: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return None if tensor.is_meta else original(tensor, *args, **kwargs)
+
+
+def _not_listed(original: Any, replay: Any, *args: Any, **kwargs: Any) -> None:
+    original(replay, *args, **kwargs)
+    router_replay.remove(replay)  # at once, since nobody else could do it if the build fails
+
+
+class _CudaIfReal(TorchFunctionMode):
+    """Make ``tensor.cuda()`` return a meta tensor, and without ``use_cuda`` any tensor, as it is.
+
+    Another function that fails with a meta tensor raises :class:`NeedsValuesError`.
+    """
+
+    def __init__(self, use_cuda: bool) -> None:
+        super().__init__()
+        self._use_cuda = use_cuda
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda and (args[0].is_meta or not self._use_cuda):
+            return args[0]
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            if any(isinstance(argument, torch.Tensor) and argument.is_meta for argument in args):
+                reason = f"reads a weight while it builds the model ({one_line(error)})"
+                raise NeedsValuesError(reason) from error
+            raise

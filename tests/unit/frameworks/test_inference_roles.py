@@ -20,7 +20,7 @@ from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.errors import InferenceOnlyError
 from megatron_rl_patches.frameworks import inference_roles as roles
 from megatron_rl_patches.frameworks.role_checkpoints import load_weights, preserved_globals
-from megatron_rl_patches.inference.models.frozen import refuse_to_train
+from megatron_rl_patches.inference.models.model import refuse_to_train
 from megatron_rl_patches.patches.inference_only import InferenceOnlyOptions
 
 

@@ -22,8 +22,13 @@ from torch.nn import Linear, Module, Parameter
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference.models import provider as _provider
-from megatron_rl_patches.inference.models.isolation import original_of, preserved_rng, replaced_in_this_thread
-from megatron_rl_patches.inference.models.meta_device import NeedsValuesError, construction, materialize
+from megatron_rl_patches.inference.models.isolation import (
+    NeedsValuesError,
+    construction,
+    materialize,
+    preserved_rng,
+    replaced_in_this_thread,
+)
 from megatron_rl_patches.inference.models.provider import call_provider, inference_copy, without_training
 from megatron_rl_patches.testing import cpu_backend
 
@@ -261,8 +266,8 @@ def test_the_cuda_device_that_was_current(is_initialized: bool, monkeypatch: Mon
 def test_a_function_that_somebody_has_wrapped_meanwhile_can_be_replaced_again() -> None:
     owner = SimpleNamespace(function=lambda: ["original"])
 
-    def substitute() -> list[str]:
-        return [*original_of(owner, "function")(), "substitute"]
+    def substitute(original: Callable[[], list[str]]) -> list[str]:
+        return [*original(), "substitute"]
 
     with replaced_in_this_thread(owner, "function", substitute):
         ours = owner.function
