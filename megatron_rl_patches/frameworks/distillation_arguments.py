@@ -125,7 +125,7 @@ def check_vocabularies(teachers: Mapping[str, str], student: str | os.PathLike[s
         CheckpointError: a checkpoint is damaged.
     """
     # Imported here, since this brings Megatron along, which the driver does not need otherwise.
-    from ..inference.checkpoints.location import MAX_PADDING
+    from ..inference.weights import MAX_PADDING
 
     expected = _huggingface_vocabulary(Path(student))
     if expected is None:
@@ -163,7 +163,7 @@ def _embedding_rows(path: str) -> int | None:
     """Return the rows of the embedding in a ``torch_dist`` checkpoint, or ``None`` for the legacy format."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from ..inference.checkpoints.location import check_format, locate
+    from ..inference.checkpoints.load import check_format, locate
     from ..inference.checkpoints.pickles import read_metadata
 
     try:

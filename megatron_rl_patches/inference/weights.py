@@ -19,6 +19,8 @@ _MULTIPLIER = 0x1E3779B97F4A7C15  # any large odd number
 
 #: The method by which a router of Megatron turns back to float32 what ``Float16Module`` has rounded.
 TURNS_TO_FLOAT32 = "_maintain_float32_expert_bias"
+#: Two paddings of one vocabulary differ by fewer rows: Megatron pads to a multiple of 128 × TP, TP up to 16.
+MAX_PADDING = 128 * 16
 #: Weights of one of these dtypes may be loaded into another; a quantized weight would lack its scales.
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -17,9 +19,10 @@ from ...common.agreement import all_or_none, gathered, world
 from ...common.chunks import as_chunks, unwrap
 from ...common.messages import Message
 from ...common.ranks import is_rank_0
+from ...common.text import listed
 from ...errors import CheckpointError, InvalidInputError
 from ..weights import Differences, describe, is_of_output_head, named_weights
-from .location import check_format, iteration_of, locate, reading
+from .pickles import reading
 
 _PADDED = Message(
     "{name} has {stored} rows in the checkpoint and {own} in the model",
@@ -33,6 +36,8 @@ _WITHOUT_MTP = Message(
     logging.INFO,
 )
 _MTP = "mtp."
+_TRACKER = "latest_checkpointed_iteration.txt"
+_CONVERT = "convert it with Megatron-LM (--ckpt-convert-format torch_dist), or load it through the framework"
 _State = dict[str, Any]
 _AS_BEFORE = "Nothing was loaded; the weights are as before."
 _on_all_ranks_or_none = partial(all_or_none, error=CheckpointError, outcome=_AS_BEFORE)
@@ -223,3 +228,85 @@ def _missing(chunk: torch.nn.Module, names: set[str], with_output_head: bool) ->
         if isinstance(weight, torch.Tensor) and "_extra_state" not in name and id(weight) not in loaded
         if with_output_head or not is_of_output_head(name)
     }
+
+
+# --- the folder and the format, found as ``checkpointing.py`` of Megatron-LM does
+
+
+def locate(path: str | os.PathLike[str], ckpt_step: int | None = None) -> Path:
+    """Find the folder to load for a checkpoint root, the folder of an iteration, or a bare checkpoint."""
+    root = Path(path)
+    if not root.is_dir():
+        raise CheckpointError(f"{root}: {'not a folder' if root.exists() else 'no such folder'}")
+    patterns = ("metadata.json", ".metadata", "common.pt", "mp_rank_*", "*.distcp")
+    if any(entry.match(pattern) for entry in root.iterdir() for pattern in patterns):
+        if ckpt_step is not None:
+            raise CheckpointError(
+                f"ckpt_step={ckpt_step} chooses among the iterations of a checkpoint root, "
+                f"but {root} is the checkpoint of one iteration; pass its parent, or no ckpt_step"
+            )
+        return root
+    if ckpt_step is not None:
+        name = f"iter_{ckpt_step:07d}"
+    elif (tracker := root / _TRACKER).is_file():
+        text = tracker.read_text(errors="replace").strip()
+        if text != "release" and not re.fullmatch("[0-9]{1,18}", text):  # file systems refuse longer names
+            raise CheckpointError(f"{tracker} holds {text[:40]!r}; expected an iteration or 'release'")
+        name = text if text == "release" else f"iter_{int(text):07d}"
+    else:
+        raise _no_checkpoint_in(root)
+    if not (root / name).is_dir():
+        origin = f"{_TRACKER} points at" if ckpt_step is None else f"ckpt_step={ckpt_step} asks for"
+        raise CheckpointError(f"{origin} {name}, which is not in {root}; it has {_iterations_in(root)}")
+    return root / name
+
+
+def check_format(folder: Path) -> None:
+    """Refuse formats other than ``torch_dist``, which are known by the same files as in Megatron."""
+    # Other entries are left out: reading a pipe would wait for its writer.
+    names = {entry.name for entry in folder.iterdir() if not entry.is_fifo()}
+    if "metadata.json" in names:
+        with reading(folder / "metadata.json", "is corrupt:"):
+            backend = str(json.loads((folder / "metadata.json").read_text())["sharded_backend"])
+        if backend != "torch_dist":
+            raise CheckpointError(f"{folder} is in the format {backend}, expected torch_dist; {_CONVERT}")
+    elif any(name.startswith("mp_rank_") for name in names):
+        raise CheckpointError(f"{folder} is in the legacy format torch, expected torch_dist; {_CONVERT}")
+    elif any(name in (".metadata", "common.pt") or name.endswith(".distcp") for name in names):
+        # The formats without metadata.json look like a part of a torch_dist checkpoint without common.pt.
+        raise CheckpointError(
+            f"{folder} is a part of a torch_dist checkpoint (metadata.json, which is written last, is "
+            "missing: the save did not finish, or the copy is incomplete), or in the format torch_dcp or "
+            f"fsdp_dtensor; expected torch_dist; {_CONVERT}"
+        )
+    else:
+        raise _no_checkpoint_in(folder)
+
+
+def iteration_of(name: str) -> int | None:
+    """Return the iteration that a folder has in its name; 0 for a release, as Megatron counts it."""
+    if name == "release":
+        return 0
+    match = re.fullmatch(r"iter_(\d{7,})", name)
+    return int(match[1]) if match else None
+
+
+def _no_checkpoint_in(folder: Path) -> CheckpointError:
+    names = sorted(entry.name for entry in folder.iterdir())
+    if any(name.endswith(".safetensors") or name.startswith("pytorch_model") for name in names):
+        return CheckpointError(
+            f"{folder} is a Hugging Face checkpoint: load it through the framework or Megatron-Bridge, in "
+            "build_inference_model(pre_wrap=...)"
+        )
+    if any(iteration_of(name) is not None for name in names):
+        return CheckpointError(
+            f"{folder} has no {_TRACKER}, so it does not say which iteration is the latest; "
+            f"it has {_iterations_in(folder)}: pass the folder of one, or ckpt_step"
+        )
+    content = f"it contains {listed(names)}" if names else "it is empty"
+    return CheckpointError(f"{folder} is not a Megatron checkpoint: {content}")
+
+
+def _iterations_in(root: Path) -> str:
+    names = sorted((e.name for e in root.iterdir() if iteration_of(e.name) is not None), reverse=True)
+    return listed(names) or "no iteration at all"

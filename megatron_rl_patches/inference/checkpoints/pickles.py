@@ -11,6 +11,8 @@ import itertools
 import pickle
 import re
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
@@ -25,8 +27,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ...common.text import one_line
 from ...errors import CheckpointError
-from .location import reading
 
 # What torch and Megatron write into ``.metadata``: the index, and the plans of the saving ranks, which
 # megatron-core stores for its next save, and nobody needs for loading.
@@ -94,6 +96,17 @@ class _Unpickler(pickle._Unpickler):
 
     def get_extension(self, code: int) -> Any:
         raise pickle.UnpicklingError(f"it names {code} in the registry of extensions of this process")
+
+
+@contextmanager
+def reading(file: object, fault: str) -> Iterator[None]:
+    """Raise ``CheckpointError`` for whatever the body raises; ``fault`` says what is wrong with the file."""
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(f"{file} cannot be read: {one_line(error)}") from error
+    except Exception as error:  # a damaged file may raise anything
+        raise CheckpointError(f"{file} {fault} {one_line(error)}") from error
 
 
 def unpickle_dict(content: bytes, file: Path) -> dict[str, Any]:

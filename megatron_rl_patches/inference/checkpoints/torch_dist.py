@@ -33,9 +33,8 @@ from ...common.messages import Message
 from ...common.ranks import is_rank_0
 from ...common.text import one_line
 from ...errors import CheckpointError
-from ..weights import Differences, differences, is_of_output_head
-from .location import MAX_PADDING, reading
-from .pickles import describe_tensor, read_metadata, unpickle_dict
+from ..weights import MAX_PADDING, Differences, differences, is_of_output_head
+from .pickles import describe_tensor, read_metadata, reading, unpickle_dict
 
 # What optimizers of every release put in front of the names of their tensors.
 _OPTIMIZER_TENSOR = re.compile(r"(chained_\d+\.)?optimizer\.")

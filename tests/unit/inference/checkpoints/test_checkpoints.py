@@ -36,8 +36,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_rl_patches.errors import CheckpointError, InvalidInputError
 from megatron_rl_patches.inference.checkpoints import pickles
-from megatron_rl_patches.inference.checkpoints.load import load_inference_checkpoint, read_iteration
-from megatron_rl_patches.inference.checkpoints.location import check_format, iteration_of, locate
+from megatron_rl_patches.inference.checkpoints.load import (
+    check_format,
+    iteration_of,
+    load_inference_checkpoint,
+    locate,
+    read_iteration,
+)
 from megatron_rl_patches.inference.checkpoints.pickles import describe_tensor, read_metadata, unpickle_dict
 from megatron_rl_patches.inference.weights import describe, differences
 from tests.worlds.files import write
