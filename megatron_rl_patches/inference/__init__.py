@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .memory.estimate import OptimizerSettings as OptimizerSettings
     from .memory.estimate import estimate_memory as estimate_memory
     from .memory.parameters import GPTArguments as GPTArguments
-    from .memory.usage import MemoryReport as MemoryReport
-    from .memory.usage import memory_report as memory_report
+    from .memory.report import MemoryReport as MemoryReport
+    from .memory.report import memory_report as memory_report
     from .models.model import build_inference_model as build_inference_model
     from .scoring.forward import Scores as Scores
     from .scoring.forward import forward_hidden_states as forward_hidden_states
@@ -33,7 +33,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".checkpoints.load": ["load_inference_checkpoint"],
         ".memory.estimate": ["MemoryEstimate", "OptimizerSettings", "estimate_memory"],
         ".memory.parameters": ["GPTArguments"],
-        ".memory.usage": ["MemoryReport", "memory_report"],
+        ".memory.report": ["MemoryReport", "memory_report"],
         ".scoring.forward": [
             *("Scores", "forward_hidden_states", "forward_log_probs", "forward_topk", "forward_values"),
             "output_head",

@@ -21,7 +21,7 @@ from megatron_rl_patches.inference import estimate_memory, memory_report
 from megatron_rl_patches.inference.memory import estimate, parameters, report
 from megatron_rl_patches.inference.memory.estimate import Memory, OptimizerSettings, StageEstimate
 from megatron_rl_patches.inference.memory.huggingface import fields_from_hf_config
-from megatron_rl_patches.inference.memory.usage import DeviceMemory, HostMemory, MemoryReport, TeacherMemory
+from megatron_rl_patches.inference.memory.report import DeviceMemory, HostMemory, MemoryReport, TeacherMemory
 
 
 def dense(model_type: str, *sizes: int, **more: Any) -> dict[str, Any]:
