@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ..common.chunks import as_chunks
-from ..errors import InvalidInputError
+from ..errors import InferenceOnlyError, InvalidInputError
 from ..losses import OutputHead
-from .weights import TURNS_TO_FLOAT32, HostCopy, checksum, describe, differences, layout_of
+from .weights import TURNS_TO_FLOAT32, checksum, describe, differences, named_weights
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
+# Torch rounds pinned allocations up to powers of two: in one piece, a model could take twice its size.
+_BLOCK_BYTES = 1 << 28
 
 
 class TeacherPool:
@@ -61,7 +63,7 @@ class TeacherPool:
         for module in (module for chunk in self._chunks for module in chunk.modules()):
             if hasattr(module, TURNS_TO_FLOAT32):  # otherwise the first pass does it, in memory that is new
                 getattr(module, TURNS_TO_FLOAT32)()
-        weights, storages = layout_of(self._chunks)
+        weights, storages = _layout_of(self._chunks)
         # Tensors without memory, to compare with.
         self._expected = {name: weight.to("meta") for name, weight in weights.items()}
         self._sizes = [*map(len, storages)]
@@ -202,7 +204,7 @@ class TeacherPool:
 
     def _storages(self) -> list[torch.Tensor]:
         """Return where the weights are now; the model must be as it was when the pool was made."""
-        weights, storages = layout_of(self._chunks)
+        weights, storages = _layout_of(self._chunks)
         difference = describe(differences(weights, self._expected, "the changed model"))
         if not difference and [*map(len, storages)] != self._sizes:
             difference = "other weights share memory"
@@ -245,3 +247,76 @@ class TeacherPool:
         copy.copy_to(storages)
         self._resident = copy if copy in self._teachers.values() else None
         self._partially_written = False
+
+
+# --- weights as bytes, on the device and in host memory
+
+
+def _layout_of(chunks: Sequence[torch.nn.Module]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Return the weights of a model by name, and each storage once, as uint8 ``[bytes]``.
+
+    Weights that an optimizer overwrites, and those without plain memory, are refused.
+    """
+    weights = dict(named_weights(chunks))
+    storages: dict[int, torch.Tensor] = {}
+    for name, weight in weights.items():
+        if weight.requires_grad or hasattr(weight, "main_param"):
+            reason, remedy = "requires grad", "Freeze it (requires_grad_(False))"
+            if hasattr(weight, "main_param"):
+                reason = "has a main parameter"
+                remedy = "If its optimizer is gone, delete that attribute, main_param"
+            raise InferenceOnlyError(
+                f"{name} {reason}: a pool overwrites the weights of its model, which must be one that "
+                f"does not train. {remedy}, or pass a model of its own."
+            )
+        if weight.numel() == 0:
+            continue
+        try:
+            address = weight.untyped_storage().data_ptr()
+        except RuntimeError:  # tensor classes that wrap others
+            address = 0
+        if address == 0:
+            raise InvalidInputError(
+                f"{name} ({type(weight).__name__} on {weight.device}) has no plain memory to copy: a pool "
+                "takes models on real devices, without quantized weights."
+            )
+        if address not in storages:
+            empty = torch.empty(0, dtype=torch.uint8, device=weight.device)
+            storages[address] = empty.set_(weight.untyped_storage())
+    return weights, [*storages.values()]
+
+
+class HostCopy:
+    """A copy of a model's weights in host memory; it does not change."""
+
+    def __init__(self, storages: Sequence[torch.Tensor]) -> None:
+        gpus = {storage.device for storage in storages if storage.is_cuda}
+        self.nbytes = sum(map(len, storages))
+        self.checksum = checksum(storages)
+        sizes = [min(_BLOCK_BYTES, self.nbytes - start) for start in range(0, self.nbytes, _BLOCK_BYTES)]
+        self._blocks = [
+            torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=bool(gpus)) for size in sizes
+        ]
+        for storage, block in _aligned(storages, self._blocks):
+            block.copy_(storage, non_blocking=True)
+        for gpu in gpus:  # when this returns the copy is complete
+            torch.cuda.current_stream(gpu).synchronize()
+
+    def copy_to(self, storages: Sequence[torch.Tensor]) -> None:
+        """Copy back, asynchronously on CUDA, into storages as large as those that were copied."""
+        for storage, block in _aligned(storages, self._blocks):
+            storage.copy_(block, non_blocking=True)
+
+
+def _aligned(
+    storages: Iterable[torch.Tensor], blocks: Iterable[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the same bytes of both, in pieces that end where a storage or a block ends."""
+    remaining = iter(blocks)
+    block = torch.empty(0, dtype=torch.uint8)
+    for storage in storages:
+        while len(storage):
+            block = block if len(block) else next(remaining)
+            size = min(len(storage), len(block))
+            yield storage[:size], block[:size]
+            storage, block = storage[size:], block[size:]

@@ -1,18 +1,15 @@
-"""The weights of a model: by name, to compare them, and as bytes, to copy them to host memory and back."""
+"""The weights of a model by name, how those of two models differ, and checksums."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..common.chunks import unwrap
 from ..common.text import listed
-from ..errors import InferenceOnlyError, InvalidInputError
 
-# Torch rounds pinned allocations up to powers of two: in one piece, a model could take twice its size.
-_BLOCK_BYTES = 1 << 28
 _SUMMED_BYTES = 1 << 28  # at a time
 _STRETCH_BYTES = 512
 _MULTIPLIER = 0x1E3779B97F4A7C15  # any large odd number
@@ -61,28 +58,6 @@ def is_of_output_head(name: str) -> bool:
     return ".output_layer." in f".{name}"
 
 
-class HostCopy:
-    """A copy of a model's weights in host memory; it does not change."""
-
-    def __init__(self, storages: Sequence[torch.Tensor]) -> None:
-        gpus = {storage.device for storage in storages if storage.is_cuda}
-        self.nbytes = sum(map(len, storages))
-        self.checksum = checksum(storages)
-        sizes = [min(_BLOCK_BYTES, self.nbytes - start) for start in range(0, self.nbytes, _BLOCK_BYTES)]
-        self._blocks = [
-            torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=bool(gpus)) for size in sizes
-        ]
-        for storage, block in _aligned(storages, self._blocks):
-            block.copy_(storage, non_blocking=True)
-        for gpu in gpus:  # when this returns the copy is complete
-            torch.cuda.current_stream(gpu).synchronize()
-
-    def copy_to(self, storages: Sequence[torch.Tensor]) -> None:
-        """Copy back, asynchronously on CUDA, into storages as large as those that were copied."""
-        for storage, block in _aligned(storages, self._blocks):
-            storage.copy_(block, non_blocking=True)
-
-
 def checksum(tensors: Sequence[torch.Tensor], stretch: int = _STRETCH_BYTES) -> list[int]:
     """Return for each tensor a sum, modulo 2**64, of stretches of so many bytes, a multiple of 8.
 
@@ -104,40 +79,6 @@ def checksum(tensors: Sequence[torch.Tensor], stretch: int = _STRETCH_BYTES) -> 
     return torch.stack([total.to(sums[0].device) for total in sums]).tolist() if sums else []
 
 
-def layout_of(chunks: Sequence[torch.nn.Module]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Return the weights of a model by name, and each storage once, as uint8 ``[bytes]``.
-
-    Weights that an optimizer overwrites, and those without plain memory, are refused.
-    """
-    weights = dict(named_weights(chunks))
-    storages: dict[int, torch.Tensor] = {}
-    for name, weight in weights.items():
-        if weight.requires_grad or hasattr(weight, "main_param"):
-            reason, remedy = "requires grad", "Freeze it (requires_grad_(False))"
-            if hasattr(weight, "main_param"):
-                reason = "has a main parameter"
-                remedy = "If its optimizer is gone, delete that attribute, main_param"
-            raise InferenceOnlyError(
-                f"{name} {reason}: a pool overwrites the weights of its model, which must be one that "
-                f"does not train. {remedy}, or pass a model of its own."
-            )
-        if weight.numel() == 0:
-            continue
-        try:
-            address = weight.untyped_storage().data_ptr()
-        except RuntimeError:  # tensor classes that wrap others
-            address = 0
-        if address == 0:
-            raise InvalidInputError(
-                f"{name} ({type(weight).__name__} on {weight.device}) has no plain memory to copy: a pool "
-                "takes models on real devices, without quantized weights."
-            )
-        if address not in storages:
-            empty = torch.empty(0, dtype=torch.uint8, device=weight.device)
-            storages[address] = empty.set_(weight.untyped_storage())
-    return weights, [*storages.values()]
-
-
 def named_weights(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters and persistent buffers by their names in ``state_dict``; shared ones by each name."""
     for index, chunk in enumerate(chunks):
@@ -146,17 +87,3 @@ def named_weights(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torc
             for name, weight in {**module._parameters, **module._buffers}.items():
                 if weight is not None and name not in module._non_persistent_buffers_set:
                     yield f"{prefix}{path}{'.' * bool(path)}{name}", weight
-
-
-def _aligned(
-    storages: Iterable[torch.Tensor], blocks: Iterable[torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the same bytes of both, in pieces that end where a storage or a block ends."""
-    remaining = iter(blocks)
-    block = torch.empty(0, dtype=torch.uint8)
-    for storage in storages:
-        while len(storage):
-            block = block if len(block) else next(remaining)
-            size = min(len(storage), len(block))
-            yield storage[:size], block[:size]
-            storage, block = storage[size:], block[size:]

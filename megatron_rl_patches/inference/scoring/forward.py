@@ -22,9 +22,8 @@ from ...losses import (
 from ...losses.objectives.distributions import LogProbs
 from ...losses.output_layer import is_column_parallel, logit_dtype_of
 from ...losses.vocab.arguments import is_integer
-from .microbatches import ScoringBatch, described, range_of_wrong_ids
-from .plan import Forward, Group, Model, ScoreOptions, vocabulary_of
-from .schedule import forward_only
+from .microbatches import Forward, ScoreOptions, ScoringBatch, described, range_of_wrong_ids
+from .plan import Model, Plan
 
 
 class Scores(NamedTuple):
@@ -90,21 +89,19 @@ def forward_log_probs(
             what is wrong; for a wrong output of ``forward``, on all stages after the last microbatch.
     """
 
-    def score(batch: ScoringBatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
-        arguments = _arguments(batch, group, options)
+    def score(batch: ScoringBatch, logits_tv: torch.Tensor, how: Any) -> tuple[torch.Tensor, ...]:
         if with_entropy:
-            return vocab_parallel_log_probs_and_entropy(logits_tv, batch.targets_n, **arguments)
-        return (vocab_parallel_log_probs(logits_tv, batch.targets_n, **arguments),)
+            return vocab_parallel_log_probs_and_entropy(logits_tv, batch.targets_n, **how)
+        return (vocab_parallel_log_probs(logits_tv, batch.targets_n, **how),)
 
     own, name = {"with_entropy": bool(with_entropy)}, "forward_log_probs"
     options = ScoreOptions(name, forward, output_device, progress, vocab_size, temperature, own)
-    scores = forward_only(model, microbatches, score, options)
-    if scores is None:
+    plan = Plan(model, microbatches, options)
+    if (scores := plan.run(score)) is None:
         return None
     # As a view, a value would take those of its microbatch along wherever it is sent.
     log_probs, *entropies = (list(map(torch.clone, values)) for values in zip(*scores, strict=True))
-    of_vocabulary = LogProbs(log_probs, vocab_size or vocabulary_of(model))
-    return Scores(of_vocabulary, entropies[0] if with_entropy else None)
+    return Scores(LogProbs(log_probs, plan.vocabulary), entropies[0] if with_entropy else None)
 
 
 def forward_topk(
@@ -144,30 +141,28 @@ def forward_topk(
     if isinstance(at, Sequence):
         at_ids = [ids.indices if isinstance(ids, TopKDistribution) else ids for ids in at]
 
-    def problem(batches: Sequence[ScoringBatch]) -> str | None:
-        most = vocab_size or vocabulary_of(model)
+    def problem(plan: Plan) -> str | None:
+        most = plan.vocabulary
         if k is None:
-            return _problem_with_ids(at_ids, most, batches)
+            return _problem_with_ids(at_ids, most, plan.batches)
         if at is not None or not is_integer(k) or k < 1 or (most is not None and k > most):
             return f"k is {k!r}. Expected: 1 to {most}, the vocabulary, and no `at`."
         return None
 
-    def score(batch: ScoringBatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
-        arguments = _arguments(batch, group, options)
+    def score(batch: ScoringBatch, logits_tv: torch.Tensor, how: Any) -> tuple[torch.Tensor, ...]:
         if k is not None:
-            topk = vocab_parallel_topk(logits_tv, k, **arguments)
-            return topk.indices, topk.log_probs, topk.tail_log_prob
+            return vocab_parallel_topk(logits_tv, k, **how).tensors
         ids_of_samples = at_ids[batch.first : batch.first + len(batch.samples)]
         ids_nk = torch.cat(batch.layout.local_parts(each_on_device(ids_of_samples, logits_tv.device)))
-        return ids_nk, *vocab_parallel_log_probs_at(logits_tv, ids_nk, with_tail=True, **arguments)
+        return ids_nk, *vocab_parallel_log_probs_at(logits_tv, ids_nk, with_tail=True, **how)
 
     own, name = {"k": k, "ids of `at`": at_ids}, "forward_topk"
     options = ScoreOptions(name, forward, output_device, progress, vocab_size, temperature, own)
-    samples = forward_only(model, microbatches, score, options, problem)
-    if samples is None:
+    plan = Plan(model, microbatches, options, problem)
+    if (samples := plan.run(score)) is None:
         return None
-    how: dict[str, Any] = {"temperature": temperature, "vocab_size": vocab_size or vocabulary_of(model)}
-    return [TopKDistribution(*map(torch.clone, one), **how) for one in samples]
+    shared: dict[str, Any] = {"temperature": temperature, "vocab_size": plan.vocabulary}
+    return [TopKDistribution(*map(torch.clone, one), **shared) for one in samples]
 
 
 def forward_hidden_states(
@@ -199,11 +194,11 @@ def forward_hidden_states(
             not Megatron's own, or its logits are not its product alone.
     """
 
-    def score(batch: ScoringBatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
+    def score(batch: ScoringBatch, logits_tv: torch.Tensor, _: Any) -> tuple[torch.Tensor, ...]:
         return (hidden_states_of(logits_tv, batch.layout.response_rows),)
 
     options = ScoreOptions("forward_hidden_states", forward, output_device, progress)
-    samples = forward_only(model, microbatches, score, options)
+    samples = Plan(model, microbatches, options).run(score)
     return None if samples is None else [hidden_lh for (hidden_lh,) in samples]
 
 
@@ -232,7 +227,7 @@ def forward_values(
         InvalidInputError: also, after the last microbatch and on all stages, if the head has not one column.
     """
 
-    def score(batch: ScoringBatch, values_t1: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
+    def score(batch: ScoringBatch, values_t1: torch.Tensor, _: Any) -> tuple[torch.Tensor, ...]:
         if values_t1.shape[1] != 1:
             raise InvalidInputError(
                 f"the model returned {values_t1.shape[1]} numbers per token. Expected: one, from a value or "
@@ -241,7 +236,7 @@ def forward_values(
         return (values_t1[batch.layout.response_rows, 0].float(),)
 
     options = ScoreOptions("forward_values", forward, output_device, progress, every_token=True)
-    samples = forward_only(model, microbatches, score, options)
+    samples = Plan(model, microbatches, options).run(score)
     return None if samples is None else [values_l for (values_l,) in samples]
 
 
@@ -296,8 +291,3 @@ def _problem_with_ids(at: Any, vocabulary: int | None, batches: Sequence[Scoring
         if wrong := range_of_wrong_ids(ids_nk, vocabulary):
             return f"`at` of sample {index} has ids {wrong}."
     return None
-
-
-def _arguments(batch: ScoringBatch, group: Group, options: ScoreOptions) -> dict[str, Any]:
-    how = {"temperature": options.temperature, "vocab_size": options.vocab_size}
-    return {"tp_group": group, "rows": batch.layout.response_slices, **how}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ from ...common.text import listed
 from ...errors import InvalidInputError
 from ...losses import SequenceLayout
 from ...losses.vocab.arguments import integers
+from ..weights import checksum
+
+Forward = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,16 +35,32 @@ class ScoringBatch:
 
 
 @dataclass(frozen=True)
+class ScoreOptions:
+    """Options that the functions of scoring share; see :func:`~.forward.forward_log_probs`.
+
+    ``function`` is the one that was called. With ``every_token`` the result has a row for each token of a
+    sample, not of its response alone. ``of_last_stage`` are arguments that other stages do not read.
+    """
+
+    function: str
+    forward: Forward | None = None
+    output_device: torch.device | str = "cpu"
+    progress: bool = True
+    vocab_size: int | None = None
+    temperature: float = 1.0
+    of_last_stage: Mapping[str, Any] = field(default_factory=dict)
+    every_token: bool = False
+
+
+@dataclass(frozen=True)
 class Limits:
     """What the microbatches of a model on one rank must fit."""
 
-    packing: bool  # whether one row may hold several samples
     vocabulary: int | None  # number of token ids, if it is known
     sequence_parallel_size: int = 1  # size of the tensor-parallel group, if it splits the sequence too
     cp_rank: int = 0
     cp_size: int = 1
     device: torch.device | str = "cpu"  # where the logits will be
-    every_token: bool = False  # the layouts have rows for all tokens, and not for responses alone
     positions: int | None = None  # how wide tokens may be, since the model looks positions up
 
 
@@ -49,7 +68,9 @@ class Limits:
 _FOR_THE_MODEL = ("position_ids", "attention_mask")
 
 
-def parse_microbatches(mappings: Sequence[Mapping[str, Any]], limits: Limits) -> list[ScoringBatch]:
+def parse_microbatches(
+    mappings: Sequence[Mapping[str, Any]], options: ScoreOptions, limits: Limits
+) -> list[ScoringBatch]:
     """Parse and check the microbatches of :func:`~megatron_rl_patches.inference.forward_log_probs`."""
     if isinstance(mappings, Mapping) or not isinstance(mappings, Sequence):
         raise InvalidInputError(
@@ -61,7 +82,7 @@ def parse_microbatches(mappings: Sequence[Mapping[str, Any]], limits: Limits) ->
     first = 0
     for number, mapping in enumerate(mappings):
         try:
-            microbatch = _microbatch(mapping, first, limits)
+            microbatch = _microbatch(mapping, first, options, limits)
         except InvalidInputError as error:
             raise InvalidInputError(f"microbatch {number}: {error}") from None
         microbatches.append(microbatch)
@@ -69,14 +90,16 @@ def parse_microbatches(mappings: Sequence[Mapping[str, Any]], limits: Limits) ->
     return microbatches
 
 
-def _microbatch(fields: Mapping[str, Any], first: int, limits: Limits) -> ScoringBatch:
+def _microbatch(fields: Mapping[str, Any], first: int, options: ScoreOptions, limits: Limits) -> ScoringBatch:
     if not isinstance(fields, Mapping):
         raise InvalidInputError(f"it is a {type(fields).__name__}. Expected: a mapping with tokens.")
     if missing := [name for name in ("tokens", "lengths") if fields.get(name) is None]:
         raise InvalidInputError(f"there is no {' and no '.join(repr(name) for name in missing)} in it.")
     if fields.get("indices") is not None:
         raise InvalidInputError("indices would not be read: results are in the order of the microbatches.")
-    if not limits.packing and (unread := [name for name in _FOR_THE_MODEL if fields.get(name) is not None]):
+    if options.forward is None and (
+        unread := [name for name in _FOR_THE_MODEL if fields.get(name) is not None]
+    ):
         raise InvalidInputError(
             f"{listed(unread)} would not be read: pass a `forward` that gives them to the model."
         )
@@ -85,19 +108,17 @@ def _microbatch(fields: Mapping[str, Any], first: int, limits: Limits) -> Scorin
         raise InvalidInputError(f"tokens are {described(tokens_bs)}. Expected: an int64 tensor [b, s].")
     size, width = tokens_bs.shape
     lengths = list(integers("lengths", fields["lengths"]))
-    samples = _samples(tokens_bs, lengths, limits.packing)
-    responses = [length - 1 for length in lengths]
-    if limits.every_token:
-        responses = lengths
-    elif fields.get("response_lengths") is not None:
-        responses = list(integers("response_lengths", fields["response_lengths"]))
+    samples = _samples(tokens_bs, lengths, packing=options.forward is not None)
+    responses = lengths if options.every_token else fields.get("response_lengths")
+    if responses is None:
+        responses = [length - 1 for length in lengths]
     padding: dict[str, Any] = {"qkv_format": "bshd", "max_seq_lens": [width] * size}
     if len(lengths) > size:
         padding = {"qkv_format": "thd", "padded_lengths": lengths, "num_rows": width}
     layout = SequenceLayout.build(
         lengths,
         responses,
-        own_rows=limits.every_token,
+        own_rows=options.every_token,
         cp_rank=limits.cp_rank,
         cp_size=limits.cp_size,
         device=limits.device,
@@ -147,3 +168,22 @@ def described(value: Any) -> str:
     """Return dtype and shape of a tensor, or the type of anything else."""
     is_tensor = isinstance(value, torch.Tensor)
     return f"{value.dtype} {list(value.shape)}" if is_tensor else type(value).__name__
+
+
+def data_of(batches: Sequence[ScoringBatch], options: ScoreOptions, is_last_stage: bool) -> dict[str, Any]:
+    """Return what ranks that score the same samples must have in common, by name."""
+    data: dict[str, Any] = {"function": options.function, "the number of microbatches": len(batches)}
+    for number, tokens in enumerate(_digests([batch.tokens_bs for batch in batches])):
+        layout, of_microbatch = batches[number].layout, f"of microbatch {number}"
+        data[f"tokens {of_microbatch}"] = tokens
+        data[f"lengths {of_microbatch}"] = layout.total_lengths
+        data[f"response_lengths {of_microbatch}"] = layout.response_lengths
+    data |= {"temperature": float(options.temperature), "vocab_size": options.vocab_size}
+    own = options.of_last_stage if is_last_stage else {}
+    return data | {name: _digests(x) if isinstance(x, Sequence) else x for name, x in own.items()}
+
+
+def _digests(ids: Sequence[torch.Tensor]) -> list[str]:
+    """Return a text for each int64 tensor that depends on its shape, its values and their places."""
+    sums = checksum(ids, stretch=8)
+    return [f"{[*x.shape]} with checksum {n % 2**64:x}" for x, n in zip(ids, sums, strict=True)]

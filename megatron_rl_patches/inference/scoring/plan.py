@@ -1,157 +1,300 @@
-"""What a run of the schedule needs, checked and agreed on by all ranks that would wait for this one."""
+"""A model's pass over microbatches, forward only, through Megatron's pipeline schedules.
+
+It is checked and agreed on by all ranks that would wait for each other, and then run. The model runs in
+another state than it trains in, and comes back from it as it was.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import Any
 
 import torch
 import torch.distributed
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from tqdm import tqdm
 
 from ...common.agreement import gathered, raise_on_all
-from ...common.chunks import as_chunks, attribute_of, config_of
-from ...common.devices import on_device
+from ...common.chunks import (
+    SYNC_FUNCTIONS,
+    as_chunks,
+    attribute_of,
+    config_of,
+    distinct_configs,
+    modules_with_modes,
+    unwrap,
+)
+from ...common.devices import copied_together, on_device
+from ...common.ranks import is_rank_0
+from ...common.scopes import replaced
 from ...errors import InvalidInputError
+from ...losses.output_layer import deferring
 from ...losses.vocab.arguments import VocabParallelOptions, is_integer
-from ...reentry.forward_pre_hooks import why_not_gathered
-from ..weights import checksum
-from .microbatches import Limits, ScoringBatch, parse_microbatches
+from ...reentry.forward_pre_hooks import gathered_parameters, why_not_gathered
+from ..models.isolation import rng_tracker_is_seeded, rng_tracker_that_does_not_fork
+from .microbatches import Limits, ScoreOptions, ScoringBatch, data_of, described, parse_microbatches
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
-Microbatches = Sequence[Mapping[str, Any]]
-Forward = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]
-#: The tensor-parallel group over which the vocabulary is split, or ``None`` if it is not.
-Group = torch.distributed.ProcessGroup | None
-#: Returns what is wrong with data that only the last stage has.
-Check = Callable[[Sequence[ScoringBatch]], str | None]
+#: Computes tensors ``[n, ...]`` for the ``n`` response tokens of a microbatch from the logits ``[T, V / tp]``.
+#: The mapping has the arguments that losses over logits share.
+Score = Callable[[ScoringBatch, torch.Tensor, Mapping[str, Any]], tuple[torch.Tensor, ...]]
+# Classes whose attribute scales an auxiliary loss in backward.
+_LOSS_SCALERS = (
+    ("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler"),
+    ("megatron.core.transformer.multi_token_prediction", "MTPLossAutoScaler"),
+    ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossAutoScaler"),
+)
 
 
-@dataclass(frozen=True)
-class ScoreOptions:
-    """Options that the functions of scoring share; see :func:`~.forward.forward_log_probs`.
-
-    ``function`` is the one that was called. With ``every_token`` the result has a row for each token of a
-    sample, not of its response alone. ``of_last_stage`` are arguments that other stages do not read.
-    """
-
-    function: str
-    forward: Forward | None = None
-    output_device: torch.device | str = "cpu"
-    progress: bool = True
-    vocab_size: int | None = None
-    temperature: float = 1.0
-    of_last_stage: Mapping[str, Any] = field(default_factory=dict)
-    every_token: bool = False
-
-
-@dataclass(frozen=True, eq=False)
 class Plan:
-    """A run of the schedule."""
+    """One pass, which :meth:`run` runs.
 
-    chunks: Sequence[torch.nn.Module]
-    config: Any
-    options: ScoreOptions
-    #: This rank's microbatches, and those that it runs: more at the end, whose scores are dropped.
-    batches: Sequence[ScoringBatch]
-    schedule: Sequence[ScoringBatch]
-    #: This rank's place, if the model's input is cut here.
-    context_parallel: ContextParallel
-    #: The groups through which this rank reaches those that score the same samples.
-    alike: Sequence[Group]
-
-    def forward(self, chunk: torch.nn.Module, batch: ScoringBatch) -> Any:
-        """Run a chunk on a microbatch."""
-        return (self.options.forward or self.context_parallel.forward)(chunk, batch.fields)
-
-
-def plan_of(model: Model, microbatches: Microbatches, options: ScoreOptions, check: Check | None) -> Plan:
-    """Check what the caller passed, and agree on it with the ranks that would wait for this one."""
-    chunks = list(as_chunks(model))
-    config: Any = config_of(chunks[0]) if chunks else None
-    # In this order, what differs between last stages alone reaches every rank that would wait, too.
-    alike = [parallel_state.get_context_parallel_group(), parallel_state.get_model_parallel_group()]
-    groups, experts = list(alike), None
-    if getattr(config, "num_moe_experts", None) and config.expert_model_parallel_size > 1:
-        experts = parallel_state.get_expert_model_parallel_group()
-        groups.append(experts)
-    if any(getattr(chunk, "use_forward_hook", False) for chunk in chunks):  # parameters may be gathered
-        groups.append(parallel_state.get_data_parallel_group(with_context_parallel=True))
-    context_parallel = ContextParallel.of_groups() if options.forward is None else ContextParallel()
-    problem = data = None
-    try:  # Nothing may be raised before raise_on_all: ranks that have no problem would wait for this one.
-        _check(chunks, config, options)
-        batches = parse_microbatches(microbatches, _limits(chunks, config, options, context_parallel))
-        if check is not None and is_last_stage():
-            problem = check(batches)
-        if problem is None:
-            data = _data_of(batches, options)
-    except InvalidInputError as error:
-        problem = str(error)  # the error itself would keep this frame, and the model, in a cycle
-    except Exception as error:
-        with suppress(InvalidInputError):
-            raise_on_all(f"{type(error).__name__}: {error}", groups)
-        raise
-    raise_on_all(problem, groups, data, alike)
-    smallest = min(batches, key=lambda batch: batch.tokens_bs.numel())
-    schedule = batches + [smallest] * (_agreed_rounds(batches, chunks, config, experts) - len(batches))
-    return Plan(chunks, config, options, batches, schedule, context_parallel, alike)
-
-
-def _data_of(batches: Sequence[ScoringBatch], options: ScoreOptions) -> dict[str, Any]:
-    """Return what ranks that score the same samples must have in common, by name."""
-    data: dict[str, Any] = {"function": options.function, "the number of microbatches": len(batches)}
-    for number, tokens in enumerate(_digests([batch.tokens_bs for batch in batches])):
-        layout, of_microbatch = batches[number].layout, f"of microbatch {number}"
-        data[f"tokens {of_microbatch}"] = tokens
-        data[f"lengths {of_microbatch}"] = layout.total_lengths
-        data[f"response_lengths {of_microbatch}"] = layout.response_lengths
-    data |= {"temperature": float(options.temperature), "vocab_size": options.vocab_size}
-    own = options.of_last_stage if is_last_stage() else {}
-    return data | {name: _digests(x) if isinstance(x, Sequence) else x for name, x in own.items()}
-
-
-def _digests(ids: Sequence[torch.Tensor]) -> list[str]:
-    """Return a text for each int64 tensor that depends on its shape, its values and their places."""
-    sums = checksum(ids, stretch=8)
-    return [f"{[*x.shape]} with checksum {n % 2**64:x}" for x, n in zip(ids, sums, strict=True)]
-
-
-def _check(chunks: Sequence[torch.nn.Module], config: Any, options: ScoreOptions) -> None:
-    """Refuse chunks that are not this rank's part of a model of Megatron's, or that cannot be scored now.
-
-    Wrong options are refused on all stages, also on those that do not read them.
+    Attributes:
+        chunks, config: the model's.
+        vocabulary: of how many token ids the scores are; ``None`` if neither option nor model says it.
+        batches: this rank's microbatches.
+        rounds: how many it runs: some more at the end, whose scores are dropped.
+        alike: the groups through which this rank reaches those that score the same samples.
     """
-    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-    if len(chunks) != virtual:
-        raise InvalidInputError(
-            f"the model has {len(chunks)} chunks, parallel_state a virtual pipeline size of {virtual}: pass "
-            "all chunks of this rank, built for the parallel groups that are initialized."
+
+    def __init__(
+        self,
+        model: Model,
+        microbatches: Sequence[Mapping[str, Any]],
+        options: ScoreOptions,
+        check: Callable[[Plan], str | None] = lambda plan: None,
+    ) -> None:
+        """Check what the caller passed, and agree on it with the ranks that would wait for this one.
+
+        ``check`` returns what is wrong with data that only the last stage has.
+        """
+        self.options, self.chunks = options, list(as_chunks(model))
+        config: Any = config_of(self.chunks[0]) if self.chunks else None
+        self.config = config
+        # In this order, what differs between last stages alone reaches every rank that would wait, too.
+        self.alike = [parallel_state.get_context_parallel_group(), parallel_state.get_model_parallel_group()]
+        groups, experts = list(self.alike), None
+        if getattr(config, "num_moe_experts", None) and config.expert_model_parallel_size > 1:
+            experts = parallel_state.get_expert_model_parallel_group()
+            groups.append(experts)
+        if any(getattr(chunk, "use_forward_hook", False) for chunk in self.chunks):
+            # Parameters may be gathered.
+            groups.append(parallel_state.get_data_parallel_group(with_context_parallel=True))
+        is_last, problem, data = is_last_stage(), None, None
+        try:  # Nothing may be raised before raise_on_all: ranks that have no problem would wait for this one.
+            self._check_model_and_options()
+            self._limits = self._limits_of_microbatches()
+            self.batches = parse_microbatches(microbatches, options, self._limits)
+            problem = check(self) if is_last else None
+            data = None if problem else data_of(self.batches, options, is_last)
+        except InvalidInputError as error:
+            problem = str(error)  # the error itself would keep this frame, and the model, in a cycle
+        except Exception as error:
+            with suppress(InvalidInputError):
+                raise_on_all(f"{type(error).__name__}: {error}", groups)
+            raise
+        raise_on_all(problem, groups, data, self.alike)
+        self.rounds = self._agreed_rounds(experts)
+
+    def _check_model_and_options(self) -> None:
+        """Refuse chunks that are not this rank's part of a model of Megatron's, or cannot be scored now.
+
+        Wrong options are refused on all stages, also on those that do not read them.
+        """
+        chunks, options = self.chunks, self.options
+        virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        if len(chunks) != virtual:
+            raise InvalidInputError(
+                f"the model has {len(chunks)} chunks, parallel_state a virtual pipeline size of {virtual}: "
+                "pass all chunks of this rank, built for the parallel groups that are initialized."
+            )
+        if self.config is None:
+            raise InvalidInputError(
+                f"the model is a {type(chunks[0]).__name__}. Expected: a model of Megatron's, which has a "
+                "config."
+            )
+        if problem := why_not_gathered(chunks):
+            raise InvalidInputError(problem)
+        size, padded_size = options.vocab_size, attribute_of(chunks[0], "vocab_size")
+        VocabParallelOptions(temperature=options.temperature)
+        if options.forward is not None and not callable(options.forward):
+            raise InvalidInputError(
+                f"forward is {options.forward!r}. Expected: a function of a model chunk and a microbatch."
+            )
+        if size is not None and not (is_integer(size) and 0 < size <= (padded_size or size)):
+            raise InvalidInputError(f"vocab_size is {size!r}. Expected: 1 to {padded_size}, the model's ids.")
+        self.vocabulary = size or padded_size
+        try:
+            torch.device(options.output_device)
+        except (RuntimeError, TypeError):
+            raise InvalidInputError(
+                f"output_device is {options.output_device!r}. Expected: a device of torch."
+            ) from None
+
+    def _limits_of_microbatches(self) -> Limits:
+        first, is_own = self.chunks[0], self.options.forward is not None
+        looks_up = not is_own and attribute_of(first, "position_embedding_type") == "learned_absolute"
+        tp_size = parallel_state.get_tensor_model_parallel_world_size()
+        return Limits(
+            vocabulary=self.vocabulary,
+            sequence_parallel_size=tp_size if self.config.sequence_parallel else 1,
+            # A forward of the caller's gets and returns whole sequences.
+            cp_rank=0 if is_own else parallel_state.get_context_parallel_rank(),
+            cp_size=1 if is_own else parallel_state.get_context_parallel_world_size(),
+            device=next(self.chunks[-1].parameters()).device,
+            positions=attribute_of(first, "max_sequence_length") if looks_up else None,
         )
-    if config is None:
-        raise InvalidInputError(
-            f"the model is a {type(chunks[0]).__name__}. Expected: a model of Megatron's, which has a config."
-        )
-    if problem := why_not_gathered(chunks):
-        raise InvalidInputError(problem)
-    VocabParallelOptions(temperature=options.temperature)
-    if options.forward is not None and not callable(options.forward):
-        raise InvalidInputError(
-            f"forward is {options.forward!r}. Expected: a function of a model chunk and a microbatch."
-        )
-    size, padded_size = options.vocab_size, vocabulary_of(chunks)
-    if size is not None and not (is_integer(size) and 0 < size <= (padded_size or size)):
-        raise InvalidInputError(f"vocab_size is {size!r}. Expected: 1 to {padded_size}, the model's ids.")
-    try:
-        torch.device(options.output_device)
-    except (RuntimeError, TypeError):
-        raise InvalidInputError(
-            f"output_device is {options.output_device!r}. Expected: a device of torch."
-        ) from None
+
+    def _agreed_rounds(self, experts: torch.distributed.ProcessGroup | None) -> int:
+        """Return how many microbatches this rank runs: whole groups if interleaved, as many as its replicas.
+
+        Experts are divided over data-parallel replicas. A replica with fewer microbatches would leave the
+        others waiting in the token dispatcher. One collective, if there are such replicas.
+        """
+        group_size = self.config.microbatch_group_size_per_vp_stage if len(self.chunks) > 1 else 1
+        own = [tuple(batch.tokens_bs.shape) for batch in self.batches]
+        shapes = [own] if experts is None else gathered(own, experts)
+        most = max(map(len, shapes))
+        rounds = most + -most % group_size
+        if len(shapes) > 1 and self.config.moe_token_dispatcher_type == "allgather":
+            full = [of_rank + [min(of_rank, key=math.prod)] * (rounds - len(of_rank)) for of_rank in shapes]
+            for number, of_round in enumerate(zip(*full, strict=True)):
+                if len(set(of_round)) > 1:
+                    raise InvalidInputError(
+                        f"microbatch {number} has other shapes on other expert-parallel ranks, {of_round}, "
+                        "and moe_token_dispatcher_type='allgather' needs the same: pad the tokens, give all "
+                        "ranks as many microbatches, or use 'alltoall'"
+                    )
+        return rounds
+
+    def run(self, score: Score) -> list[tuple[torch.Tensor, ...]] | None:
+        """Score each microbatch on the last stage.
+
+        What is wrong with an output, and an ``InvalidInputError`` of ``score``, is raised on all stages after
+        the last microbatch. The result has, for each sample in order, its part of each tensor of ``score``;
+        it is ``None`` on stages other than the last.
+        """
+        problems: list[str] = []
+        smallest = min(self.batches, key=lambda batch: batch.tokens_bs.numel())
+        schedule = self.batches + [smallest] * (self.rounds - len(self.batches))
+        size, width = self.batches[0].tokens_bs.shape
+        shows = self.options.progress and is_rank_0()  # a hidden bar would leave a semaphore behind
+        how = {"desc": "scoring", "unit": "microbatch", "leave": False}
+        progress = tqdm(total=self.rounds, **how) if shows else nullcontext()
+        with self._model_scores(), progress as bar:
+
+            def forward_step(batches: Iterator[ScoringBatch], chunk: torch.nn.Module) -> Any:
+                return self._step(next(batches), chunk, score, problems, bar)
+
+            collected = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[iter(schedule) for _ in self.chunks],
+                model=self.chunks,
+                num_microbatches=self.rounds,
+                seq_length=width,
+                micro_batch_size=size,
+                forward_only=True,
+                collect_non_loss_data=True,
+            )
+        device = next(self.chunks[-1].parameters()).device
+        if device.type == "cuda" and torch.device(self.options.output_device).type == "cpu":
+            torch.cuda.current_stream(device).synchronize()  # once for all copies to host memory
+        raise_on_all(problems[0] if problems else None, self.alike)
+        if not is_last_stage():
+            return None
+        own = collected[: len(self.batches)]
+        return [of_sample for kinds in own for of_sample in zip(*kinds, strict=True)]
+
+    def _step(
+        self, batch: ScoringBatch, chunk: torch.nn.Module, score: Score, problems: list[str], bar: Any
+    ) -> tuple[torch.Tensor, Callable[..., Any] | None]:
+        """Run a chunk on a microbatch; return what a schedule wants: an output, and what gives the scores."""
+        is_last, group = attribute_of(chunk, "post_process", True), None
+        if attribute_of(chunk, "parallel_output", True):
+            group = parallel_state.get_tensor_model_parallel_group()
+            group = group if group.size() > 1 else None
+        output = self._forward(chunk, batch.fields)
+        if bar is not None and chunk is self.chunks[-1]:
+            bar.update()
+        every_token, limits = self.options.every_token, self._limits
+        if problem := _problem_with(output, batch, is_last, every_token):
+            problems.append(problem)
+            # Other ranks wait for this one: the next stage for an activation [s, b, h], others for a score.
+            shape = *batch.tokens_bs.T.shape, self.config.hidden_size
+            if is_last:
+                vocabulary = 1 if every_token else attribute_of(chunk, "vocab_size") or 1
+                shape = *batch.layout.logits_shape, -(-vocabulary // (group.size() if group else 1))
+            output = next(chunk.parameters()).new_zeros(shape)
+        if not is_last:
+            return output, None
+        how = {"temperature": self.options.temperature, "vocab_size": self.options.vocab_size}
+        scores: list[tuple[torch.Tensor, ...]] = []
+        try:
+            rows = batch.layout.response_slices
+            parts = score(batch, output.flatten(0, 1), {"tp_group": group, "rows": rows, **how})
+            cp_group = parallel_state.get_context_parallel_group() if limits.cp_size > 1 else None
+            responses = [torch.cat(batch.layout.gather_responses(part, cp_group)) for part in parts]
+            # One copy for all: each block of pinned memory may make the GPU wait.
+            copies = copied_together(responses, self.options.output_device)
+            scores.extend(torch.split(copy, list(batch.layout.response_lengths)) for copy in copies)
+        except InvalidInputError as error:  # the other stages wait for this one until the schedule ends
+            problems.append(str(error))
+        # Return a dummy: the schedule would keep the logits while the next microbatch runs.
+        return output.new_zeros(1), lambda output, non_loss_data: scores
+
+    def _forward(self, chunk: torch.nn.Module, fields: Mapping[str, Any]) -> Any:
+        if self.options.forward is not None:
+            return self.options.forward(chunk, fields)
+        device = next(chunk.parameters()).device
+        tokens_bs = on_device(fields["tokens"], device)
+        positions_bs = torch.arange(tokens_bs.shape[1], device=device).expand_as(tokens_bs)
+        return chunk(self._cut(tokens_bs), self._cut(positions_bs), None, **_without_float32_copy(chunk))
+
+    def _cut(self, values_bs: torch.Tensor) -> torch.Tensor:
+        """Return this rank's two chunks of each sequence, as Megatron's ``get_batch`` cuts it."""
+        rank, size = self._limits.cp_rank, self._limits.cp_size
+        if size == 1:
+            return values_bs
+        chunks = values_bs.chunk(2 * size, dim=1)
+        return torch.cat([chunks[rank], chunks[-1 - rank]], dim=1)
+
+    @contextmanager
+    def _model_scores(self) -> Iterator[None]:
+        """Put the model in the state in which it scores, and at the end back into the one that it had."""
+        models = list(map(unwrap, self.chunks))
+        configs, modes = distinct_configs(models), modules_with_modes(self.chunks)
+        # If shapes differ, the stages tell each other every shape.
+        variable = self.options.forward is not None or self.config.variable_seq_lengths
+        variable = variable or len({batch.tokens_bs.shape for batch in self.batches}) > 1
+        with torch.no_grad(), gathered_parameters(self.chunks), ExitStack() as stack:
+            stack.callback(_restore_modes, self.chunks, modes)
+            for chunk in self.chunks:
+                chunk.eval()
+            # Megatron forks the RNG tracker for dropout, and an unseeded tracker cannot fork. There is no
+            # dropout in eval mode, so nothing is lost if the tracker does not fork.
+            if not rng_tracker_is_seeded():
+                stack.enter_context(rng_tracker_that_does_not_fork())
+            for model in models:
+                stack.enter_context(deferring(model))
+            # A schedule calls the sync functions when it enters ``no_sync``, and some of them are only undone
+            # by a backward pass, which never comes here.
+            without = dict.fromkeys(("timers", *SYNC_FUNCTIONS))
+            stack.enter_context(replaced(self.config, **without, variable_seq_lengths=variable))
+            # Multi-token prediction is left out: megatron-core up to 0.16 needs labels to run its layers.
+            for config in configs:
+                stack.enter_context(replaced(config, mtp_num_layers=None))
+            for model in models:
+                stack.enter_context(replaced(model, mtp_process=False))
+            # Schedules set these scales for the whole process, forward only, too: in place, if they exist.
+            for module, name in _LOSS_SCALERS:
+                if (scaler := getattr(sys.modules.get(module), name, None)) is not None:
+                    stack.enter_context(replaced(scaler, main_loss_backward_scale=None))
+            yield
 
 
 def is_last_stage() -> bool:
@@ -159,80 +302,17 @@ def is_last_stage() -> bool:
     return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
 
 
-def _limits(
-    chunks: Sequence[torch.nn.Module], config: Any, options: ScoreOptions, context_parallel: ContextParallel
-) -> Limits:
-    """Return what microbatches must fit."""
-    tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
-    embedding = attribute_of(chunks[0], "position_embedding_type")
-    looks_up_positions = embedding == "learned_absolute" and options.forward is None
-    return Limits(
-        packing=options.forward is not None,
-        vocabulary=options.vocab_size or vocabulary_of(chunks),
-        sequence_parallel_size=tensor_parallel_size if config.sequence_parallel else 1,
-        cp_rank=context_parallel.rank,
-        cp_size=context_parallel.size,
-        device=next(chunks[-1].parameters()).device,
-        every_token=options.every_token,
-        positions=attribute_of(chunks[0], "max_sequence_length") if looks_up_positions else None,
-    )
-
-
 def vocabulary_of(model: Model) -> int | None:
     """Return the number of ids of the model, padding included; ``None`` if the model does not say."""
     return attribute_of(as_chunks(model)[0], "vocab_size")
 
 
-def _agreed_rounds(
-    batches: Sequence[ScoringBatch], chunks: Sequence[torch.nn.Module], config: Any, experts: Group
-) -> int:
-    """Return how many microbatches this rank runs: whole groups if interleaved, and as many as its replicas.
-
-    Experts are divided over data-parallel replicas. A replica with fewer microbatches would leave the others
-    waiting in the token dispatcher. One collective, if there are such replicas.
-    """
-    group_size = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
-    shapes = gathered([tuple(batch.tokens_bs.shape) for batch in batches], experts)
-    most = max(map(len, shapes))
-    rounds = most + -most % group_size
-    if len(shapes) > 1 and config.moe_token_dispatcher_type == "allgather":
-        full = [of_rank + [min(of_rank, key=math.prod)] * (rounds - len(of_rank)) for of_rank in shapes]
-        for number, of_round in enumerate(zip(*full, strict=True)):
-            if len(set(of_round)) > 1:
-                raise InvalidInputError(
-                    f"microbatch {number} has other shapes on other expert-parallel ranks, {of_round}, and "
-                    "moe_token_dispatcher_type='allgather' needs the same: pad the tokens, give all ranks "
-                    "as many microbatches, or use 'alltoall'"
-                )
-    return rounds
-
-
-class ContextParallel(NamedTuple):
-    """This rank's place in the context-parallel group, which shares sequences in zigzag; default: alone."""
-
-    rank: int = 0
-    size: int = 1
-    group: Group = None
-
-    @classmethod
-    def of_groups(cls) -> ContextParallel:
-        size = parallel_state.get_context_parallel_world_size()
-        group = parallel_state.get_context_parallel_group() if size > 1 else None
-        return cls(parallel_state.get_context_parallel_rank(), size, group)
-
-    def cut(self, values_bs: torch.Tensor) -> torch.Tensor:
-        """Return this rank's two chunks of whole sequences, as Megatron's ``get_batch`` cuts them."""
-        if self.size == 1:
-            return values_bs
-        chunks = values_bs.chunk(2 * self.size, dim=1)
-        return torch.cat([chunks[self.rank], chunks[-1 - self.rank]], dim=1)
-
-    def forward(self, chunk: torch.nn.Module, fields: Mapping[str, Any]) -> torch.Tensor:
-        """Run a model chunk on this rank's part of a microbatch."""
-        device = next(chunk.parameters()).device
-        tokens_bs = on_device(fields["tokens"], device)
-        positions_bs = torch.arange(tokens_bs.shape[1], device=device).expand_as(tokens_bs)
-        return chunk(self.cut(tokens_bs), self.cut(positions_bs), None, **_without_float32_copy(chunk))
+def _restore_modes(chunks: Sequence[torch.nn.Module], modes: Sequence[tuple[Any, bool]]) -> None:
+    for module, training in modes:
+        module.training = training
+    for chunk in chunks:
+        # The stage keeps the last activation that it received. This frees it.
+        attribute_of(chunk, "set_input_tensor")([None])
 
 
 def _without_float32_copy(chunk: Any) -> dict[str, bool]:
@@ -242,3 +322,17 @@ def _without_float32_copy(chunk: Any) -> dict[str, bool]:
             return {"fp32_output": False}
         chunk = getattr(chunk, "module", None)
     return {}
+
+
+def _problem_with(output: Any, batch: ScoringBatch, is_last: bool, are_values: bool) -> str | None:
+    """Say what is wrong with what a chunk returned, or ``forward``; ``None``: nothing."""
+    if not isinstance(output, torch.Tensor):
+        return f"`forward` returned {described(output)}. Expected: what the chunk returns."
+    if is_last and (output.dim() != 3 or output.shape[:2] != batch.layout.logits_shape):
+        return (
+            f"`forward` returned {list(output.shape)} on the last stage. Expected: logits "
+            f"[{', '.join(map(str, batch.layout.logits_shape))}, vocabulary / tp], as the tokens are."
+        )
+    if is_last and output.shape[2] == 1 and not are_values:
+        return "the model returned one number per token, as a critic does, not logits: call forward_values"
+    return None

@@ -13,9 +13,8 @@ import torch
 from pytest import MonkeyPatch
 
 from megatron_rl_patches.errors import InferenceOnlyError, InvalidInputError
-from megatron_rl_patches.inference import TeacherPool
-from megatron_rl_patches.inference import weights as _weights
-from megatron_rl_patches.inference.weights import HostCopy
+from megatron_rl_patches.inference import TeacherPool, teachers
+from megatron_rl_patches.inference.teachers import HostCopy
 from megatron_rl_patches.losses import OutputHead
 
 
@@ -261,7 +260,7 @@ def test_a_model_that_changed_is_refused(pool: TeacherPool, model: Net) -> None:
 
 def test_copies_cross_block_boundaries(monkeypatch: MonkeyPatch) -> None:
     for size in (1, 7, 16, 1000):
-        monkeypatch.setattr(_weights, "_BLOCK_BYTES", size)
+        monkeypatch.setattr(teachers, "_BLOCK_BYTES", size)
         storages = [torch.arange(n, dtype=torch.uint8) for n in (16, 1, 30)]
         copy = HostCopy(storages)
         assert copy.nbytes == 47

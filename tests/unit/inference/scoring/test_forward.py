@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.inference.scoring.microbatches import Limits, parse_microbatches
+from megatron_rl_patches.inference.scoring.microbatches import Limits, ScoreOptions, parse_microbatches
 from megatron_rl_patches.losses.objectives.distributions import LogProbs
 
 PADDED: dict[str, Any] = {"tokens": torch.arange(12).reshape(2, 6), "lengths": [6, 4]}
@@ -27,7 +27,8 @@ PACKED: dict[str, Any] = {"tokens": torch.arange(8)[None], "lengths": [3, 4], "r
     ],
 )
 def test_rows_that_predict(batch: dict[str, Any], packing: bool, rows: list[int], targets: list[int]) -> None:
-    first, second = parse_microbatches([batch, batch], Limits(packing, 50))
+    options = ScoreOptions("forward_values", forward=torch.nn.Module.__call__ if packing else None)
+    first, second = parse_microbatches([batch, batch], options, Limits(50))
     assert first.layout.response_rows.tolist() == rows
     assert first.targets_n.tolist() == targets
     assert (first.first, second.first) == (0, 2)
@@ -50,7 +51,7 @@ def test_rows_that_predict(batch: dict[str, Any], packing: bool, rows: list[int]
 )
 def test_what_is_refused(batches: list[dict[str, Any]], sizes: dict[str, int], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        parse_microbatches(batches, Limits(False, 50, **sizes))
+        parse_microbatches(batches, ScoreOptions("forward_values"), Limits(50, **sizes))
 
 
 def test_log_probs_are_a_list_to_those_who_map_over_tensors_or_store_them(tmp_path: Path) -> None:
