@@ -102,14 +102,12 @@ class TeacherPool:
         """
         if name in self._teachers:
             raise InvalidInputError(
-                f"there is a teacher {name!r} already: remove it first, or choose another name."
+                f"there is a teacher {name!r} already: remove it, or choose another name."
             )
         if source is None:
             if not self._holds_weights():
-                raise InvalidInputError(
-                    "the model holds nothing to add, only NaN or what an interrupted swap left: "
-                    "pass a source."
-                )
+                left = "only NaN or what an interrupted swap left"
+                raise InvalidInputError(f"the model holds nothing to add, {left}: pass a source.")
             self._add_held(name)
             return
         before = self._snapshot()
@@ -294,9 +292,8 @@ class HostCopy:
         self.nbytes = sum(map(len, storages))
         self.checksum = checksum(storages)
         sizes = [min(_BLOCK_BYTES, self.nbytes - start) for start in range(0, self.nbytes, _BLOCK_BYTES)]
-        self._blocks = [
-            torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=bool(gpus)) for size in sizes
-        ]
+        how: Any = {"dtype": torch.uint8, "device": "cpu", "pin_memory": bool(gpus)}
+        self._blocks = [torch.empty(size, **how) for size in sizes]
         for storage, block in _aligned(storages, self._blocks):
             block.copy_(storage, non_blocking=True)
         for gpu in gpus:  # when this returns the copy is complete

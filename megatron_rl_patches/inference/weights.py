@@ -34,14 +34,13 @@ def differences(
     """
     result = {(f"missing in {where}", name) for name in model.keys() - source.keys()}
     result |= {(f"unexpected in {where}", name) for name in source.keys() - model.keys()}
+    text = "{} is {} in {} and {} in the model"
     for name in model.keys() & source.keys():
         theirs, own = source[name], model[name]
         if theirs.shape != own.shape:
-            text = f"{name} is {[*theirs.shape]} in {where} and {[*own.shape]} in the model"
-            result.add(("of another shape", text))
+            result.add(("of another shape", text.format(name, [*theirs.shape], where, [*own.shape])))
         if theirs.dtype != own.dtype and (dtypes or not {theirs.dtype, own.dtype} <= _FLOATS):
-            text = f"{name} is {theirs.dtype} in {where} and {own.dtype} in the model"
-            result.add(("of another dtype", text))
+            result.add(("of another dtype", text.format(name, theirs.dtype, where, own.dtype)))
     return result
 
 

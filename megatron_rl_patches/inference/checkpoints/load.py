@@ -141,8 +141,8 @@ def _read(
     # Every stored tensor must be requested by some rank. Each rank sends one byte for each stored name: the
     # names themselves would be megabytes from each to each.
     names = checkpoint.names(with_output_head)
-    flags = bytes(name in requested for name in names)
-    ranks = gathered((folder.name, flags, differing, paddings), world())
+    is_requested = bytes(name in requested for name in names)
+    ranks = gathered((folder.name, is_requested, differing, paddings), world())
     folders, all_flags, all_differing, all_paddings = zip(*ranks, strict=True)
     if len(set(folders)) > 1:  # while a run is saving, ranks may read different iterations from the tracker
         each = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(folders))
@@ -158,9 +158,8 @@ def _read(
                     text += ". To load all but the output layer, pass with_output_head=False"
                 raise CheckpointError(f"the checkpoint is of another model; {text}")
             links = Path(stack.enter_context(TemporaryDirectory(prefix="megatron_rl_patches_")))
-            places = checkpoint.places(requested)
+            checkpoint.write_index(requested, links)
             checkpoint.check_pieces(request)
-            checkpoint.write_index(places, links)
         with _on_all_ranks_or_none(f"cannot read {source}"):
             states = checkpoint.read(request, links)
     return iteration, states
@@ -174,9 +173,7 @@ def _other_heads(vocabularies: set[tuple[str, int, int]]) -> Differences:
     """
     rows = {(stored, own) for name, stored, own in vocabularies if name.endswith("word_embeddings.weight")}
     differing: Differences = set()
-    for name, stored, own in sorted(vocabularies):
-        if stored == own:
-            continue
+    for name, stored, own in sorted(x for x in vocabularies if x[1] != x[2]):
         if is_of_output_head(name) and rows and (stored, own) not in rows:
             text = f"{name} has {stored} rows in the checkpoint and {own} in the model, unlike the embeddings"
             differing.add(("of another kind", text))
@@ -219,15 +216,12 @@ def _bare_chunks(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[tor
 
 def _missing(chunk: torch.nn.Module, names: set[str], with_output_head: bool) -> Differences:
     """Return the weights that stay as they are when these are loaded, but are not left out on purpose."""
-    weights = chunk.state_dict(keep_vars=True)
+    weights = {name: x for name, x in chunk.state_dict(keep_vars=True).items() if "_extra_state" not in name}
     # Tied weights have several names, and one is enough.
     loaded = {id(weights[name]) for name in weights.keys() & names}
-    return {
-        ("missing in the checkpoint", name)
-        for name, weight in weights.items()
-        if isinstance(weight, torch.Tensor) and "_extra_state" not in name and id(weight) not in loaded
-        if with_output_head or not is_of_output_head(name)
-    }
+    missing = {name for name, x in weights.items() if isinstance(x, torch.Tensor) and id(x) not in loaded}
+    kept = set() if with_output_head else set(filter(is_of_output_head, missing))
+    return {("missing in the checkpoint", name) for name in missing - kept}
 
 
 # --- the folder and the format, found as ``checkpointing.py`` of Megatron-LM does
@@ -248,13 +242,12 @@ def locate(path: str | os.PathLike[str], ckpt_step: int | None = None) -> Path:
         return root
     if ckpt_step is not None:
         name = f"iter_{ckpt_step:07d}"
-    elif (tracker := root / _TRACKER).is_file():
-        text = tracker.read_text(errors="replace").strip()
-        if text != "release" and not re.fullmatch("[0-9]{1,18}", text):  # file systems refuse longer names
-            raise CheckpointError(f"{tracker} holds {text[:40]!r}; expected an iteration or 'release'")
-        name = text if text == "release" else f"iter_{int(text):07d}"
-    else:
+    elif not (tracker := root / _TRACKER).is_file():
         raise _no_checkpoint_in(root)
+    elif (name := tracker.read_text(errors="replace").strip()) != "release":
+        if not re.fullmatch("[0-9]{1,18}", name):  # file systems refuse longer names
+            raise CheckpointError(f"{tracker} holds {name[:40]!r}; expected an iteration or 'release'")
+        name = f"iter_{int(name):07d}"
     if not (root / name).is_dir():
         origin = f"{_TRACKER} points at" if ckpt_step is None else f"ckpt_step={ckpt_step} asks for"
         raise CheckpointError(f"{origin} {name}, which is not in {root}; it has {_iterations_in(root)}")

@@ -75,12 +75,8 @@ class TorchDistCheckpoint:
         Tensors get host memory of their own, into which the loader writes instead of into the model. Objects
         are left out, which Megatron would unpickle without protection: extra states of Transformer Engine.
         """
-        # The content metadata says how the saver named layers.
-        metadata = self.common.get("content_metadata") or {}
-        states: _State = {
-            str(index): chunk.sharded_state_dict(metadata=dict(metadata))
-            for index, chunk in enumerate(chunks)
-        }
+        metadata = self.common.get("content_metadata") or {}  # it says how the saver named layers
+        states: _State = {str(n): c.sharded_state_dict(metadata={**metadata}) for n, c in enumerate(chunks)}
         objects, states = extract_matching_values(states, lambda value: isinstance(value, ShardedObject))
         if is_rank_0() and any(getattr(value.data, "nbytes", 0) for value in nested_values(objects)):
             _WITHOUT_SCALES.log()
@@ -118,16 +114,12 @@ class TorchDistCheckpoint:
 
     def names(self, with_output_head: bool) -> list[str]:
         """Return the sorted names of all tensors but the optimizer's: the same list on every rank."""
-        return sorted(
-            name
-            for name, entry in self.entries.items()
-            if isinstance(entry, TensorStorageMetadata)
-            and not _OPTIMIZER_TENSOR.match(name)
-            and (with_output_head or not is_of_output_head(name))
-        )
+        tensors = (name for name, x in self.entries.items() if isinstance(x, TensorStorageMetadata))
+        names = sorted(name for name in tensors if not _OPTIMIZER_TENSOR.match(name))
+        return [name for name in names if with_output_head or not is_of_output_head(name)]
 
-    def places(self, names: Iterable[str]) -> dict[MetadataIndex, Any]:
-        """Return where the pieces of tensors lie that :meth:`compare` has not refused.
+    def write_index(self, names: Iterable[str], folder: Path) -> None:
+        """Write an index of tensors that :meth:`compare` takes, and links to their files, into a folder.
 
         Refused are elements that lie in no piece or in several, and bytes that belong to several pieces.
         """
@@ -145,7 +137,10 @@ class TorchDistCheckpoint:
         for (file, _, end), (other, start, _) in itertools.pairwise(ranges):
             if file == other and start < end:
                 raise CheckpointError(f"{self.folder / file}: pieces overlap")
-        return places
+        for file in {place.relative_path for place in places.values()}:
+            (folder / file).symlink_to(self.folder.absolute() / file)
+        entries = {index.fqn: self.entries[index.fqn] for index in places}
+        (folder / ".metadata").write_bytes(pickle.dumps(Metadata(entries, storage_data=places)))
 
     @contextmanager
     def _opened(self, place: Any) -> Iterator[IO[bytes]]:
@@ -155,13 +150,6 @@ class TorchDistCheckpoint:
             raise CheckpointError(f"{file} is missing; the checkpoint is incomplete")
         with reading(file, "is corrupt or truncated:"), file.open("rb") as stream:
             yield cast(IO[bytes], _create_file_view(stream, place.offset, place.length))
-
-    def write_index(self, places: Mapping[MetadataIndex, Any], folder: Path) -> None:
-        """Write an index of these pieces into an empty folder, and links to their files."""
-        for file in {place.relative_path for place in places.values()}:
-            (folder / file).symlink_to(self.folder.absolute() / file)
-        entries = {index.fqn: self.entries[index.fqn] for index in places}
-        (folder / ".metadata").write_bytes(pickle.dumps(Metadata(entries, storage_data=dict(places))))
 
     def check_pieces(self, request: Request) -> None:
         """Refuse what this rank reads if it is corrupt, or of another dtype or shape than the index says."""
@@ -178,11 +166,12 @@ class TorchDistCheckpoint:
                 place = self.metadata.storage_data[index]
                 with self._opened(place) as stream:
                     piece = describe_tensor(stream, place.length)
-                dtype = entry.properties.dtype
-                if (piece.shape, piece.dtype) != (chunk.sizes, dtype):
+                stored, indexed = (piece.shape, piece.dtype), (chunk.sizes, entry.properties.dtype)
+                if stored != indexed:
+                    actual, expected = (f"{[*shape]} of {dtype}" for shape, dtype in (stored, indexed))
                     raise CheckpointError(
-                        f"{self.folder / place.relative_path}: a piece of {tensor.key} is {[*piece.shape]} "
-                        f"of {piece.dtype}, and the index says {[*chunk.sizes]} of {dtype}"
+                        f"{self.folder / place.relative_path}: a piece of {tensor.key} is {actual}, and the "
+                        f"index says {expected}"
                     )
 
     def read(self, request: Request, folder: Path) -> _State:

@@ -18,10 +18,7 @@ from .parameters import ITEM_SIZES, GPTArguments, Parameter, Stage, count_parame
 
 _Fields = Mapping[str, Any]
 _FP32 = ITEM_SIZES["fp32"]
-_SIZES = (
-    *("tensor_model_parallel_size", "context_parallel_size"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
-)
+_SIZES = [f"{name}_parallel_size" for name in ("tensor_model", "context", "expert_model", "expert_tensor")]
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class OptimizerSettings:
     def gradient_dtype(self, dtype: str) -> str:
         """Return the dtype of the gradient buffers of parameters of some dtype."""
         in_fp32 = self.accumulate_allreduce_grads_in_fp32
-        return "fp32" if (dtype == "bf16" if in_fp32 is None else in_fp32) else dtype
+        return "fp32" if in_fp32 or (in_fp32 is None and dtype == "bf16") else dtype
 
 
 @dataclass(frozen=True)
@@ -169,10 +166,8 @@ def estimate_memory(
         heads = teachers * sum(p.nbytes for p in scoring if p.head) if teacher_heads else 0
         pool = Memory(teachers=weights if teachers else 0, teacher_heads=heads, host=teachers * weights)
         training = sum((_in_training(chunk, replicas, optimizer) for chunk in chunks.training), Memory())
-        dense = sum(p.numel for p in parameters if not p.expert)
-        expert = sum(p.numel for p in parameters if p.expert)
-        inference_only = Memory(parameters=weights)
-        stages.append(StageEstimate(dense, expert, training, inference_only, training + pool))
+        dense, expert = (sum(p.numel for p in parameters if p.expert is kind) for kind in (False, True))
+        stages.append(StageEstimate(dense, expert, training, Memory(parameters=weights), training + pool))
     return MemoryEstimate(tuple(stages), teachers)
 
 
@@ -185,6 +180,7 @@ def _parameters(model: Any, described: _Fields, dtype: str) -> tuple[_Fields, Se
     if isinstance(model, Mapping):
         described = {**model, **described}
         return described, count_parameters(described, dtype)
+
     from torch.nn import Module
 
     chunks = as_chunks(model)
@@ -194,9 +190,8 @@ def _parameters(model: Any, described: _Fields, dtype: str) -> tuple[_Fields, Se
         )
     if others := described.keys() - set(_SIZES):
         raise InvalidInputError(f"{', '.join(others)}: model chunks take only the sizes {', '.join(_SIZES)}")
-    own = config_of(chunks[0])
+    sizes = {name: getattr(config_of(chunks[0]), name, None) for name in _SIZES}
     parameters = [parameters_of(chunk) for chunk in chunks]
-    sizes = {name: getattr(own, name, None) for name in _SIZES}
     return {**sizes, **described}, [Stage(parameters, parameters)]
 
 
@@ -268,12 +263,10 @@ def _adam(shard: int, dtype: str, optimizer: OptimizerSettings) -> Memory:
     # The offloaded optimizer copies its input to host memory: if it is precision-aware, the model's
     # parameters; else main parameters and main gradients, which stay on the device too.
     main = 0 if precision_aware else size
+    main_parameters = 0 if dtype == "fp32" else main  # fp32 parameters are their own
+    main_gradients = 0 if optimizer.gradient_dtype(dtype) == "fp32" else main
+    if offload:  # main parameters, main gradients and both moments
+        return Memory(main_parameters=main_parameters, main_gradients=main_gradients, host=4 * size)
     return Memory(
-        # fp32 parameters are their own main parameters.
-        main_parameters=0 if dtype == "fp32" else main,
-        main_gradients=0 if optimizer.gradient_dtype(dtype) == "fp32" else main,
-        exp_avg=0 if offload else size,
-        exp_avg_sq=0 if offload else size,
-        # Main parameters, main gradients and both moments.
-        host=4 * size if offload else 0,
+        main_parameters=main_parameters, main_gradients=main_gradients, exp_avg=size, exp_avg_sq=size
     )

@@ -92,16 +92,11 @@ def parameters_of(chunk: torch.nn.Module) -> list[Parameter]:
     head = set() if layer is None else set(map(id, layer.parameters()))
     if layer is not None and getattr(layer, "weight", None) is None:
         head.add(id(model.shared_embedding_or_output_weight()))
-    parameters = [
+    of_routers = [buffer for name, buffer in chunk.named_buffers() if name.endswith(_ROUTER_BUFFERS)]
+    return [
         Parameter(p.numel(), _TORCH_NAMES[str(p.dtype)], not getattr(p, "allreduce", True), id(p) in head)
         for p in chunk.parameters()
-    ]
-    buffers = [
-        Parameter(buffer.numel(), _TORCH_NAMES[str(buffer.dtype)], expert=False, trained=False)
-        for name, buffer in chunk.named_buffers()
-        if name.endswith(_ROUTER_BUFFERS)
-    ]
-    return parameters + buffers
+    ] + [Parameter(b.numel(), _TORCH_NAMES[str(b.dtype)], expert=False, trained=False) for b in of_routers]
 
 
 def count_parameters(fields: Mapping[str, Any], dtype: str) -> list[Stage]:
@@ -152,14 +147,13 @@ def stages(fields: Mapping[str, Any], dtype: str) -> Iterator[Stage]:
 
     from ..models.model import build_inference_model
 
-    values = dict(fields)
-    config_class = MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig
+    config_class = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     _check(fields, config_class)
+    values = {name: value for name, value in fields.items() if not _COMPUTATION.search(name)}
     own = {name: values.pop(name) for name in GPTArguments.__annotations__ if name in values}
     values["mtp_num_layers"] = values.get("mtp_num_layers") or None
     if values.get("virtual_pipeline_model_parallel_size") == 1:
         del values["virtual_pipeline_model_parallel_size"]
-    values = {name: value for name, value in values.items() if not _COMPUTATION.search(name)}
     model = config_class(**{**values, "pipeline_dtype": torch.float32, "perform_initialization": False})
     if not model.multi_latent_attention and model.num_attention_heads % model.num_query_groups:
         raise InvalidInputError(
@@ -170,10 +164,9 @@ def stages(fields: Mapping[str, Any], dtype: str) -> Iterator[Stage]:
         with _fake_rank(model, stage):
             provider = functools.partial(_provide, GPTArguments(**own))
             build = functools.partial(build_inference_model, provider, model, dtype=dtype, device="meta")
-            scoring = [parameters_of(chunk) for chunk in build()]
-            training = scoring
+            training = scoring = list(map(parameters_of, build()))
             if model.mtp_num_layers:
-                training = [parameters_of(chunk) for chunk in build(with_mtp=True)]
+                training = list(map(parameters_of, build(with_mtp=True)))
             yield Stage(training, scoring)
 
 
@@ -204,18 +197,12 @@ def _fake_rank(config: Any, stage: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     tp, pp, ep = (getattr(config, f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert"))
-    experts_tp = config.expert_tensor_parallel_size or tp
+    experts_tp, vpp = config.expert_tensor_parallel_size or tp, config.virtual_pipeline_model_parallel_size
+    experts = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": experts_tp}
     ranks = math.lcm(tp, ep * experts_tp)
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=stage * ranks, world_size=pp * ranks)
     try:
-        parallel_state.initialize_model_parallel(
-            tp,
-            pp,
-            config.virtual_pipeline_model_parallel_size,
-            expert_model_parallel_size=ep,
-            expert_tensor_parallel_size=experts_tp,
-            create_gloo_process_groups=False,
-        )
+        parallel_state.initialize_model_parallel(tp, pp, vpp, **experts, create_gloo_process_groups=False)
         yield
     finally:
         parallel_state.destroy_model_parallel()
@@ -245,19 +232,11 @@ def _provide(
         mtp = gpt_layer_specs.get_gpt_mtp_block_spec(
             config, last, use_transformer_engine=False, vp_stage=vp_stage
         )
-    multiple = own.make_vocab_size_divisible_by * config.tensor_model_parallel_size
-    return GPTModel(
-        config,
-        block,
-        vocab_size=math.ceil(own.vocab_size / multiple) * multiple,
-        max_sequence_length=own.max_sequence_length,
-        pre_process=pre_process,
-        post_process=post_process,
-        share_embeddings_and_output_weights=own.share_embeddings_and_output_weights,
-        position_embedding_type=own.position_embedding_type,
-        mtp_block_spec=mtp,
-        vp_stage=vp_stage,
-    )
+    values = dataclasses.asdict(own)
+    multiple = values.pop("make_vocab_size_divisible_by") * config.tensor_model_parallel_size
+    values["vocab_size"] += -own.vocab_size % multiple
+    ends = {"pre_process": pre_process, "post_process": post_process}
+    return GPTModel(config, block, **values, **ends, mtp_block_spec=mtp, vp_stage=vp_stage)
 
 
 def _buildable(config: Any, spec: Any, number: int) -> Any:

@@ -35,13 +35,10 @@ def rows(estimate: MemoryEstimate) -> _Table:
     """
     memories = uses(estimate, estimate.worst)
     power = _power(memory.total for memory in memories.values())
-    parts = {
-        f.name.replace("_", " "): [getattr(m, f.name) for m in memories.values()] for f in fields(Memory)
-    }
-    host = parts.pop("host")
-    totals = [memory.total for memory in memories.values()]
+    parts = {f.name: [getattr(memory, f.name) for memory in memories.values()] for f in fields(Memory)}
+    host, totals = parts.pop("host"), [memory.total for memory in memories.values()]
     table = [(_DECIMAL[power], *memories)]
-    table += [_row(name, sizes, 1000**power) for name, sizes in parts.items() if any(sizes)]
+    table += [_row(name.replace("_", " "), x, 1000**power) for name, x in parts.items() if any(x)]
     table += [_row("total", totals, 1000**power), _row(f"total in {_BINARY[power]}", totals, 1024**power)]
     if any(host):
         table.append(_row("host memory", host, 1000**power))

@@ -89,8 +89,7 @@ def preserved_rng() -> Iterator[None]:
     those of Megatron's RNG tracker. Numbers that another thread draws meanwhile are drawn again later.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    tracker = cuda_rng_tracker()
-    tracked = {} if tracker is None else tracker.get_states()
+    tracked = {} if (tracker := cuda_rng_tracker()) is None else tracker.get_states()
     # Drawing changes a generator in place, so its state is copied.
     moving = {state: state.get_state() for state in tracked.values() if isinstance(state, torch.Generator)}
     has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -167,21 +166,21 @@ def construction(*, on_meta: bool, use_cuda: bool) -> Iterator[list[Parameter]]:
         created.append(parameter)
         return parameter
 
+    substitutes: list[tuple[Any, str, Callable[..., Any]]] = [
+        (Parameter, "__new__", new),
+        (torch.distributed, "all_reduce", _all_reduce_if_real),
+    ]
+    if (replay_class := router_replay.replay_class()) is not None:
+        substitutes.append((replay_class, "__init__", _not_listed))
+    if not use_cuda:
+        substitutes.append((torch.cuda, "current_device", lambda _: torch.device("cpu")))
+    if not use_cuda and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        # Classes of Megatron keep a stream for all models of the process. With None in its place, the next
+        # model makes one. Only the method is replaced: other threads may call isinstance().
+        substitutes.append((torch.cuda.Stream, "__new__", lambda *_, **__: None))
     with ExitStack() as stack:
-
-        def replace(owner: Any, name: str, substitute: Any) -> None:
+        for owner, name, substitute in substitutes:
             stack.enter_context(replaced_in_this_thread(owner, name, substitute))
-
-        replace(Parameter, "__new__", new)
-        replace(torch.distributed, "all_reduce", _all_reduce_if_real)
-        if (replay_class := router_replay.replay_class()) is not None:
-            replace(replay_class, "__init__", _not_listed)
-        if not use_cuda:
-            replace(torch.cuda, "current_device", lambda _: torch.device("cpu"))
-        if not use_cuda and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            # Classes of Megatron keep a stream for all models of the process. With None in its place, the
-            # next model makes one. Only the method is replaced: other threads may call isinstance().
-            replace(torch.cuda.Stream, "__new__", lambda *_, **__: None)
         stack.enter_context(_CudaIfReal(use_cuda))
         if on_meta or not rng_tracker_is_seeded():
             stack.enter_context(rng_tracker_that_does_not_fork())

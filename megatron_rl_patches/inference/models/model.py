@@ -48,14 +48,8 @@ _INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_meth
 _ROLE = "inference_only_role"
 # Methods of a DDP chunk that training loops call.
 _TRAINING_METHODS = (
-    "disable_forward_pre_hook",
-    "enable_forward_pre_hook",
-    "finish_grad_sync",
-    "no_sync",
-    "scale_gradients",
-    "start_grad_sync",
-    "start_param_sync",
-    "zero_grad_buffer",
+    *("disable_forward_pre_hook", "enable_forward_pre_hook", "finish_grad_sync", "no_sync"),
+    *("scale_gradients", "start_grad_sync", "start_param_sync", "zero_grad_buffer"),
 )
 
 
@@ -130,7 +124,13 @@ def build_inference_model(
             chunks = list(pre_wrap(chunks) or chunks)
             for chunk in chunks:
                 require_inference_chunk(chunk)
-        return _finished(chunks, target, dtype)
+        if target.type != "meta":
+            chunks = [chunk.to(target) for chunk in chunks]
+        if dtype != "fp32":
+            chunks = [_in_float16_module(chunk) for chunk in chunks]
+    correct_amax_history_if_needed(chunks)
+    freeze(chunks, role="inference-only", setting="build_inference_model")
+    return chunks
 
 
 def _require_random_streams(config: Any, target: torch.device) -> None:
@@ -163,12 +163,7 @@ def _virtual_stages(config: Any) -> int | None:
 
 
 def _constructed(
-    model_provider: Callable[..., Any],
-    config: Any,
-    own: Any,
-    target: torch.device,
-    dtype: str,
-    perform_initialization: bool,
+    provider: Callable[..., Any], config: Any, own: Any, target: torch.device, dtype: str, initializes: bool
 ) -> list[Module]:
     """Call the provider for each virtual stage, with ``own``, the copy of the config.
 
@@ -176,22 +171,22 @@ def _constructed(
     have no memory meanwhile: a checkpoint will overwrite them.
     """
     changes: dict[str, Any] = {}
-    if not perform_initialization:
+    if not initializes:
         changes = {name: lambda tensor: None for name in _INIT_METHODS if hasattr(own, name)}
     if target.type == "meta":  # with this option, constructors build the weights of all TP ranks
         changes["use_cpu_initialization"] = False
     chunks: list[Module] = []
     try:
         with (
-            construction(on_meta=not perform_initialization, use_cuda=target.type == "cuda") as created,
+            construction(on_meta=not initializes, use_cuda=target.type == "cuda") as created,
             # DDP is refused before its constructor fails on meta parameters or allocates gradient buffers.
             replaced_in_this_thread(_BaseDataParallel, "__init__", _refuse_data_parallel),
             replaced(own, **changes),
         ):
             for arguments in arguments_per_stage(own):
-                chunk = call_provider(model_provider, arguments)
+                chunk = call_provider(provider, arguments)
                 require_inference_chunk(chunk)
-                require_new_parameters(chunk, created, model_provider)
+                require_new_parameters(chunk, created, provider)
                 give_own_config(chunk, own, config, dtype)
                 _finish_as_get_model_does(chunk, arguments.get("vp_stage"))
                 chunks.append(chunk)
@@ -199,20 +194,9 @@ def _constructed(
             materialize(chunk, target)
     except NeedsValuesError as error:
         raise InferenceOnlyError(
-            f"the model provider {model_provider!r} {error}, and weights have no memory then: pass "
+            f"the model provider {provider!r} {error}, and weights have no memory then: pass "
             "perform_initialization=True, with which parameters are constructed on the device"
         ) from error
-    return chunks
-
-
-def _finished(chunks: list[Module], target: torch.device, dtype: str) -> list[Module]:
-    """Move the chunks, wrap those of 16 bits as Megatron does, and freeze them."""
-    if target.type != "meta":
-        chunks = [chunk.to(target) for chunk in chunks]
-    if dtype != "fp32":
-        chunks = [_in_float16_module(chunk) for chunk in chunks]
-    correct_amax_history_if_needed(chunks)
-    freeze(chunks, role="inference-only", setting="build_inference_model")
     return chunks
 
 
@@ -253,8 +237,8 @@ def _finish_as_get_model_does(chunk: Any, stage: int | None) -> None:
 def freeze(model: Sequence[Module], role: str, setting: str) -> None:
     """Put the chunks in eval mode, freeze them, and have methods of training raise ``InferenceOnlyError``.
 
-    Errors name the ``role`` of the model, and the ``setting`` or function because of which it only scores.
-    Its routers are taken off the list of routers of the process, which the policy's code reads.
+    Errors name the model's ``role``, and the ``setting`` or function because of which it only scores. Its
+    routers are taken off the list of routers of the process, which the policy's code reads.
     """
     router_replay.leave_out(model)
     for chunk in model:

@@ -18,12 +18,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # Fields of a config that training loops set, and that schedules act upon.
 _TRAINING_ONLY = (
-    *SYNC_FUNCTIONS,
-    "finalize_model_grads_func",
-    "grad_scale_func",
-    "moe_grad_scale_func",
-    "mtp_grad_scale_func",
-    "timers",
+    *(*SYNC_FUNCTIONS, "finalize_model_grads_func", "timers"),
+    *("grad_scale_func", "moe_grad_scale_func", "mtp_grad_scale_func"),
 )
 
 
@@ -56,14 +52,12 @@ def arguments_per_stage(own: Any) -> Iterator[dict[str, Any]]:
     if hasattr(process_groups_config, "ProcessGroupCollection"):
         groups = process_groups_config.ProcessGroupCollection.use_mpu_process_groups()
     for stage in range(stages or 1):
-        arguments = {
+        ends = {
             "pre_process": rank == 0 and stage == 0,
             "post_process": rank == size - 1 and stage == (stages or 1) - 1,
-            "config": own,
-            "pg_collection": groups,
-            "vp_stage": None if stages is None else stage,
         }
-        yield {name: value for name, value in arguments.items() if value is not None}
+        others = {"config": own, "pg_collection": groups, "vp_stage": None if stages is None else stage}
+        yield ends | {name: value for name, value in others.items() if value is not None}
 
 
 def call_provider(provider: Callable[..., Module], arguments: Mapping[str, Any]) -> Module:
@@ -83,9 +77,7 @@ def call_provider(provider: Callable[..., Module], arguments: Mapping[str, Any])
 def require_inference_chunk(chunk: Any) -> None:
     """Refuse what is no module, and a model that trains, since it would be frozen."""
     if not isinstance(chunk, Module):
-        raise InvalidInputError(
-            f"the model provider returned {chunk!r}; it must return one torch.nn.Module per call"
-        )
+        raise InvalidInputError(f"the model provider returned {chunk!r}, not one torch.nn.Module per call")
     for module in chunk.modules():
         if is_data_parallel(module) or type(module).__name__ == "FSDPModule":
             raise InferenceOnlyError(
@@ -100,9 +92,7 @@ def require_inference_chunk(chunk: Any) -> None:
             )
 
 
-def require_new_parameters(
-    chunk: Module, created: Sequence[Parameter], provider: Callable[..., Module]
-) -> None:
+def require_new_parameters(chunk: Module, created: Sequence[Parameter], provider: Any) -> None:
     """Refuse a weight that is not among those ``created`` in this build: it may be a policy's, and be frozen.
 
     Parameters of tensor subclasses are created in ways of their own, and are not checked.

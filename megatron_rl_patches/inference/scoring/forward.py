@@ -29,10 +29,8 @@ from .plan import Model, Plan
 class Scores(NamedTuple):
     """Scores of each sample, in the order of the microbatches: ``[response_length]``, float32, in nats."""
 
-    #: The log-probability of each response token.
-    log_probs: list[torch.Tensor]
-    #: The entropy of the distribution that predicts it.
-    entropy: list[torch.Tensor] | None
+    log_probs: list[torch.Tensor]  #: The log-probability of each response token.
+    entropy: list[torch.Tensor] | None  #: The entropy of the distribution that predicts it.
 
     @property
     def vocab_size(self) -> int | None:
@@ -123,7 +121,7 @@ def forward_topk(
         student_topk = forward_topk(student, microbatches, k=64)
         teacher_topk = forward_topk(teacher, microbatches, at=student_topk)
 
-    Ranks, microbatches, other arguments and the order of results are as in :func:`forward_log_probs`.
+    Ranks, microbatches, other arguments and the order of results are those of :func:`forward_log_probs`.
 
     Args:
         k: how many of the most probable tokens.
@@ -144,7 +142,7 @@ def forward_topk(
     def problem(plan: Plan) -> str | None:
         most = plan.vocabulary
         if k is None:
-            return _problem_with_ids(at_ids, most, plan.batches)
+            return _problem_with_ids(at_ids, plan)
         if at is not None or not is_integer(k) or k < 1 or (most is not None and k > most):
             return f"k is {k!r}. Expected: 1 to {most}, the vocabulary, and no `at`."
         return None
@@ -181,7 +179,7 @@ def forward_hidden_states(
         head = output_head(teacher)
         distributions = [FullDistribution.from_hidden(hidden_lh, head) for hidden_lh in hidden]
 
-    Ranks, microbatches, arguments and the order of results are as in :func:`forward_log_probs`. No logits are
+    Ranks, arguments and the order of results are those of :func:`forward_log_probs`. No logits are
     materialized, and nothing of a microbatch stays on the device after it.
 
     Returns:
@@ -217,8 +215,8 @@ def forward_values(
         values = forward_values(reward_model, microbatches)
         rewards = [values_l[-1] for values_l in values]
 
-    Ranks, microbatches, arguments and the order of results are as in :func:`forward_log_probs`, but
-    ``response_lengths`` do not count.
+    Ranks, arguments and the order of results are those of :func:`forward_log_probs`, but ``response_lengths``
+    do not count.
 
     Returns:
         Per sample ``[length]``, float32, prompt and response; ``None`` on stages other than the last.
@@ -272,13 +270,13 @@ def output_head(model: Model) -> OutputHead | None:
     return OutputHead(weight.detach(), bias, logit_dtype_of(layer, weight))
 
 
-def _problem_with_ids(at: Any, vocabulary: int | None, batches: Sequence[ScoringBatch]) -> str | None:
+def _problem_with_ids(at: Any, plan: Plan) -> str | None:
     """Say what is wrong with ids ``[response_length, K]`` of all samples; ``None``: nothing."""
     if at is None:
         return "pass k or `at`: they say which tokens of the vocabulary to score."
     if not isinstance(at, Sequence):
         return f"`at` is a {type(at).__name__}. Expected: a list of ids or distributions, one per sample."
-    lengths = [length for batch in batches for length in batch.layout.response_lengths]
+    lengths = [length for batch in plan.batches for length in batch.layout.response_lengths]
     if len(at) != len(lengths):
         return f"`at` has ids for {len(at)} samples, and the microbatches have {len(lengths)}."
     for index, ids_nk in enumerate(at):
@@ -288,6 +286,6 @@ def _problem_with_ids(at: Any, vocabulary: int | None, batches: Sequence[Scoring
                 f"`at` of sample {index} is {described(ids_nk)}. Expected: int64 [{lengths[index]}, K], "
                 "token ids for the tokens of its response, with the same K for all samples."
             )
-        if wrong := range_of_wrong_ids(ids_nk, vocabulary):
+        if wrong := range_of_wrong_ids(ids_nk, plan.vocabulary):
             return f"`at` of sample {index} has ids {wrong}."
     return None

@@ -64,10 +64,6 @@ class Limits:
     positions: int | None = None  # how wide tokens may be, since the model looks positions up
 
 
-#: What the model gets from this package, unless a `forward` of the caller's runs it.
-_FOR_THE_MODEL = ("position_ids", "attention_mask")
-
-
 def parse_microbatches(
     mappings: Sequence[Mapping[str, Any]], options: ScoreOptions, limits: Limits
 ) -> list[ScoringBatch]:
@@ -78,16 +74,15 @@ def parse_microbatches(
         )
     if not mappings:
         raise InvalidInputError("there are no microbatches to score: pass at least one on every rank.")
-    microbatches: list[ScoringBatch] = []
+    batches: list[ScoringBatch] = []
     first = 0
     for number, mapping in enumerate(mappings):
         try:
-            microbatch = _microbatch(mapping, first, options, limits)
+            batches.append(_microbatch(mapping, first, options, limits))
         except InvalidInputError as error:
             raise InvalidInputError(f"microbatch {number}: {error}") from None
-        microbatches.append(microbatch)
-        first += len(microbatch.samples)
-    return microbatches
+        first += len(batches[-1].samples)
+    return batches
 
 
 def _microbatch(fields: Mapping[str, Any], first: int, options: ScoreOptions, limits: Limits) -> ScoringBatch:
@@ -97,9 +92,8 @@ def _microbatch(fields: Mapping[str, Any], first: int, options: ScoreOptions, li
         raise InvalidInputError(f"there is no {' and no '.join(repr(name) for name in missing)} in it.")
     if fields.get("indices") is not None:
         raise InvalidInputError("indices would not be read: results are in the order of the microbatches.")
-    if options.forward is None and (
-        unread := [name for name in _FOR_THE_MODEL if fields.get(name) is not None]
-    ):
+    unread = [name for name in ("position_ids", "attention_mask") if fields.get(name) is not None]
+    if unread and options.forward is None:
         raise InvalidInputError(
             f"{listed(unread)} would not be read: pass a `forward` that gives them to the model."
         )
@@ -112,18 +106,11 @@ def _microbatch(fields: Mapping[str, Any], first: int, options: ScoreOptions, li
     responses = lengths if options.every_token else fields.get("response_lengths")
     if responses is None:
         responses = [length - 1 for length in lengths]
-    padding: dict[str, Any] = {"qkv_format": "bshd", "max_seq_lens": [width] * size}
+    how: dict[str, Any] = {"qkv_format": "bshd", "max_seq_lens": [width] * size}
     if len(lengths) > size:
-        padding = {"qkv_format": "thd", "padded_lengths": lengths, "num_rows": width}
-    layout = SequenceLayout.build(
-        lengths,
-        responses,
-        own_rows=options.every_token,
-        cp_rank=limits.cp_rank,
-        cp_size=limits.cp_size,
-        device=limits.device,
-        **padding,
-    )
+        how = {"qkv_format": "thd", "padded_lengths": lengths, "num_rows": width}
+    how |= {"cp_rank": limits.cp_rank, "cp_size": limits.cp_size, "device": limits.device}
+    layout = SequenceLayout.build(lengths, responses, **how, own_rows=options.every_token)
     multiple = (2 * limits.cp_size if limits.cp_size > 1 else 1) * limits.sequence_parallel_size
     if width % multiple:
         raise InvalidInputError(
@@ -174,13 +161,14 @@ def data_of(batches: Sequence[ScoringBatch], options: ScoreOptions, is_last_stag
     """Return what ranks that score the same samples must have in common, by name."""
     data: dict[str, Any] = {"function": options.function, "the number of microbatches": len(batches)}
     for number, tokens in enumerate(_digests([batch.tokens_bs for batch in batches])):
-        layout, of_microbatch = batches[number].layout, f"of microbatch {number}"
-        data[f"tokens {of_microbatch}"] = tokens
-        data[f"lengths {of_microbatch}"] = layout.total_lengths
-        data[f"response_lengths {of_microbatch}"] = layout.response_lengths
+        layout = batches[number].layout
+        own = {"tokens": tokens, "lengths": layout.total_lengths, "response_lengths": layout.response_lengths}
+        data |= {f"{name} of microbatch {number}": value for name, value in own.items()}
     data |= {"temperature": float(options.temperature), "vocab_size": options.vocab_size}
-    own = options.of_last_stage if is_last_stage else {}
-    return data | {name: _digests(x) if isinstance(x, Sequence) else x for name, x in own.items()}
+    if is_last_stage:
+        read = options.of_last_stage.items()
+        data |= {name: _digests(x) if isinstance(x, Sequence) else x for name, x in read}
+    return data
 
 
 def _digests(ids: Sequence[torch.Tensor]) -> list[str]:

@@ -40,8 +40,8 @@ from ..models.isolation import rng_tracker_is_seeded, rng_tracker_that_does_not_
 from .microbatches import Limits, ScoreOptions, ScoringBatch, data_of, described, parse_microbatches
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
-#: Computes tensors ``[n, ...]`` for the ``n`` response tokens of a microbatch from the logits ``[T, V / tp]``.
-#: The mapping has the arguments that losses over logits share.
+#: Computes ``[n, ...]`` for the ``n`` response tokens of a microbatch, from logits ``[T, V / tp]`` and from
+#: arguments that losses over logits share.
 Score = Callable[[ScoringBatch, torch.Tensor, Mapping[str, Any]], tuple[torch.Tensor, ...]]
 # Classes whose attribute scales an auxiliary loss in backward.
 _LOSS_SCALERS = (
@@ -67,7 +67,7 @@ class Plan:
         model: Model,
         microbatches: Sequence[Mapping[str, Any]],
         options: ScoreOptions,
-        check: Callable[[Plan], str | None] = lambda plan: None,
+        check: Callable[[Plan], str | None] = lambda _: None,
     ) -> None:
         """Check what the caller passed, and agree on it with the ranks that would wait for this one.
 
@@ -82,8 +82,7 @@ class Plan:
         if getattr(config, "num_moe_experts", None) and config.expert_model_parallel_size > 1:
             experts = parallel_state.get_expert_model_parallel_group()
             groups.append(experts)
-        if any(getattr(chunk, "use_forward_hook", False) for chunk in self.chunks):
-            # Parameters may be gathered.
+        if any(getattr(chunk, "use_forward_hook", False) for chunk in self.chunks):  # may have to gather
             groups.append(parallel_state.get_data_parallel_group(with_context_parallel=True))
         is_last, problem, data = is_last_stage(), None, None
         try:  # Nothing may be raised before raise_on_all: ranks that have no problem would wait for this one.
@@ -221,7 +220,7 @@ class Plan:
         output = self._forward(chunk, batch.fields)
         if bar is not None and chunk is self.chunks[-1]:
             bar.update()
-        every_token, limits = self.options.every_token, self._limits
+        every_token = self.options.every_token
         if problem := _problem_with(output, batch, is_last, every_token):
             problems.append(problem)
             # Other ranks wait for this one: the next stage for an activation [s, b, h], others for a score.
@@ -237,7 +236,7 @@ class Plan:
         try:
             rows = batch.layout.response_slices
             parts = score(batch, output.flatten(0, 1), {"tp_group": group, "rows": rows, **how})
-            cp_group = parallel_state.get_context_parallel_group() if limits.cp_size > 1 else None
+            cp_group = parallel_state.get_context_parallel_group() if self._limits.cp_size > 1 else None
             responses = [torch.cat(batch.layout.gather_responses(part, cp_group)) for part in parts]
             # One copy for all: each block of pinned memory may make the GPU wait.
             copies = copied_together(responses, self.options.output_device)
