@@ -132,7 +132,7 @@ def test_what_is_broken_says_so_on_every_rank_and_leaves_the_weights(tmp_path: P
     if dist.get_rank() == 0:
         for wrong, text in (
             ([], "model has no chunks"),
-            ([*chunks, torch.nn.Linear(2, 2, device="meta")], "chunk 1 is on the meta device"),
+            ([*chunks, torch.nn.Linear(2, 2, device="meta")], "chunk 1: weight is on the meta device"),
         ):
             with pytest.raises(InvalidInputError, match=text):
                 load_inference_checkpoint(wrong, healthy)

@@ -205,12 +205,10 @@ def _bare_chunks(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[tor
     chunks = [unwrap(chunk) for chunk in as_chunks(model)]
     if not chunks:
         raise InvalidInputError("model has no chunks; expected what Megatron's get_model returns")
-    for index, chunk in enumerate(chunks):
-        if meta := next((name for name, tensor in chunk.named_parameters() if tensor.is_meta), None):
-            raise InvalidInputError(
-                f"chunk {index} is on the meta device ({meta}), with no memory to load into; "
-                "materialize it first, as build_inference_model does"
-            )
+    if meta := next((name for name, weight in named_weights(chunks) if weight.is_meta), None):
+        raise InvalidInputError(
+            f"{meta} is on the meta device, without memory: materialize it, as build_inference_model does"
+        )
     return chunks
 
 
@@ -261,10 +259,8 @@ def check_format(folder: Path) -> None:
     if "metadata.json" in names:
         with reading(folder / "metadata.json", "is corrupt:"):
             backend = str(json.loads((folder / "metadata.json").read_text())["sharded_backend"])
-        if backend != "torch_dist":
-            raise CheckpointError(f"{folder} is in the format {backend}, expected torch_dist; {_CONVERT}")
     elif any(name.startswith("mp_rank_") for name in names):
-        raise CheckpointError(f"{folder} is in the legacy format torch, expected torch_dist; {_CONVERT}")
+        backend = "torch"
     elif any(name in (".metadata", "common.pt") or name.endswith(".distcp") for name in names):
         # The formats without metadata.json look like a part of a torch_dist checkpoint without common.pt.
         raise CheckpointError(
@@ -274,6 +270,8 @@ def check_format(folder: Path) -> None:
         )
     else:
         raise _no_checkpoint_in(folder)
+    if backend != "torch_dist":
+        raise CheckpointError(f"{folder} is in the format {backend}, expected torch_dist; {_CONVERT}")
 
 
 def iteration_of(name: str) -> int | None:

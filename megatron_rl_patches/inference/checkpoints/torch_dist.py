@@ -169,10 +169,8 @@ class TorchDistCheckpoint:
                 stored, indexed = (piece.shape, piece.dtype), (chunk.sizes, entry.properties.dtype)
                 if stored != indexed:
                     actual, expected = (f"{[*shape]} of {dtype}" for shape, dtype in (stored, indexed))
-                    raise CheckpointError(
-                        f"{self.folder / place.relative_path}: a piece of {tensor.key} is {actual}, and the "
-                        f"index says {expected}"
-                    )
+                    piece_of = f"{self.folder / place.relative_path}: a piece of {tensor.key}"
+                    raise CheckpointError(f"{piece_of} is {actual}, and the index says {expected}")
 
     def read(self, request: Request, folder: Path) -> _State:
         """Read this rank's shards into host memory, a state dict for each chunk, by the index in ``folder``.

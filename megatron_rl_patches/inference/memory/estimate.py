@@ -1,8 +1,7 @@
 """How many bytes a Megatron model takes on each rank: training, scoring, and training next to teachers.
 
-Source of what training takes: megatron-core's ``DistributedDataParallel`` and ``_ParamAndGradBuffer``,
-``DistributedOptimizer``, ``Float16OptimizerWithFloat16Params`` and ``HybridDeviceOptimizer``, and
-TransformerEngine's ``FusedAdam``.
+Sources of what training takes: megatron-core's ``DistributedDataParallel``, ``_ParamAndGradBuffer`` and
+``DistributedOptimizer``, its optimizers for 16 bits and host memory, and TransformerEngine's ``FusedAdam``.
 """
 
 from __future__ import annotations

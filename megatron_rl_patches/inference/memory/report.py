@@ -91,8 +91,7 @@ def draw(estimate: MemoryEstimate, axes: Any) -> None:
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     for index, total in enumerate(bottoms):
         axes.annotate(f"{total:.1f}", (index, total), ha="center", va="bottom")
-    axes.set(ylabel=f"{_DECIMAL[power]} per device")
-    axes.margins(y=0.1)
+    axes.set(ylabel=f"{_DECIMAL[power]} per device", ymargin=0.1)
     axes.legend(loc="upper right")
 
 
@@ -138,10 +137,7 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class TeacherMemory:
-    """The teachers of a :class:`.TeacherPool` on this rank.
-
-    ``weights`` are bytes in host memory, ``heads`` those of output layers, on the device by default.
-    """
+    """A :class:`.TeacherPool`: bytes in host memory, and of output layers, by default on the device."""
 
     count: int
     weights: int

@@ -1,7 +1,6 @@
 """Building a model so that nobody else notices: random streams and other threads go on as before.
 
-Functions of torch and Megatron are replaced in one thread only. Parameters are constructed without memory,
-and get it afterwards.
+Functions of torch and Megatron are replaced in one thread only. Parameters get memory after construction.
 """
 
 from __future__ import annotations
@@ -133,8 +132,7 @@ def rng_tracker_that_does_not_fork() -> Iterator[None]:
             yield
     finally:
         # Code that seeds Megatron later can choose its kind of tracker, unless one is there.
-        tracker = cuda_rng_tracker()
-        if before is None and tracker is not None and not tracker.get_states():
+        if before is None and cuda_rng_tracker() is not None and not rng_tracker_is_seeded():
             megatron_random._CUDA_RNG_STATE_TRACKER = None
             megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
 
@@ -205,9 +203,8 @@ def materialize(module: torch.nn.Module, device: torch.device) -> None:
             try:
                 torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
             except RuntimeError as error:
-                raise NeedsValuesError(
-                    f"holds another reference to {name} than modules do ({one_line(error)})"
-                ) from error
+                reason = f"holds another reference to {name} than modules do ({one_line(error)})"
+                raise NeedsValuesError(reason) from error
     for path, child in module.named_modules():
         # Parameters are real by now; buffers and other tensors may not be, also those in lists and dicts.
         for name, value in {**child._buffers, **vars(child)}.items():

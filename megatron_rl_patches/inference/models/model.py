@@ -25,14 +25,7 @@ from ...common.scopes import replaced
 from ...errors import InferenceOnlyError, InvalidInputError
 from ...reentry import router_replay
 from ..weights import TURNS_TO_FLOAT32
-from .isolation import (
-    NeedsValuesError,
-    construction,
-    materialize,
-    preserved_rng,
-    replaced_in_this_thread,
-    rng_tracker_is_seeded,
-)
+from . import isolation
 from .provider import (
     DTYPES,
     arguments_per_stage,
@@ -80,9 +73,8 @@ def build_inference_model(
             gradient scale and timers of a policy. Megatron's groups decide on virtual pipeline stages.
         dtype: ``"bf16"``, ``"fp16"`` (both in ``Float16Module``) or ``"fp32"``, whatever ``config`` says.
         device: where parameters and buffers go; by default the current CUDA device. ``"meta"`` leaves the
-            parameters without memory. Neither ``"meta"`` nor ``"cpu"`` initializes CUDA. Before you build a
-            mixture of experts on the CPU that moves to a GPU later, call ``torch.cuda.init()``: its classes
-            keep CUDA streams.
+            parameters without memory. Neither ``"meta"`` nor ``"cpu"`` initializes CUDA: call
+            ``torch.cuda.init()`` before, if a mixture of experts moves to a GPU later, as it keeps streams.
         pre_wrap: called with the bare chunks, in memory and in their dtype, before ``Float16Module``: for
             hooks that load Hugging Face weights. Returns the chunks to go on with, or ``None``.
         perform_initialization: construct the parameters on ``device`` and initialize them, as ``get_model``
@@ -118,7 +110,7 @@ def build_inference_model(
         own.mtp_num_layers = None
     if inspect.ismethod(model_provider) and model_provider.__self__ is config:
         model_provider = types.MethodType(model_provider.__func__, own)
-    with preserved_rng():
+    with isolation.preserved_rng():
         chunks = _constructed(model_provider, config, own, target, dtype, perform_initialization)
         if pre_wrap is not None:
             chunks = list(pre_wrap(chunks) or chunks)
@@ -140,7 +132,7 @@ def _require_random_streams(config: Any, target: torch.device) -> None:
             "perform_initialization=True with device='meta', which has no memory for weights"
         )
     sizes = (config.tensor_model_parallel_size, config.expert_model_parallel_size)
-    if max(sizes) > 1 and not config.use_cpu_initialization and not rng_tracker_is_seeded():
+    if max(sizes) > 1 and not config.use_cpu_initialization and not isolation.rng_tracker_is_seeded():
         raise InvalidInputError(
             f"perform_initialization=True with tensor-parallel size {sizes[0]} and expert-parallel size "
             f"{sizes[1]}, but Megatron's random streams are not seeded: all ranks would draw the same "
@@ -156,8 +148,7 @@ def _virtual_stages(config: Any) -> int | None:
     if size is not None and size != (of_groups or 1):
         raise InvalidInputError(
             f"config.virtual_pipeline_model_parallel_size is {size}, that of Megatron's parallel groups "
-            f"{of_groups}. One pipeline schedule runs all models of a process, so they have equally many "
-            "chunks per rank"
+            f"{of_groups}. One schedule runs all models of a process, so all have as many chunks per rank"
         )
     return None if of_groups == 1 else of_groups
 
@@ -178,9 +169,9 @@ def _constructed(
     chunks: list[Module] = []
     try:
         with (
-            construction(on_meta=not initializes, use_cuda=target.type == "cuda") as created,
+            isolation.construction(on_meta=not initializes, use_cuda=target.type == "cuda") as created,
             # DDP is refused before its constructor fails on meta parameters or allocates gradient buffers.
-            replaced_in_this_thread(_BaseDataParallel, "__init__", _refuse_data_parallel),
+            isolation.replaced_in_this_thread(_BaseDataParallel, "__init__", _refuse_data_parallel),
             replaced(own, **changes),
         ):
             for arguments in arguments_per_stage(own):
@@ -191,8 +182,8 @@ def _constructed(
                 _finish_as_get_model_does(chunk, arguments.get("vp_stage"))
                 chunks.append(chunk)
         for chunk in chunks if target.type != "meta" else ():
-            materialize(chunk, target)
-    except NeedsValuesError as error:
+            isolation.materialize(chunk, target)
+    except isolation.NeedsValuesError as error:
         raise InferenceOnlyError(
             f"the model provider {provider!r} {error}, and weights have no memory then: pass "
             "perform_initialization=True, with which parameters are constructed on the device"

@@ -121,7 +121,7 @@ def forward_topk(
         student_topk = forward_topk(student, microbatches, k=64)
         teacher_topk = forward_topk(teacher, microbatches, at=student_topk)
 
-    Ranks, microbatches, other arguments and the order of results are those of :func:`forward_log_probs`.
+    Ranks, other arguments and the order of results are as in :func:`forward_log_probs`.
 
     Args:
         k: how many of the most probable tokens.
@@ -179,8 +179,8 @@ def forward_hidden_states(
         head = output_head(teacher)
         distributions = [FullDistribution.from_hidden(hidden_lh, head) for hidden_lh in hidden]
 
-    Ranks, arguments and the order of results are those of :func:`forward_log_probs`. No logits are
-    materialized, and nothing of a microbatch stays on the device after it.
+    Ranks, arguments and order of results are as in :func:`forward_log_probs`. No logits are materialized, and nothing
+    of a microbatch stays on the device after it.
 
     Returns:
         Per sample ``[response_length, h]`` in the model's dtype; ``None`` on stages other than the last. In
@@ -215,8 +215,7 @@ def forward_values(
         values = forward_values(reward_model, microbatches)
         rewards = [values_l[-1] for values_l in values]
 
-    Ranks, arguments and the order of results are those of :func:`forward_log_probs`, but ``response_lengths``
-    do not count.
+    Ranks, arguments and results are as in :func:`forward_log_probs`, but ``response_lengths`` do not count.
 
     Returns:
         Per sample ``[length]``, float32, prompt and response; ``None`` on stages other than the last.
@@ -261,10 +260,8 @@ def output_head(model: Model) -> OutputHead | None:
         return None
     layer = getattr(chunk, "output_layer", None)
     if layer is None or not is_column_parallel(layer):
-        raise InvalidInputError(
-            f"the output layer of {type(chunk).__name__} is {type(layer).__name__}. Expected: Megatron's "
-            "ColumnParallelLinear."
-        )
+        actual = f"the output layer of {type(chunk).__name__} is {type(layer).__name__}"
+        raise InvalidInputError(f"{actual}. Expected: Megatron's ColumnParallelLinear.")
     weight = chunk.shared_embedding_or_output_weight() if layer.weight is None else layer.weight
     bias = None if layer.skip_bias_add or layer.bias is None else layer.bias.detach()
     return OutputHead(weight.detach(), bias, logit_dtype_of(layer, weight))

@@ -137,9 +137,8 @@ def _samples(tokens_bs: torch.Tensor, lengths: list[int], packing: bool) -> list
     if packing and size == 1 and lengths and min(lengths) > 0 and sum(lengths) <= width:
         return list(torch.split(tokens_bs[0, : sum(lengths)], lengths))
     raise InvalidInputError(
-        f"lengths [{listed(lengths)}] do not fit tokens of shape [{size}, {width}]. Expected: one "
-        f"of 1 to {width} for each row; with a `forward` of yours, also several that add up to no more, "
-        "for a single row."
+        f"lengths [{listed(lengths)}] do not fit tokens of shape [{size}, {width}]. Expected: one of 1 to "
+        f"{width} for each row; with a `forward` of yours also several, of a single row, whose sum fits."
     )
 
 

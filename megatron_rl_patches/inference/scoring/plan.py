@@ -24,7 +24,6 @@ from ...common.chunks import (
     SYNC_FUNCTIONS,
     as_chunks,
     attribute_of,
-    config_of,
     distinct_configs,
     modules_with_modes,
     unwrap,
@@ -74,7 +73,7 @@ class Plan:
         ``check`` returns what is wrong with data that only the last stage has.
         """
         self.options, self.chunks = options, list(as_chunks(model))
-        config: Any = config_of(self.chunks[0]) if self.chunks else None
+        config: Any = attribute_of(self.chunks[0], "config") if self.chunks else None
         self.config = config
         # In this order, what differs between last stages alone reaches every rank that would wait, too.
         self.alike = [parallel_state.get_context_parallel_group(), parallel_state.get_model_parallel_group()]
@@ -113,10 +112,8 @@ class Plan:
                 "pass all chunks of this rank, built for the parallel groups that are initialized."
             )
         if self.config is None:
-            raise InvalidInputError(
-                f"the model is a {type(chunks[0]).__name__}. Expected: a model of Megatron's, which has a "
-                "config."
-            )
+            kind = type(chunks[0]).__name__
+            raise InvalidInputError(f"the model is a {kind}. Expected: a model of Megatron's, with a config.")
         if problem := why_not_gathered(chunks):
             raise InvalidInputError(problem)
         size, padded_size = options.vocab_size, attribute_of(chunks[0], "vocab_size")

@@ -55,12 +55,11 @@ class _CreatesAFile:
         self.file = file
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Path.touch, (self.file,)
+        return os.system, (f"touch '{self.file}'",)
 
 
 class _OfAFramework:
-    def __init__(self) -> None:
-        self.value = 1
+    value = 1
 
 
 class _Kind(Enum):
@@ -131,9 +130,9 @@ def _place(name: Any = "weight", file: Any = "__0_0.distcp", offset: Any = 0) ->
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (lambda file: pickle.dumps(_CreatesAFile(file)), r"it names pathlib\.Path\.touch"),
-        (lambda file: pickle.dumps(Metadata({}, _CreatesAFile(file))), r"it names pathlib\.Path\.touch"),
-        (lambda file: b"cos\nsystem\n(Vtrue\ntR.", r"it names (os|posix)\.system"),
+        (lambda file: pickle.dumps(_CreatesAFile(file)), r"it names posix\.system"),
+        (lambda file: pickle.dumps(Metadata({}, _CreatesAFile(file))), r"it names posix\.system"),
+        (lambda file: b"cpathlib\nPath.touch\n(Vtrue\ntR.", r"it names pathlib\.Path\.touch"),
         (lambda file: b"\x80garbage", ""),
         (lambda file: b"", "EOFError"),
         (lambda file: pickle.dumps({}), "it holds {}, no Metadata"),
@@ -395,11 +394,10 @@ def test_another_padding_of_the_vocabulary(folder: Path, caplog: LogCaptureFixtu
     assert wider.weight.eq(9).all()
 
 
-def test_megatrons_loader_does_not_see_what_savers_planned(folder: Path, tmp_path: Path) -> None:
+def test_megatrons_loader_does_not_see_what_savers_planned(folder: Path, evidence: Path) -> None:
     """The allowed names of plans lead to others, by which Megatron's loader would run code."""
-    evidence = tmp_path / "code ran"
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    metadata.planner_data = _Runs(f"touch '{evidence}'")
+    metadata.planner_data = _CreatesAFile(evidence)
     content = pickle.dumps(metadata, protocol=3)
     content = b"\x80\x04" + content[2:].replace(
         f"c{os.system.__module__}\nsystem\n".encode(),
@@ -411,14 +409,6 @@ def test_megatrons_loader_does_not_see_what_savers_planned(folder: Path, tmp_pat
     model = _Embedding()
     assert load_inference_checkpoint(model, folder) == 7
     assert model.weight.eq(1).all() and not evidence.exists()
-
-
-class _Runs:
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.system, (self.command,)
 
 
 def test_a_dangling_link_is_no_part_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
