@@ -56,16 +56,13 @@ class TeacherPool:
         # Copies of output layers, and the checksums of those that are on the model's device.
         self._heads: dict[HostCopy, tuple[OutputHead | None, list[int] | None]] = {}
         self._in_use: tuple[str, ...] = ()
-        # The teacher's copy that the pool has put into the model.
-        self._resident: HostCopy | None = None
-        # A copy into the model began and did not end: its weights are a mix.
-        self._partially_written = False
+        self._resident: HostCopy | None = None  # the teacher's copy that the pool has put into the model
+        self._partially_written = False  # a copy into the model began and did not end: its weights are a mix
         for module in (module for chunk in self._chunks for module in chunk.modules()):
             if hasattr(module, TURNS_TO_FLOAT32):  # otherwise the first pass does it, in memory that is new
                 getattr(module, TURNS_TO_FLOAT32)()
         weights, storages = _layout_of(self._chunks)
-        # Tensors without memory, to compare with.
-        self._expected = {name: weight.to("meta") for name, weight in weights.items()}
+        self._expected = {name: weight.to("meta") for name, weight in weights.items()}  # to compare with
         self._sizes = [*map(len, storages)]
 
     @property
@@ -101,9 +98,7 @@ class TeacherPool:
             CheckpointError: the checkpoint cannot be loaded, or is of other names, shapes or dtypes.
         """
         if name in self._teachers:
-            raise InvalidInputError(
-                f"there is a teacher {name!r} already: remove it, or choose another name."
-            )
+            raise InvalidInputError(f"there is a teacher {name!r} already: remove it or choose another name.")
         if source is None:
             if not self._holds_weights():
                 left = "only NaN or what an interrupted swap left"
@@ -208,7 +203,7 @@ class TeacherPool:
             difference = "other weights share memory"
         if difference:
             raise InvalidInputError(
-                f"the model is no longer the one that this pool was made for: {difference}."
+                f"the model is no longer the one that the pool was made for: {difference}."
             )
         return storages
 

@@ -86,9 +86,7 @@ def load_inference_checkpoint(
             raises it, it names the ranks that failed, and all weights are bit for bit as before.
     """
     if world() is None:
-        raise InvalidInputError(
-            "Megatron loads in a process group: call torch.distributed.init_process_group"
-        )
+        raise InvalidInputError("loading needs a process group: call torch.distributed.init_process_group")
     chunks, source = _bare_chunks(model), os.fspath(path)
     iteration, states = _read(chunks, source, ckpt_step, exact, with_output_head)
     # From here on only a device can fail.

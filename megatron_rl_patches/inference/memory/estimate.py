@@ -264,8 +264,6 @@ def _adam(shard: int, dtype: str, optimizer: OptimizerSettings) -> Memory:
     main = 0 if precision_aware else size
     main_parameters = 0 if dtype == "fp32" else main  # fp32 parameters are their own
     main_gradients = 0 if optimizer.gradient_dtype(dtype) == "fp32" else main
-    if offload:  # main parameters, main gradients and both moments
-        return Memory(main_parameters=main_parameters, main_gradients=main_gradients, host=4 * size)
-    return Memory(
-        main_parameters=main_parameters, main_gradients=main_gradients, exp_avg=size, exp_avg_sq=size
-    )
+    main_memory = Memory(main_parameters=main_parameters, main_gradients=main_gradients)
+    # In host memory there are main parameters, main gradients and both moments.
+    return main_memory + (Memory(host=4 * size) if offload else Memory(exp_avg=size, exp_avg_sq=size))

@@ -50,9 +50,8 @@ def _number(text: _Config, name: str, default: int | None = None, least: int = 1
         return default
     is_whole = type(value) is int or (isinstance(value, float) and value.is_integer())
     if not is_whole or not least <= value <= _LARGEST:
-        raise InvalidInputError(
-            f"{name} is {value!r:.40} in the configuration; expected a whole number of at least {least}"
-        )
+        expected = f"a whole number of at least {least}"
+        raise InvalidInputError(f"{name} is {value!r:.40} in the configuration; expected {expected}")
     return int(value)
 
 
@@ -153,9 +152,8 @@ def fields_from_hf_config(config: _Config, **overrides: Any) -> dict[str, Any]:
     except (AttributeError, TypeError, ValueError) as error:
         if isinstance(error, InvalidInputError):
             raise
-        raise InvalidInputError(
-            f"a field of the configuration has a value of another type: {one_line(error)}"
-        ) from None
+        reason = f"a field of the configuration has a value of another type: {one_line(error)}"
+        raise InvalidInputError(reason) from None
 
 
 def _by_bridge(text: _Config) -> dict[str, Any] | None:
@@ -191,9 +189,7 @@ def _by_table(config: _Config, text: _Config, overrides: Mapping[str, Any]) -> d
     numbers = {ours: _number(text, theirs.rstrip("?")) for ours, theirs in names.items()}
     if missing := [n for n in names if numbers[n] is None and n not in overrides and names[n][-1] != "?"]:
         listed = ", ".join(f"{names[name]} (--set {name}=...)" for name in missing)
-        raise InvalidInputError(
-            f"the configuration leaves {listed} to the defaults of {kind}; pass the numbers"
-        )
+        raise InvalidInputError(f"the configuration leaves {listed} to the defaults of {kind}; pass them")
     mtp_layers = _number(text, "num_nextn_predict_layers", least=0)
     return {
         "gated_linear_unit": True,

@@ -177,9 +177,8 @@ def _check(fields: Mapping[str, Any], config_class: Any) -> None:
     for name, value in fields.items():
         if name not in defaults:
             meant = "".join(f"; did you mean {n}?" for n in difflib.get_close_matches(name, defaults, 1))
-            raise InvalidInputError(
-                f"{name}: {config_class.__name__} of this megatron-core has no such field{meant}"
-            )
+            owner = f"{config_class.__name__} of this megatron-core"
+            raise InvalidInputError(f"{name}: {owner} has no such field{meant}")
         default = defaults[name]
         if None not in (default, value) and isinstance(default, bool) != isinstance(value, bool):
             raise InvalidInputError(f"{name} is {value!r}; expected a value such as {default!r}")

@@ -125,10 +125,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Host memory, in bytes: ``rss`` of this process, shared pages included, the others of the machine.
-
-    The limit of a container may be lower.
-    """
+    """Host memory in bytes: ``rss`` of this process, the others of the machine; a container may have less."""
 
     rss: int
     available: int

@@ -128,9 +128,7 @@ def build_inference_model(
 def _require_random_streams(config: Any, target: torch.device) -> None:
     """Refuse to initialize weights without memory, or of which every rank would draw the same part."""
     if target.type == "meta":
-        raise InvalidInputError(
-            "perform_initialization=True with device='meta', which has no memory for weights"
-        )
+        raise InvalidInputError("perform_initialization=True with device='meta', which has no memory")
     sizes = (config.tensor_model_parallel_size, config.expert_model_parallel_size)
     if max(sizes) > 1 and not config.use_cpu_initialization and not isolation.rng_tracker_is_seeded():
         raise InvalidInputError(

@@ -179,8 +179,8 @@ def forward_hidden_states(
         head = output_head(teacher)
         distributions = [FullDistribution.from_hidden(hidden_lh, head) for hidden_lh in hidden]
 
-    Ranks, arguments and order of results are as in :func:`forward_log_probs`. No logits are materialized, and nothing
-    of a microbatch stays on the device after it.
+    Ranks, arguments and order of results are as in :func:`forward_log_probs`. No logits are materialized, and
+    nothing of a microbatch stays on the device after it.
 
     Returns:
         Per sample ``[response_length, h]`` in the model's dtype; ``None`` on stages other than the last. In

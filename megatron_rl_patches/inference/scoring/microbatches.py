@@ -94,9 +94,7 @@ def _microbatch(fields: Mapping[str, Any], first: int, options: ScoreOptions, li
         raise InvalidInputError("indices would not be read: results are in the order of the microbatches.")
     unread = [name for name in ("position_ids", "attention_mask") if fields.get(name) is not None]
     if unread and options.forward is None:
-        raise InvalidInputError(
-            f"{listed(unread)} would not be read: pass a `forward` that gives them to the model."
-        )
+        raise InvalidInputError(f"{listed(unread)} would not be read: pass a `forward` that reads them.")
     tokens_bs = fields["tokens"]
     if not isinstance(tokens_bs, torch.Tensor) or tokens_bs.dtype != torch.int64 or tokens_bs.dim() != 2:
         raise InvalidInputError(f"tokens are {described(tokens_bs)}. Expected: an int64 tensor [b, s].")
@@ -118,9 +116,8 @@ def _microbatch(fields: Mapping[str, Any], first: int, options: ScoreOptions, li
             "is above 1, × tensor-parallel size, for sequence parallelism; pad them on the right."
         )
     if limits.positions is not None and width > limits.positions:
-        raise InvalidInputError(
-            f"tokens are {width} wide. Expected: at most {limits.positions}, the positions of the model."
-        )
+        expected = f"at most {limits.positions}, the positions of the model"
+        raise InvalidInputError(f"tokens are {width} wide. Expected: {expected}.")
     # Vocabulary-parallel embeddings silently use zeros for such a token.
     if wrong := range_of_wrong_ids(tokens_bs, limits.vocabulary):
         raise InvalidInputError(

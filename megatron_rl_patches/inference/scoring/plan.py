@@ -83,13 +83,13 @@ class Plan:
             groups.append(experts)
         if any(getattr(chunk, "use_forward_hook", False) for chunk in self.chunks):  # may have to gather
             groups.append(parallel_state.get_data_parallel_group(with_context_parallel=True))
-        is_last, problem, data = is_last_stage(), None, None
+        self._is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        problem = data = None
         try:  # Nothing may be raised before raise_on_all: ranks that have no problem would wait for this one.
-            self._check_model_and_options()
-            self._limits = self._limits_of_microbatches()
+            self._limits = self._checked()
             self.batches = parse_microbatches(microbatches, options, self._limits)
-            problem = check(self) if is_last else None
-            data = None if problem else data_of(self.batches, options, is_last)
+            problem = check(self) if self._is_last_stage else None
+            data = None if problem else data_of(self.batches, options, self._is_last_stage)
         except InvalidInputError as error:
             problem = str(error)  # the error itself would keep this frame, and the model, in a cycle
         except Exception as error:
@@ -99,10 +99,11 @@ class Plan:
         raise_on_all(problem, groups, data, self.alike)
         self.rounds = self._agreed_rounds(experts)
 
-    def _check_model_and_options(self) -> None:
+    def _checked(self) -> Limits:
         """Refuse chunks that are not this rank's part of a model of Megatron's, or cannot be scored now.
 
-        Wrong options are refused on all stages, also on those that do not read them.
+        Wrong options are refused on all stages, also on those that do not read them. Return what microbatches
+        must fit.
         """
         chunks, options = self.chunks, self.options
         virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
@@ -128,12 +129,9 @@ class Plan:
         try:
             torch.device(options.output_device)
         except (RuntimeError, TypeError):
-            raise InvalidInputError(
-                f"output_device is {options.output_device!r}. Expected: a device of torch."
-            ) from None
-
-    def _limits_of_microbatches(self) -> Limits:
-        first, is_own = self.chunks[0], self.options.forward is not None
+            problem = f"output_device is {options.output_device!r}. Expected: a device of torch."
+            raise InvalidInputError(problem) from None
+        first, is_own = chunks[0], options.forward is not None
         looks_up = not is_own and attribute_of(first, "position_embedding_type") == "learned_absolute"
         tp_size = parallel_state.get_tensor_model_parallel_world_size()
         return Limits(
@@ -182,7 +180,7 @@ class Plan:
         shows = self.options.progress and is_rank_0()  # a hidden bar would leave a semaphore behind
         how = {"desc": "scoring", "unit": "microbatch", "leave": False}
         progress = tqdm(total=self.rounds, **how) if shows else nullcontext()
-        with self._model_scores(), progress as bar:
+        with self._scoring_state(), progress as bar:
 
             def forward_step(batches: Iterator[ScoringBatch], chunk: torch.nn.Module) -> Any:
                 return self._step(next(batches), chunk, score, problems, bar)
@@ -201,7 +199,7 @@ class Plan:
         if device.type == "cuda" and torch.device(self.options.output_device).type == "cpu":
             torch.cuda.current_stream(device).synchronize()  # once for all copies to host memory
         raise_on_all(problems[0] if problems else None, self.alike)
-        if not is_last_stage():
+        if not self._is_last_stage:
             return None
         own = collected[: len(self.batches)]
         return [of_sample for kinds in own for of_sample in zip(*kinds, strict=True)]
@@ -260,7 +258,7 @@ class Plan:
         return torch.cat([chunks[rank], chunks[-1 - rank]], dim=1)
 
     @contextmanager
-    def _model_scores(self) -> Iterator[None]:
+    def _scoring_state(self) -> Iterator[None]:
         """Put the model in the state in which it scores, and at the end back into the one that it had."""
         models = list(map(unwrap, self.chunks))
         configs, modes = distinct_configs(models), modules_with_modes(self.chunks)
@@ -291,11 +289,6 @@ class Plan:
                 if (scaler := getattr(sys.modules.get(module), name, None)) is not None:
                     stack.enter_context(replaced(scaler, main_loss_backward_scale=None))
             yield
-
-
-def is_last_stage() -> bool:
-    """Return whether this rank is on the last pipeline stage."""
-    return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
 
 
 def vocabulary_of(model: Model) -> int | None:

@@ -43,11 +43,11 @@ WAITS: dict[str, dict[str, int]] = {
     **dict.fromkeys(("re-entry", "re-entry, another rank broke off"), _RE_ENTRY),
     "TeacherPool": {
         **_ONE_PASS,
-        "_to_copy in model.py:_finished": 19,
+        "_to_copy in model.py:build_inference_model": 19,
         "_local_scalar_dense in teachers.py:_holds_weights": 5,
         "_to_copy in weights.py:checksum": 10,
-        "Stream.synchronize in weights.py:__init__": 7,
-        "Stream.synchronize in schedule.py:forward_only": 2,
+        "Stream.synchronize in teachers.py:__init__": 7,
+        "Stream.synchronize in plan.py:run": 2,
         "copy_ in devices.py:copied_to": 1,
     },
 }
