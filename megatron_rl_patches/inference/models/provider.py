@@ -52,10 +52,8 @@ def arguments_per_stage(own: Any) -> Iterator[dict[str, Any]]:
     if hasattr(process_groups_config, "ProcessGroupCollection"):
         groups = process_groups_config.ProcessGroupCollection.use_mpu_process_groups()
     for stage in range(stages or 1):
-        ends = {
-            "pre_process": rank == 0 and stage == 0,
-            "post_process": rank == size - 1 and stage == (stages or 1) - 1,
-        }
+        is_last = rank == size - 1 and stage == (stages or 1) - 1
+        ends = {"pre_process": rank == stage == 0, "post_process": is_last}
         others = {"config": own, "pg_collection": groups, "vp_stage": None if stages is None else stage}
         yield ends | {name: value for name, value in others.items() if value is not None}
 

@@ -27,12 +27,7 @@ import torch.distributed as dist
 from pytest import LogCaptureFixture, MonkeyPatch
 from torch.distributed.checkpoint import FileSystemWriter, metadata, save
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from megatron_rl_patches.errors import CheckpointError, InvalidInputError
 from megatron_rl_patches.inference.checkpoints import pickles
@@ -111,14 +106,13 @@ def _index(entries: Any, places: Any) -> Callable[[Path], bytes]:
     return lambda file: pickle.dumps(Metadata(entries, storage_data=places))
 
 
-def _of_size(size: Any, dtype: Any = torch.float32, chunks: Any = ()) -> TensorStorageMetadata:
-    return TensorStorageMetadata(metadata.TensorProperties(dtype), size, [*chunks])
+def _of_size(size: Any, dtype: Any = torch.float32, chunks: Any = ()) -> metadata.TensorStorageMetadata:
+    return metadata.TensorStorageMetadata(metadata.TensorProperties(dtype), size, [*chunks])
 
 
-WITHOUT_SIZES = metadata.ChunkStorageMetadata((0,), None)  # type: ignore[arg-type]
+WITHOUT_SIZES = ChunkStorageMetadata((0,), None)  # type: ignore[arg-type]
 
-
-OF_MANY_DIMENSIONS = metadata.ChunkStorageMetadata(torch.Size([0] * 60), torch.Size([1] * 60))
+OF_MANY_DIMENSIONS = ChunkStorageMetadata(torch.Size([0] * 60), torch.Size([1] * 60))
 #: Whoever hashes or prints it does so 2**60 times.
 NESTED = functools.reduce(lambda inner, _: (inner, inner), range(60), ())
 
@@ -379,8 +373,21 @@ class _Embedding(torch.nn.Module):
         return {"weight": weight, "_extra_state": ShardedObject("_extra_state", self.scales, (1,), (0,))}
 
 
+def refuse(folder: Path, message: str, model: _Embedding | None = None, **options: Any) -> None:
+    """Load, which is refused, and changes no weight."""
+    model = model or _Embedding()
+    with pytest.raises(CheckpointError, match=message):
+        load_inference_checkpoint(model, folder, **options)
+    assert model.weight.eq(9).all()
+
+
+def load(folder: Path) -> None:
+    assert load_inference_checkpoint(model := _Embedding(), folder) == 7
+    assert model.weight.eq(1).all()
+
+
 def test_another_padding_of_the_vocabulary(folder: Path, caplog: LogCaptureFixture) -> None:
-    padded, wider = _Embedding(8, scales=3), _Embedding(8, 3)
+    padded = _Embedding(8, scales=3)
     with caplog.at_level("WARNING", "megatron_rl_patches"):
         assert load_inference_checkpoint(padded, folder) == 7
     messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -389,9 +396,7 @@ def test_another_padding_of_the_vocabulary(folder: Path, caplog: LogCaptureFixtu
         "megatron_rl_patches: weight has 6 rows in the checkpoint and 8 in the model",
     ]
     assert padded.weight.tolist() == [[1.0, 1.0]] * 6 + [[0.0, 0.0]] * 2
-    with pytest.raises(CheckpointError, match=r"every rank: the checkpoint is of another model; .*\[8, 3\]"):
-        load_inference_checkpoint(wider, folder)
-    assert wider.weight.eq(9).all()
+    refuse(folder, r"every rank: the checkpoint is of another model; .*\[8, 3\]", _Embedding(8, 3))
 
 
 def test_megatrons_loader_does_not_see_what_savers_planned(folder: Path, evidence: Path) -> None:
@@ -406,20 +411,16 @@ def test_megatrons_loader_does_not_see_what_savers_planned(folder: Path, evidenc
     (folder / ".metadata").write_bytes(content)
     pickle.loads(content)
     evidence.unlink()
-    model = _Embedding()
-    assert load_inference_checkpoint(model, folder) == 7
-    assert model.weight.eq(1).all() and not evidence.exists()
+    load(folder)
+    assert not evidence.exists()
 
 
 def test_a_dangling_link_is_no_part_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
-    model = _Embedding()
     (folder / "notes").symlink_to("nowhere")
-    assert load_inference_checkpoint(model, folder) == 7
-    assert model.weight.eq(1).all()
+    load(folder)
     (folder / "__0_0.distcp").rename(tmp_path / "moved")
     (folder / "__0_0.distcp").symlink_to("nowhere")
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is missing"):
-        load_inference_checkpoint(model, folder)
+    refuse(folder, r"__0_0\.distcp is missing")
 
 
 def _store_pieces(folder: Path, pieces: list[tuple[ChunkStorageMetadata, Any]]) -> None:
@@ -445,11 +446,9 @@ def _rows(start: int, size: int) -> ChunkStorageMetadata:
 @pytest.mark.parametrize("rows", [((0, 3), (0, 3)), ((0, 4), (1, 2)), ((3, 3),)])
 def test_every_row_must_be_stored(rows: tuple[tuple[int, int], ...], is_padded: bool, folder: Path) -> None:
     _store_pieces(folder, [(_rows(start, size), torch.ones(size, 2)) for start, size in rows])
-    with pytest.raises(CheckpointError, match="weight is not stored as a whole"):
-        load_inference_checkpoint(_Embedding(6 + 2 * is_padded, is_padded=is_padded), folder)
+    refuse(folder, "weight is not stored as a whole", _Embedding(6 + 2 * is_padded, is_padded=is_padded))
 
 
-@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
@@ -461,15 +460,9 @@ def test_every_row_must_be_stored(rows: tuple[tuple[int, int], ...], is_padded: 
     ],
 )
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_piece_that_is_not_what_the_index_says(
-    piece: Any, message: str, exact: bool, tmp_path: Path
-) -> None:
-    folder = _one_rank_checkpoint(tmp_path / "iter_0000007")
-    model = _Embedding()
+def test_a_piece_that_is_not_what_the_index_says(piece: Any, message: str, exact: bool, folder: Path) -> None:
     _store_pieces(folder, [(_rows(0, 6), piece)])
-    with pytest.raises(CheckpointError, match=re.escape(message)):
-        load_inference_checkpoint(model, folder, exact=exact)
-    assert model.weight.eq(9).all()
+    refuse(folder, re.escape(message), exact=exact)
 
 
 def test_pieces_in_any_memory_layout_and_none_in_the_bytes_of_another(folder: Path) -> None:
@@ -482,17 +475,14 @@ def test_pieces_in_any_memory_layout_and_none_in_the_bytes_of_another(folder: Pa
     index = read_metadata(folder)
     index.storage_data = dict.fromkeys(index.storage_data, min(index.storage_data.values(), key=str))
     (folder / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: pieces overlap"):
-        load_inference_checkpoint(model, folder)
+    refuse(folder, r"__0_0\.distcp: pieces overlap")
 
 
 def test_a_tensor_of_many_dimensions_takes_no_time(folder: Path) -> None:
     index = read_metadata(folder)
-    box = ChunkStorageMetadata(torch.Size([0] * 60), torch.Size([1] * 60))
-    index.state_dict_metadata["weight"] = _of_size(box.sizes, chunks=[box])
+    index.state_dict_metadata["weight"] = _of_size(OF_MANY_DIMENSIONS.sizes, chunks=[OF_MANY_DIMENSIONS])
     (folder / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(CheckpointError, match=r"weight is \[1, 1, 1, .* and \[6, 2\] in the model"):
-        load_inference_checkpoint(_Embedding(), folder)
+    refuse(folder, r"weight is \[1, 1, 1, .* and \[6, 2\] in the model")
 
 
 @pytest.mark.parametrize(
@@ -504,26 +494,23 @@ def test_a_tensor_of_many_dimensions_takes_no_time(folder: Path) -> None:
     ],
 )
 def test_tensors_that_their_storage_does_not_hold(size: bytes, reason: str, tmp_path: Path) -> None:
+    content = b"\x80\x02" + _REBUILD + b"(" + STORAGE + b"K\x00" + size + b"\x89NtR."
     with pytest.raises((ValueError, CheckpointError), match=reason):
-        read_shard(
-            b"\x80\x02" + _REBUILD + b"(" + STORAGE + b"K\x00" + size + b"\x89NtR.", tmp_path, described
-        )
+        read_shard(content, tmp_path, described)
 
 
 @pytest.mark.usefixtures("group")
 def test_weights_of_another_kind_of_number(tmp_path: Path) -> None:
     for dtype in (torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64):
         folder = _one_rank_checkpoint(tmp_path / str(dtype) / "iter_0000007", torch.ones(6, 2).to(dtype))
-        with pytest.raises(CheckpointError, match=f"weight is {dtype} in the checkpoint and torch.float32"):
-            load_inference_checkpoint(_Embedding(), folder)
+        refuse(folder, f"weight is {dtype} in the checkpoint and torch.float32")
 
 
 @pytest.mark.parametrize("name", ["metadata.json", "__0_0.distcp", "common.pt", ".metadata"])
 def test_a_pipe_is_not_read(name: str, folder: Path) -> None:
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    with pytest.raises(CheckpointError, match=re.escape(name)):
-        load_inference_checkpoint(_Embedding(), folder)
+    refuse(folder, re.escape(name))
 
 
 def test_differences_show_the_first_ten_of_each_kind_and_their_number() -> None:
