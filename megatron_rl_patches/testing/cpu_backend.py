@@ -70,11 +70,12 @@ def cpu_backend(*, transformer_engine: bool | str = False) -> Iterator[None]:
     """
     global _depth, _installed
     from .cuda_redirect import CudaToCpu
-    from .transformer_engine.install import stand_in
 
     with ExitStack() as stack:
         with _lock:
             if transformer_engine:
+                from .transformer_engine.install import stand_in
+
                 stack.enter_context(stand_in(None if transformer_engine is True else transformer_engine))
             if _depth == 0:
                 _installed = _install()

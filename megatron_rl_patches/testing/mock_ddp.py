@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partialmethod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from ..errors import InvalidInputError
 from ..reentry import forward_pre_hooks
 from .mock_modules import (
     MockBucketGroup,
-    MockBuffer,
     MockConfig,
     MockDDPConfig,
     MockModule,
@@ -52,8 +52,8 @@ class MockDDP(_BaseDataParallel):
         ddp_options: fields of ``ddp_config`` that differ from it.
 
     Attributes:
-        buffers, expert_parallel_buffers: flat memory of parameters and gradients, one :class:`MockBuffer` for
-            each dtype.
+        buffers, expert_parallel_buffers: for each dtype, ``params`` and their flat memory: ``grad_data``, of
+            which every ``main_grad`` is a view, and ``param_data``, with a distributed optimizer alone.
         calls: names and keyword arguments of the methods that were called on it, in order.
         stale_forwards: how many forward passes, of the chunk or of modules in it, have called a module whose
             own parameters were not gathered.
@@ -108,9 +108,8 @@ class MockDDP(_BaseDataParallel):
         if self.use_forward_hook:
             self._install_hooks()
 
-    def _divide(self, one_group: bool, expert: bool) -> tuple[list[MockBucketGroup], list[MockBuffer]]:
+    def _divide(self, one_group: bool, expert: bool) -> tuple[list[MockBucketGroup], list[SimpleNamespace]]:
         modules: dict[torch.nn.Parameter, int] = {}  # the first that has it, as several may share one
-        by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
         for number, module in enumerate(self.module.modules()):
             for param in module.parameters(recurse=False):
                 if param.requires_grad and getattr(param, "allreduce", True) is not expert:
@@ -123,12 +122,20 @@ class MockDDP(_BaseDataParallel):
         if self.use_forward_hook:
             for group, following in zip(groups[1:], groups, strict=False):
                 group.next_param_gather_bucket_group = following
-        for param in modules:
-            by_dtype.setdefault(param.dtype, []).append(param)
-        return groups, [MockBuffer(params, self.ddp_config) for params in by_dtype.values()]
+        dtypes = dict.fromkeys(param.dtype for param in modules)
+        return groups, [self._buffer([p for p in modules if p.dtype == dtype]) for dtype in dtypes]
 
-    def _all_buffers(self) -> list[MockBuffer]:
-        return self.buffers + self.expert_parallel_buffers  # type: ignore[operator]
+    def _buffer(self, params: list[torch.nn.Parameter]) -> SimpleNamespace:
+        flat = torch.cat([param.detach().reshape(-1) for param in params])
+        grads = torch.zeros_like(flat, dtype=torch.float32 if self.ddp_config.grad_reduce_in_fp32 else None)
+        is_distributed, start = self.ddp_config.use_distributed_optimizer, 0
+        for param in params:
+            places = slice(start, start := start + param.numel())
+            param.main_grad = grads[places].view(param.shape)  # type: ignore[attr-defined]
+            if is_distributed:
+                param.data = flat[places].view(param.shape)
+        param_data = flat if is_distributed else None
+        return SimpleNamespace(params=params, grad_data=grads, param_data=param_data)
 
     def _install_hooks(self) -> None:
         for module in self.module.modules():  # each hook gathers before ``_enter`` looks
@@ -237,15 +244,15 @@ class MockDDP(_BaseDataParallel):
 
     def zero_grad_buffer(self) -> None:
         self._record("zero_grad_buffer")
-        for buffer in self._all_buffers():
-            buffer.reset()
+        for buffer in self.buffers + self.expert_parallel_buffers:  # type: ignore[operator]
+            buffer.grad_data.zero_()
         for group in bucket_groups(self):
             group.reset()
 
     def scale_gradients(self, scaling_factor: float) -> None:
         self._record("scale_gradients", scaling_factor=scaling_factor)
-        for buffer in self._all_buffers():
-            buffer.scale_gradients(scaling_factor)
+        for buffer in self.buffers + self.expert_parallel_buffers:  # type: ignore[operator]
+            buffer.grad_data *= scaling_factor
 
     def reset_param_sync_dispatch_state(self) -> None:
         self._record("reset_param_sync_dispatch_state")

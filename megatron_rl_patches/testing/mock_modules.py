@@ -45,10 +45,7 @@ class MockProcessGroup:
 
 @dataclass
 class MockHandle:
-    """What an asynchronous collective returns. Waiting for it switches off a mark of its bucket group.
-
-    A mark that was set while the collective was in flight stays on.
-    """
+    """What an asynchronous collective returns. Waiting switches off a mark, unless that was set meanwhile."""
 
     group: MockBucketGroup
     mark: str
@@ -93,34 +90,6 @@ class MockFloat16Module(MockModule):
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.module = module
-
-
-class MockBuffer:
-    """Stands for ``_ParamAndGradBuffer``: flat memory for parameters of one dtype.
-
-    ``main_grad`` of each parameter is a view of ``grad_data``. With a distributed optimizer each parameter is
-    a view of ``param_data``, which is ``None`` otherwise.
-    """
-
-    def __init__(self, params: Sequence[torch.nn.Parameter], ddp_config: Any) -> None:
-        self.params = list(params)
-        self.ddp_config = ddp_config
-        flat = torch.cat([param.detach().reshape(-1) for param in self.params])
-        dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else flat.dtype
-        self.grad_data = torch.zeros_like(flat, dtype=dtype)
-        self.param_data = flat if ddp_config.use_distributed_optimizer else None
-        start = 0
-        for param in self.params:
-            places = slice(start, start := start + param.numel())
-            param.main_grad = self.grad_data[places].view(param.shape)  # type: ignore[attr-defined]
-            if self.param_data is not None:
-                param.data = self.param_data[places].view(param.shape)
-
-    def reset(self) -> None:
-        self.grad_data.zero_()
-
-    def scale_gradients(self, scaling_factor: float) -> None:
-        self.grad_data *= scaling_factor
 
 
 class MockBucketGroup:
@@ -174,11 +143,10 @@ class MockBucketGroup:
             self.param_gather_handle.wait()
             self.param_gather_handle = None
             return
-        handle = MockHandle(self, "is_stale")
         if self.ddp_config.overlap_param_gather and not force_sync:
-            self.param_gather_handle = handle
+            self.param_gather_handle = MockHandle(self, "is_stale")
         else:
-            handle.wait()
+            self.is_stale = False
         self.param_gather_dispatched = True
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
@@ -198,19 +166,17 @@ class MockBucketGroup:
             return
         message = "Should not have multiple communication calls outstanding at once"
         assert self.grad_reduce_handle is None, message
-        handle = MockHandle(self, "is_unreduced")
         if self.ddp_config.overlap_grad_reduce:
-            self.grad_reduce_handle = handle
+            self.grad_reduce_handle = MockHandle(self, "is_unreduced")
         else:
-            handle.wait()
+            self.is_unreduced = False
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         self.param_gather_dispatched = False
+        if self.is_first_batch or not self.ddp_config.overlap_grad_reduce:
+            self.start_grad_sync(force_all_reduce)
         if not self.ddp_config.overlap_grad_reduce:
-            self.start_grad_sync(force_all_reduce)
             return
-        if self.is_first_batch:
-            self.start_grad_sync(force_all_reduce)
         assert self.grad_reduce_handle is not None, (
             "Communication call has not been issued for this bucket "
             f"({len(self.per_param_grad_ready_counts)}/{len(self.params)} params have grad available)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -25,8 +24,6 @@ from .transformer_engine.layers import normalized
 
 #: Layers of a hybrid model, repeated: attention, experts, attention, MLP.
 _HYBRID_PATTERN = "*E*-"
-_ATTENTION = ("input_layernorm", "self_attention", "self_attn_bda")
-_MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda")
 
 
 def layer_of(
@@ -58,8 +55,8 @@ def layer_of(
     if config.context_parallel_size > 1 or config.multi_latent_attention:
         attention.core_attention = GatheredAttention
     if config.qk_layernorm and not options["qk_l2_norm"]:
-        names = ("q_layernorm", "kv_layernorm" if config.multi_latent_attention else "k_layernorm")
-        vars(attention).update(dict.fromkeys(names, SequenceParallelNorm))
+        keys = "kv_layernorm" if config.multi_latent_attention else "k_layernorm"
+        vars(attention).update({"q_layernorm": SequenceParallelNorm, keys: SequenceParallelNorm})
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
     return layer, SequenceParallelNorm
 
@@ -90,10 +87,18 @@ def hybrid_model(config: TransformerConfig, transformer_engine: bool, options: d
     dense, norm = layer_of(config, transformer_engine, has_experts=False)
     experts, _ = layer_of(config, transformer_engine)
     moe_class = getattr(transformer_layer, "MoETransformerLayer", TransformerLayer)
+
+    def part(module: Any, layer: ModuleSpec, *names: str) -> ModuleSpec:
+        """Return the spec of a layer that has only some parts of another one."""
+        parts = {name: getattr(layer.submodules, name) for name in names}
+        return ModuleSpec(module, submodules=TransformerLayerSubmodules(**parts))
+
     specs = {
-        "attention_layer": _part(TransformerLayer, dense, _ATTENTION),
-        "mlp_layer": _part(MLPLayer, dense, _MLP),
-        "moe_layer": _part(moe_class, experts, _MLP),
+        "attention_layer": part(
+            TransformerLayer, dense, "input_layernorm", "self_attention", "self_attn_bda"
+        ),
+        "mlp_layer": part(MLPLayer, dense, "pre_mlp_layernorm", "mlp", "mlp_bda"),
+        "moe_layer": part(moe_class, experts, "pre_mlp_layernorm", "mlp", "mlp_bda"),
     }
     pattern = (_HYBRID_PATTERN * config.num_layers)[: config.num_layers]
     if not hasattr(submodules, "moe_layer"):  # up to megatron-core 0.15
@@ -111,12 +116,6 @@ def hybrid_model(config: TransformerConfig, transformer_engine: bool, options: d
         model.decoder.final_norm = norm(config, config.hidden_size, config.layernorm_epsilon)
         model.decoder.post_layer_norm = True
     return model
-
-
-def _part(module: Any, layer: ModuleSpec, names: Sequence[str]) -> ModuleSpec:
-    """Return the spec of a layer that has only some parts of another one."""
-    parts = {name: getattr(layer.submodules, name) for name in names}
-    return ModuleSpec(module, submodules=TransformerLayerSubmodules(**parts))
 
 
 class GatheredAttention(DotProductAttention):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InvalidInputError
-from .transformer_engine.rope import positions_of
+from .transformer_engine.distributed import positions_of
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -47,28 +47,20 @@ _initialized: list[Any] = []
 
 
 def tiny_model(kind: str = "dense", **options: Any) -> TinyModel:
-    """Describe a tiny real model; its methods build it. Nothing is built yet, and no group is initialized.
-
-    Call the methods where ``torch.distributed`` is initialized, as on the ranks of ``spawn_ranks``.
-
-    Args:
-        kind: ``"dense"``, ``"moe"`` (four experts), ``"mla"`` (multi-latent attention), ``"mla-moe"`` (both),
-            ``"mtp"`` (one layer of multi-token prediction), or ``"hybrid"`` (a ``HybridModel`` of attention,
-            experts and MLP, which is ``MambaModel`` up to megatron-core 0.17).
-        options: see the attributes of :class:`TinyModel`.
-
-    Raises:
-        InvalidInputError: there is no such kind or there are no such layers.
-    """
+    """Return ``TinyModel(kind=kind, **options)``: a tiny real model, which its methods build."""
     return TinyModel(kind=kind, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TinyModel:
-    """What :func:`tiny_model` returns: a description of a model and of how it is trained.
+    """Description of a tiny real model and of how it is trained; its methods build it.
+
+    Call them where ``torch.distributed`` is initialized, as on the ranks of ``spawn_ranks``.
 
     Attributes:
-        kind: see :func:`tiny_model`.
+        kind: ``"dense"``, ``"moe"`` (four experts), ``"mla"`` (multi-latent attention), ``"mla-moe"`` (both),
+            ``"mtp"`` (one layer of multi-token prediction), or ``"hybrid"`` (a ``HybridModel`` of attention,
+            experts and MLP, which is ``MambaModel`` up to megatron-core 0.17).
         layers: ``"local"``, or ``"transformer_engine"`` for those that people train with: experts are grouped
             then. On a CPU they need ``cpu_backend(transformer_engine=True)``.
         tp, pp, cp, ep: sizes of the parallel groups. What is left of the world is data parallel.
@@ -84,6 +76,9 @@ class TinyModel:
         seed: of the parameters.
         overlap_grad_reduce, overlap_param_gather, use_distributed_optimizer, grad_reduce_in_fp32: as in
             ``DistributedDataParallelConfig``.
+
+    Raises:
+        InvalidInputError: there is no such kind or there are no such layers.
     """
 
     kind: str = "dense"
@@ -114,6 +109,18 @@ class TinyModel:
                 raise InvalidInputError(f"{name} is {value!r}; expected one of {', '.join(known)}")
 
     @property
+    def _sizes(self) -> dict[str, Any]:
+        """Sizes by the names that both Megatron's groups and its configuration have for them."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vpp,
+            "context_parallel_size": self.cp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.expert_tp,
+        }
+
+    @property
     def dtype(self) -> torch.dtype:
         """Type of the parameters."""
         return torch.bfloat16 if self.bf16 else torch.float32
@@ -125,12 +132,10 @@ class TinyModel:
         """
         from megatron.core import parallel_state, tensor_parallel
 
-        sizes: dict[str, Any] = {"context_parallel_size": self.cp, "expert_model_parallel_size": self.ep}
-        sizes |= {"expert_tensor_parallel_size": self.expert_tp, "create_gloo_process_groups": False}
-        layout = (self.tp, self.pp, self.vpp), sizes, torch.distributed.group.WORLD
+        layout = self._sizes, torch.distributed.group.WORLD
         if _initialized != [layout, parallel_state.get_model_parallel_group(check_initialized=False)]:
             parallel_state.destroy_model_parallel()
-            parallel_state.initialize_model_parallel(*layout[0], **sizes)
+            parallel_state.initialize_model_parallel(**self._sizes, create_gloo_process_groups=False)
             _initialized[:] = layout, parallel_state.get_model_parallel_group()
         elif self.vpp:
             parallel_state.set_virtual_pipeline_model_parallel_rank(0)
@@ -153,12 +158,7 @@ class TinyModel:
             "num_attention_heads": 4,
             "attention_dropout": 0.0,
             "hidden_dropout": 0.0,
-            "tensor_model_parallel_size": self.tp,
-            "pipeline_model_parallel_size": self.pp,
-            "virtual_pipeline_model_parallel_size": self.vpp,
-            "context_parallel_size": self.cp,
-            "expert_model_parallel_size": self.ep,
-            "expert_tensor_parallel_size": self.expert_tp,
+            **self._sizes,
             "moe_grouped_gemm": self.layers == "transformer_engine",
             "qk_layernorm": "mla" in self.kind,
             "sequence_parallel": self.sequence_parallel,
@@ -179,16 +179,15 @@ class TinyModel:
 
         config = config or self.transformer_config()
         chunks = []
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        for stage in [None] if self.vpp is None else range(self.vpp):
-            pre_process = rank == 0 and stage in (None, 0)
-            post_process = rank == self.pp - 1 and stage in (None, (self.vpp or 1) - 1)
-            chunk = self.provider(pre_process, post_process, config, stage).cuda()
-            if stage is not None:
-                chunk.vp_stage = stage
+        stage, count = parallel_state.get_pipeline_model_parallel_rank(), self.vpp or 1
+        for index in range(count):
+            is_first, is_last = stage + index == 0, (stage, index) == (self.pp - 1, count - 1)
+            chunk = self.provider(is_first, is_last, config, index if self.vpp else None).cuda()
+            if self.vpp:
+                chunk.vp_stage = index
             for parameter in chunk.parameters():
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-            if self.frozen_head and post_process:
+            if self.frozen_head and is_last:
                 chunk.output_layer.requires_grad_(False)
             chunks.append(Float16Module(config, chunk) if self.bf16 else chunk)
         return chunks
@@ -217,9 +216,8 @@ class TinyModel:
             "share_embeddings_and_output_weights": self.tied,
             "pre_process": pre_process,
             "post_process": post_process,
+            **({} if vp_stage is None else {"vp_stage": vp_stage}),
         }
-        if vp_stage is not None:
-            options["vp_stage"] = vp_stage
         if self.kind == "hybrid":
             return tiny_layers.hybrid_model(config, has_te, options)
         layer, norm = tiny_layers.layer_of(config, has_te)
@@ -235,12 +233,11 @@ class TinyModel:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        distributed: dict[str, Any] = {"use_distributed_optimizer": self.use_distributed_optimizer}
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=self.grad_reduce_in_fp32,
             overlap_grad_reduce=self.overlap_grad_reduce,
             overlap_param_gather=self.overlap_param_gather,
-            **distributed,
+            use_distributed_optimizer=self.use_distributed_optimizer,
             check_for_nan_in_grad=True,
             bucket_size=BUCKET,
         )
@@ -252,7 +249,11 @@ class TinyModel:
         for chunk in model:
             chunk.broadcast_params()
         optimizer_config = OptimizerConfig(
-            optimizer="adam", lr=self.lr, bf16=self.bf16, params_dtype=self.dtype, **distributed
+            optimizer="adam",
+            lr=self.lr,
+            bf16=self.bf16,
+            params_dtype=self.dtype,
+            use_distributed_optimizer=self.use_distributed_optimizer,
         )
         return model, get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=False)
 

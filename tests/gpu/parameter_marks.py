@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl_patches.testing.transformer_engine import layers, version
+from megatron_rl_patches.testing.transformer_engine import layers, refusals
 
 #: Case -> parameter -> its attributes and shape.
 Table = dict[str, dict[str, dict[str, Any]]]
@@ -75,16 +75,16 @@ def main() -> int:
     try:
         real = import_module("transformer_engine.pytorch")
     except ModuleNotFoundError:
-        print(f"TransformerEngine is not installed. Parameters of the stand-in for {version.current} carry:")
+        print(f"TransformerEngine is not installed. Parameters of the stand-in for {refusals.current} carry:")
         for case, parameters in table(STAND_IN).items():
             print(case, *(f"  {name}: {_shown(carried)}" for name, carried in parameters.items()), sep="\n")
         return 0
-    release, before = import_module("transformer_engine").__version__, version.current
-    version.current = release
+    release, before = import_module("transformer_engine").__version__, refusals.current
+    refusals.current = release
     try:
         of_real, of_stand_in = table(real), table(STAND_IN)
     finally:
-        version.current = before
+        refusals.current = before
     lines = list(differences(of_real, of_stand_in))
     print(
         f"TransformerEngine {release}: {len(of_stand_in)} layers, {len(lines)} parameters differ",

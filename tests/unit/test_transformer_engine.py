@@ -15,7 +15,7 @@ import torch
 
 from megatron_rl_patches.errors import MegatronRLPatchesError
 from megatron_rl_patches.testing import cpu_backend
-from megatron_rl_patches.testing.transformer_engine import layers, version
+from megatron_rl_patches.testing.transformer_engine import layers, refusals
 from tests.gpu import parameter_marks
 
 NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
@@ -52,7 +52,7 @@ def test_it_is_in_place_inside_of_the_block_alone() -> None:
     with pytest.raises(metadata.PackageNotFoundError):
         metadata.version("transformer-engine")
     with cpu_backend(transformer_engine=True):
-        assert metadata.version("transformer-engine") == version.DEFAULT
+        assert metadata.version("transformer-engine") == refusals.DEFAULT
 
 
 def test_it_stays_if_megatron_was_imported_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_marks_are_compared_with_those_of_an_installation(
 def test_marks_of_the_stand_in_are_shown_without_an_installation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(version, "current", version.DEFAULT)
+    monkeypatch.setattr(refusals, "current", refusals.DEFAULT)
     assert parameter_marks.main() == 0
     shown = capsys.readouterr().out
     assert shown.startswith("TransformerEngine is not installed")

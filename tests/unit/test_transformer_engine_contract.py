@@ -16,7 +16,7 @@ import torch
 
 from megatron_rl_patches.errors import MegatronRLPatchesError
 from megatron_rl_patches.testing import cpu_backend
-from megatron_rl_patches.testing.transformer_engine import distributed, version
+from megatron_rl_patches.testing.transformer_engine import distributed, refusals
 from megatron_rl_patches.testing.transformer_engine.refusals import RefusedInput
 
 #: Release that the stand-in stands for -> where it is in a checkout of TransformerEngine.
@@ -135,12 +135,12 @@ def te(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
 def _options(owner: str) -> dict[str, bool]:
     """Return options with their marks, and whether the release has them."""
     since = (option.partition(">") for option in CLASSES[owner][2].split())
-    return {option: version.is_at_least(release or "0") for option, _, release in since}
+    return {option: refusals.is_at_least(release or "0") for option, _, release in since}
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_input_is_refused_as_by_the_real_one(te: Any, what: str) -> None:
-    is_taken = version.is_at_least(what.partition(", until ")[2] or "99")
+    is_taken = refusals.is_at_least(what.partition(", until ")[2] or "99")
     with nullcontext() if is_taken else pytest.raises(RefusedInput):
         REFUSED[what](te)
 
@@ -161,12 +161,12 @@ def test_constructors_have_the_options_of_the_real_ones(te: Any, owner: str) -> 
 @pytest.mark.parametrize("owner", CLASSES)
 def test_options_are_those_in_the_sources(te: Any, owner: str) -> None:
     file, sizes, _ = CLASSES[owner]
-    path = f"{RELEASES[version.current]}:transformer_engine/pytorch/{file}.py"
+    path = f"{RELEASES[refusals.current]}:transformer_engine/pytorch/{file}.py"
     git = ["git", "-C", os.environ["TRANSFORMER_ENGINE_DIR"], "show", path]
     tree = ast.parse(subprocess.run(git, capture_output=True, text=True, check=True).stdout)
     (definition,) = (x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == owner)
     (init,) = (x for x in definition.body if isinstance(x, ast.FunctionDef) and x.name == "__init__")
     names = {argument.arg for argument in (*init.args.args[1:], *init.args.kwonlyargs)}
     expected = {option.rstrip("!") for option, is_there in _options(owner).items() if is_there}
-    single = set() if version.is_at_least("2.14") else {"single_grouped_weight", "single_grouped_bias"}
+    single = set() if refusals.is_at_least("2.14") else {"single_grouped_weight", "single_grouped_bias"}
     assert names - sizes.keys() == expected - single

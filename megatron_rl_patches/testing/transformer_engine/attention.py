@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import distributed, version
+from . import distributed
 from .base import TransformerEngineBaseModule
-from .refusals import check_options, refuse, require
-from .rope import positions_of
+from .distributed import positions_of
+from .refusals import check_options, is_at_least, refuse, require
 
 _CAUSAL = ("causal", "causal_bottom_right")
 _MASKS = ("no_mask", "arbitrary", "padding", *_CAUSAL, *(f"padding_{name}" for name in _CAUSAL))
@@ -183,14 +183,14 @@ class DotProductAttention(TransformerEngineBaseModule):
             require(
                 ("padding" in mask_type, f"a packed batch has attn_mask_type {mask_type!r}"),
                 ({*types} == {torch.int32}, f"cu_seqlens_q and cu_seqlens_kv of a packed batch are {types}"),
-                (not has_offset or version.is_at_least("2.12"), "packed softmax offsets"),
-                (not self._return_max_logit or version.is_at_least("2.11"), "packed max_logit"),
+                (not has_offset or is_at_least("2.12"), "packed softmax offsets"),
+                (not self._return_max_logit or is_at_least("2.11"), "packed max_logit"),
             )
         if self.cp_size == 1:
             return
         kind, ranks = self.cp_comm_type, self.cp_size
-        is_ring, is_new, cut = kind == "p2p", version.is_at_least("2.15"), f"cp_comm_type {kind!r} with"
-        takes_packed = is_ring or version.is_at_least("2.10" if kind == "a2a" else "2.18")
+        is_ring, is_new, cut = kind == "p2p", is_at_least("2.15"), f"cp_comm_type {kind!r} with"
+        takes_packed = is_ring or is_at_least("2.10" if kind == "a2a" else "2.18")
         is_even = kind != "a2a" or not (q.shape[-2] % ranks or groups % ranks)
         is_square = is_packed or shapes[0][:2] == shapes[1][:2]
         require(

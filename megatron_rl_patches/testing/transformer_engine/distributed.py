@@ -13,7 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from .refusals import refuse
+from .refusals import refuse, require
 
 
 class CudaRNGStatesTracker:
@@ -86,6 +86,15 @@ def activation_recompute_forward(
 ) -> AbstractContextManager[None]:
     """Do nothing: FP8 alone has something to do in recomputations."""
     return nullcontext()
+
+
+def positions_of(rank: int, size: int, rows: int) -> Tensor:
+    """Return the positions of a rank's rows: a piece from either end, as Megatron cuts sequences."""
+    if size == 1:
+        return torch.arange(rows)
+    require((rows % 2 == 0, f"{rows} rows on a rank, which are not two pieces of the same length"))
+    pieces = torch.arange(rows * size).chunk(2 * size)
+    return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
 
 
 def enter(x: Tensor, group: Any, is_split: bool) -> Tensor:

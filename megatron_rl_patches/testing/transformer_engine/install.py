@@ -1,4 +1,4 @@
-"""Puts the stand-in in place of an absent TransformerEngine, and takes it away."""
+"""The modules that Megatron imports of TransformerEngine: what is in them, put in place and taken away."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+import torch
 from packaging.version import InvalidVersion, Version
 
 from ...errors import MegatronRLPatchesError
-from . import version
+from . import functions, refusals
+from .attention import DotProductAttention
+from .base import TransformerEngineBaseModule, add_to_main_grad, get_dummy_wgrad
+from .distributed import CudaRNGStatesTracker, activation_recompute_forward, checkpoint
+from .layers import GroupedLinear, LayerNorm, LayerNormLinear, Linear, RMSNorm
+from .optimizers import FusedAdam
 
 _NAME = "transformer_engine"
 _in_place: _Finder | None = None
@@ -26,7 +32,7 @@ class _Distribution(Distribution):
     def read_text(self, filename: str) -> str | None:
         if filename != "METADATA":
             return None
-        return f"Metadata-Version: 2.1\nName: transformer-engine\nVersion: {version.current}\n"
+        return f"Metadata-Version: 2.1\nName: transformer-engine\nVersion: {refusals.current}\n"
 
     def locate_file(self, path: Any) -> Any:
         return path
@@ -56,18 +62,18 @@ def stand_in(requested: str | None = None) -> Iterator[None]:
     """
     global _in_place, _blocks
     try:
-        release = Version(requested or version.current)
+        release = Version(requested or refusals.current)
     except InvalidVersion as error:
-        raise MegatronRLPatchesError(f'{error}; expected a version, such as "{version.DEFAULT}"') from None
+        raise MegatronRLPatchesError(f'{error}; expected a version, such as "{refusals.DEFAULT}"') from None
     if _in_place is None:
         _check_absence()
-        version.current = requested or version.DEFAULT
+        refusals.current = requested or refusals.DEFAULT
         _in_place = _Finder(_new_modules())
         sys.modules.update(_in_place.modules)
         sys.meta_path.append(_in_place)
-    elif release != Version(version.current):
+    elif release != Version(refusals.current):
         raise MegatronRLPatchesError(
-            f"The stand-in of TransformerEngine stands for {version.current} in this process, not for "
+            f"The stand-in of TransformerEngine stands for {refusals.current} in this process, not for "
             f"{requested}. Use one version in a process."
         )
     _blocks += 1
@@ -81,7 +87,7 @@ def stand_in(requested: str | None = None) -> Iterator[None]:
                 if sys.modules.get(name) is module:
                     del sys.modules[name]
             sys.meta_path.remove(_in_place)
-            _in_place, version.current = None, version.DEFAULT
+            _in_place, refusals.current = None, refusals.DEFAULT
 
 
 def _check_absence() -> None:
@@ -100,10 +106,8 @@ def _check_absence() -> None:
 
 
 def _new_modules() -> dict[str, ModuleType]:
-    from . import names
-
     modules: dict[str, ModuleType] = {}
-    for name, values in names.modules().items():
+    for name, values in _contents().items():
         parent, _, child = name.rpartition(".")
         if not parent and name != _NAME and find_spec(name) is not None:
             continue
@@ -114,3 +118,54 @@ def _new_modules() -> dict[str, ModuleType]:
         if parent:
             setattr(modules[parent], child, module)
     return modules
+
+
+def _named(*values: Any) -> dict[str, Any]:
+    return {value.__name__: value for value in values}
+
+
+def _contents() -> dict[str, dict[str, Any]]:
+    """Return names and values of each module; parents come before their children."""
+    rope, tracker = _named(functions.apply_rotary_pos_emb), _named(CudaRNGStatesTracker, checkpoint)
+    linear = _named(Linear, LayerNormLinear, GroupedLinear, LayerNorm, RMSNorm)
+    contexts = ("fp8_autocast", "fp8_model_init", "autocast", "quantized_model_init")
+    formats = ("fp8", "mxfp8", "nvfp4", "fp8_block_scaling")
+    padding = ("Fp8Padding", "Fp8Unpadding")
+    router = ("fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss")
+    fp8 = {
+        **_named(refusals.FP8GlobalStateManager),
+        **dict.fromkeys(contexts, refusals.fp8_autocast),
+        **{f"check_{name}_support": refusals.is_available for name in formats},
+    }
+    pytorch = {
+        "attention": _named(DotProductAttention) | rope,
+        "attention.rope": rope,
+        "distributed": tracker | _named(activation_recompute_forward),
+        "float8_tensor": {"Float8Tensor": refusals.QuantizedTensor},
+        "fp8": fp8,
+        "quantization": fp8,
+        "module": linear,
+        "module.base": _named(TransformerEngineBaseModule, get_dummy_wgrad),
+        "ops": _named(functions.FusibleOperation, functions.Sequential) | functions.ACTIVATIONS,
+        "permutation": {name: value for name, value in vars(functions).items() if name.startswith("moe_")},
+        "optimizers": _named(FusedAdam) | {"FusedSGD": torch.optim.SGD},
+        "router": dict.fromkeys(router, refusals.refused("fused router (moe_router_fusion)")),
+        "tensor": _named(refusals.QuantizedTensor),
+    }
+    return {
+        _NAME: {"__version__": refusals.current},
+        f"{_NAME}.common": {},
+        f"{_NAME}.common.recipe": _named(refusals.Format, refusals.Recipe) | refusals.RECIPES,
+        f"{_NAME}.pytorch": {
+            **linear,
+            **fp8,
+            **tracker,
+            **_named(DotProductAttention),
+            **dict.fromkeys(padding, refusals.refused(f"padding for FP8 ({', '.join(padding)})")),
+        },
+        **{f"{_NAME}.pytorch.{name}": values for name, values in pytorch.items()},
+        # Of apex: with it, Megatron's own layers add gradients of weights to main_grad, too.
+        "fused_weight_gradient_mlp_cuda": dict.fromkeys(
+            ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"), add_to_main_grad
+        ),
+    }

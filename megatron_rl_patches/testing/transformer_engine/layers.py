@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import distributed, version
+from . import distributed
 from .base import LinearBase, ResettableModule, activation_dtype
-from .refusals import check_options, refuse, require
+from .refusals import check_options, is_at_least, refuse, require
 
 
 def normalized(x: Tensor, weight: Any, bias: Any, eps: float, zero_centered: bool) -> Tensor:
@@ -103,7 +103,7 @@ class GroupedLinear(LinearBase):
 
     def _mark(self, suffix: str = "") -> None:
         # Later releases set marks only if weights lie in one tensor (in the sources of v2.12 to v2.18).
-        if not version.is_at_least("2.13"):
+        if not is_at_least("2.13"):
             for index in range(self.num_gemms):
                 super()._mark(str(index))
 

@@ -1,4 +1,4 @@
-"""What the stand-in refuses: by name what it does not have, FP8 above all, and what the real one refuses."""
+"""Which release the stand-in stands for, what it does not have, FP8 above all, and what both refuse."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
+from packaging.version import Version
 
 from ...errors import MegatronRLPatchesError
-from . import version
+
+DEFAULT = "2.9.0"
+#: The version that Megatron is told, and on which attributes depend.
+current = DEFAULT
+
+
+def is_at_least(release: str) -> bool:
+    """Return whether the version is the release or a later one."""
+    return Version(current) >= Version(release)
+
 
 #: Options that signatures here do not name. Those before the bar may have any value: layers follow it, or no
 #: result on a CPU depends on it. The others must be off. The release after ``>`` is the first with an option.
@@ -45,7 +55,7 @@ def require(*conditions: tuple[object, str]) -> None:
     """Refuse input unless all conditions hold, each with a message; the real one has the same conditions."""
     for holds, message in conditions:
         if not holds:
-            raise RefusedInput(f"{message}. TransformerEngine {version.current} refuses this, too.")
+            raise RefusedInput(f"{message}. TransformerEngine {current} refuses this, too.")
 
 
 def check_options(owner: str, options: Mapping[str, Any]) -> None:
@@ -55,8 +65,8 @@ def check_options(owner: str, options: Mapping[str, Any]) -> None:
     )
     since = of_any_value | others
     for name, value in options.items():
-        if name not in since or not version.is_at_least(since[name] or "0"):
-            raise TypeError(f"{owner} of TransformerEngine {version.current} has no argument {name!r} here")
+        if name not in since or not is_at_least(since[name] or "0"):
+            raise TypeError(f"{owner} of TransformerEngine {current} has no argument {name!r} here")
         is_off = value is None or (value == _OFF[name] if name in _OFF else value is False)
         if name in others and not is_off:
             refuse(f"{name}={value!r} of {owner}")
