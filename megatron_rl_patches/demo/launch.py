@@ -26,7 +26,7 @@ from ..errors import MegatronRLPatchesError
 from ..testing import RanksFailed, cpu_backend
 from ..testing.ranks import call_on_ranks
 
-_TRAIN_FUNCTION = "megatron_rl_patches.demo.training:train"
+_TRAIN_FUNCTION = "megatron_rl_patches.demo.program:train"
 _PATIENCE_SECONDS = 7 * 24 * 3600.0
 
 _UPSTREAM_ERROR = "AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None"
@@ -39,13 +39,10 @@ megatron-rl-patches demo"""
 
 
 def run_demo(*, rollouts: int, ranks: int, seed: int, without_patches: bool = False) -> int:
-    """Run the demo on this machine, with progress and results on stdout and the ranks' errors on stderr.
+    """Run the command ``demo`` with its options, and return the exit code.
 
-    The parameters are the options of the command ``megatron-rl-patches demo``.
-
-    Returns:
-        The exit code: 0 if the run succeeded, which without patches means that it failed with the error of
-        upstream's second ``train()``.
+    Progress and results go to stdout, and the ranks' errors to stderr. The code is 0 if the run succeeded,
+    which without patches means that it failed with the error of upstream's second ``train()``.
 
     Raises:
         MegatronRLPatchesError: torch or megatron-core is absent, or the environment variable has no effect.

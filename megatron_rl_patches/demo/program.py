@@ -9,27 +9,22 @@ was before training.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel as DDP
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
 from ..inference import build_inference_model, forward_log_probs
-from ..losses import (
-    PolicyBatch,
-    PolicyOptions,
-    SequenceLayout,
-    make_loss_func,
-    vocab_parallel_topk,
-)
-from .training import train
+from ..losses import PolicyBatch, PolicyOptions, SequenceLayout, make_loss_func, vocab_parallel_topk
 
 DIGITS = 3
 PROMPT = DIGITS + 1
@@ -40,7 +35,6 @@ VOCABULARY = 12
 # Numbers per rank and rollout.
 _PROMPTS, _ANSWERS_PER_PROMPT = 64, 8
 _STEPS, _MICROBATCHES = 4, 2
-_MICRO_BATCH_SIZE = _PROMPTS * _ANSWERS_PER_PROMPT // (_STEPS * _MICROBATCHES)
 _OPTIONS = PolicyOptions(kl_coef=0.005)
 # In the first rollout. It falls linearly to zero, so that the last rollouts are the best.
 _LEARNING_RATE = 2e-3
@@ -80,13 +74,11 @@ class Program:
             hidden_dropout=0.0,
             calculate_per_token_loss=True,
         )
-        overlapped = {"use_distributed_optimizer": True, "overlap_param_gather": True}
-        ddp_config = DistributedDataParallelConfig(
-            overlap_grad_reduce=True, bucket_size=_BUCKET, **overlapped
-        )
-        self.policy = [DistributedDataParallel(config, ddp_config, _provide(config).cuda())]
+        gather = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+        ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=_BUCKET, **gather)
+        self.policy = [DDP(config, ddp_config, _provide(config).cuda())]
         self.policy[0].broadcast_params()
-        optimizer_config = OptimizerConfig(optimizer="adam", lr=_LEARNING_RATE, **overlapped)
+        optimizer_config = OptimizerConfig(optimizer="adam", lr=_LEARNING_RATE, **gather)
         self.optimizer = get_megatron_optimizer(optimizer_config, self.policy, use_gloo_process_groups=False)
         self.reference = build_inference_model(_provide, config, dtype="fp32")
         self.reference[0].load_state_dict(self.policy[0].module.state_dict())
@@ -107,14 +99,19 @@ class Program:
             }
             for group in self.optimizer.param_groups:
                 group["lr"] = _LEARNING_RATE * (1 - number / count)
+            order = torch.randperm(len(tokens_bs), generator=self.generator, device=self.device)
+            microbatches = (
+                {name: values[index] for name, values in batch.items()}
+                for index in order.chunk(_STEPS * _MICROBATCHES)
+            )
             train(
-                _forward_step,
-                self._microbatches(batch),
                 self.policy,
                 self.optimizer,
-                steps=_STEPS,
+                _forward_step,
+                microbatches,
+                _STEPS,
                 num_microbatches=_MICROBATCHES,
-                micro_batch_size=_MICRO_BATCH_SIZE,
+                micro_batch_size=_PROMPTS * _ANSWERS_PER_PROMPT // (_STEPS * _MICROBATCHES),
                 seq_length=LENGTH,
             )
             kl_bd = batch["old_log_probs"] - batch["ref_log_probs"]
@@ -152,21 +149,42 @@ class Program:
         return tokens_bs, torch.cat(log_probs, 1)
 
     def _reference_log_probs(self, tokens_bs: torch.Tensor) -> torch.Tensor:
-        count = len(tokens_bs)
-        microbatch = {
-            "tokens": tokens_bs,
-            "lengths": [LENGTH] * count,
-            "response_lengths": [DIGITS] * count,
-        }
+        lengths, digits = [LENGTH] * len(tokens_bs), [DIGITS] * len(tokens_bs)
+        microbatch = {"tokens": tokens_bs, "lengths": lengths, "response_lengths": digits}
         scores = forward_log_probs(self.reference, [microbatch], output_device=self.device, progress=False)
         assert scores is not None  # there is one pipeline stage
         return torch.stack(scores.log_probs)
 
-    def _microbatches(self, batch: Batch) -> Iterator[Batch]:
-        count = len(batch["tokens"])
-        indices = torch.randperm(count, generator=self.generator, device=self.device)
-        for index in indices.chunk(_STEPS * _MICROBATCHES):
-            yield {name: values[index] for name, values in batch.items()}
+
+def train(
+    model: list[DDP],
+    optimizer: Any,
+    forward_step: Callable[..., Any],
+    data_iterator: Iterator[Any],
+    steps: int,
+    **sizes: int,
+) -> None:
+    """Train on one rollout, as Megatron-LM and frameworks do; the sizes are those of Megatron's schedule."""
+    [chunk] = model
+    assert chunk.config.no_sync_func is None, (
+        "When overlap_grad_reduce is True, config.no_sync_func must be None; "
+        "a custom no_sync_func is not supported when overlapping grad-reduce"
+    )
+    chunk.config.no_sync_func = chunk.no_sync
+    chunk.config.finalize_model_grads_func = finalize_model_grads
+    chunk.config.grad_scale_func = optimizer.scale_loss
+    # As upstream: the first step runs without hooks, so that it shows errors of loading and building.
+    chunk.disable_forward_pre_hook(param_sync=False)
+    for step in range(steps):
+        chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=data_iterator, model=model, **sizes
+        )
+        optimizer.step()
+        if step == 0:
+            chunk.enable_forward_pre_hook()
+    chunk.disable_forward_pre_hook()
 
 
 def _provide(config: TransformerConfig, pre_process: bool = True, post_process: bool = True) -> GPTModel:
@@ -188,14 +206,9 @@ def _forward_step(data_iterator: Iterator[Batch], chunk: torch.nn.Module) -> tup
     """Return the logits of a microbatch, and the function that computes the loss from them."""
     batch = next(data_iterator)
     tokens_bs, count = batch["tokens"], len(batch["tokens"])
-    layout = SequenceLayout.build(
-        [LENGTH] * count,
-        [DIGITS] * count,
-        qkv_format="bshd",
-        max_seq_lens=[LENGTH] * count,
-        device=tokens_bs.device,
-    )
-    masks = torch.ones(count, DIGITS, device=tokens_bs.device)
+    lengths, digits, device = [LENGTH] * count, [DIGITS] * count, tokens_bs.device
+    layout = SequenceLayout.build(lengths, digits, qkv_format="bshd", max_seq_lens=lengths, device=device)
+    masks = torch.ones(count, DIGITS, device=device)
     log_probs = {name: list(batch[name]) for name in ("old_log_probs", "ref_log_probs")}
     policy_batch = PolicyBatch(list(batch["advantages"]), list(masks), **log_probs)
     loss_func = make_loss_func(list(tokens_bs), layout, policy_batch, _OPTIONS, with_entropy=False)

@@ -21,7 +21,6 @@ from megatron_rl_patches.doctor import Startup
 from tests.ranks import on_ranks
 
 UPSTREAM = "AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None"
-PROGRAM = ("program", "training")
 
 
 def run(capture: pytest.CaptureFixture[str], code: int = 0, **options: int) -> tuple[str, str]:
@@ -77,7 +76,7 @@ def test_without_patches_the_second_train_fails(
 ) -> None:
     """The explanation stands alone and last; a run that does not fail is a failure."""
     out, err = run(capfd, without_patches=True)
-    failed = rf"^rollout   1  reward .*\n.*training.py, line \d+, in train\n{UPSTREAM}"
+    failed = rf"^rollout   1  reward .*\n.*program.py, line \d+, in train\n{UPSTREAM}"
     assert re.search(failed, out, re.MULTILINE)
     assert out.endswith(f"\n{launch._EXPLANATION}\n")
     assert err == ""
@@ -88,7 +87,7 @@ def test_without_patches_the_second_train_fails(
 
 @pytest.mark.slow
 def test_a_failing_rank_surfaces(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_TRAIN_FUNCTION", "megatron_rl_patches.demo.training:another")
+    monkeypatch.setattr(launch, "_TRAIN_FUNCTION", "megatron_rl_patches.demo.program:another")
     _, err = run(capfd, code=1)
     assert UPSTREAM in err
     assert err.endswith("see the root cause above\n")
@@ -126,11 +125,7 @@ def test_a_variable_without_effect_is_refused_at_once(monkeypatch: pytest.Monkey
 
 
 def test_the_program_knows_nothing_of_the_patches() -> None:
-    for name in PROGRAM:
-        text = Path(launch.__file__).with_name(f"{name}.py").read_text()
-        assert "megatron_rl_patches" not in text.lower()
-        imported = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom) and n.level]
-        packages = {(node.module or "").partition(".")[0] for node in imported if node.level > 1}
-        assert packages <= {"inference", "losses"}
-        siblings = {node.module for node in imported if node.level == 1} - {None}
-        assert siblings | {a.name for n in imported if not n.module for a in n.names} <= set(PROGRAM)
+    text = Path(launch.__file__).with_name("program.py").read_text()
+    assert "megatron_rl_patches" not in text.lower()
+    imported = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom) and n.level]
+    assert {(node.level, node.module) for node in imported} == {(2, "inference"), (2, "losses")}

@@ -19,7 +19,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron_rl_patches import Settings, applied, inference, losses
 from megatron_rl_patches.testing import TinyModel, cpu_backend, spawn_ranks
 
-TRAIN = "megatron_rl_patches.demo.training:train"
+TRAIN = "megatron_rl_patches.demo.program:train"
 DIGITS = 5
 PROMPT = DIGITS + 2
 LENGTH = PROMPT + DIGITS
@@ -275,7 +275,7 @@ def _train(
     model: Any, optimizer: Any, microbatches: Iterator[Batch], steps: int, number: int, size: int
 ) -> None:
     """Train some steps, each of a number of microbatches of some size."""
-    from megatron_rl_patches.demo.training import train
+    from megatron_rl_patches.demo.program import train
 
     tp_group = parallel_state.get_tensor_model_parallel_group()
     cp_group = parallel_state.get_context_parallel_group()
@@ -293,7 +293,7 @@ def _train(
         return chunk(*inputs, attention_mask=None), partial(_loss, batch, layout, options)
 
     sizes = {"num_microbatches": number, "micro_batch_size": size, "seq_length": LENGTH}
-    train(forward_step, microbatches, model, optimizer, steps=steps, **sizes)
+    train(model, optimizer, forward_step, microbatches, steps, **sizes)
 
 
 def _loss(batch: Batch, layout: losses.SequenceLayout, options: Any, logits: torch.Tensor) -> Any:
