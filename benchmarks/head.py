@@ -30,7 +30,8 @@ from .measure import DEVICE, TURNS, Call, Result, largest_error, left_out, on_ra
 from .page import Benchmark, Parts, Table, number
 
 REFERENCE_ROWS, TEMPERATURE = 64, 0.8
-ERRORS = dict.fromkeys(("error of values", "error of gradients"), ".1e")
+#: And 1 if backward makes a gradient of a frozen weight, which nobody asks for.
+DETAILS = {"error of values": ".1e", "error of gradients": ".1e", "gradient of a frozen weight": ".0f"}
 ALL_ROWS, HALF, FROZEN, SCORING = MODES = ("all rows", "half of the rows", "frozen head", "scoring")
 #: On the CPU, memory and errors alone; and of both at once memory alone, compared with stock code.
 ENTROPY, BOTH = "entropy", "log-probs and entropy"
@@ -276,7 +277,7 @@ def _measure(candidates: Mapping[str, Sequence[Candidate]], setup: Setup, turns:
 
 
 def _call(setup: Setup, mode: str, x: Inputs, with_details: bool, head: Head) -> Call:
-    """Return the call of a step, with its errors; if the head is frozen, with whether that saves nothing."""
+    """Return the call of a step with its details."""
     details = {ALL_ROWS: _errors, ENTROPY: _errors, FROZEN: _computes_frozen}.get(mode)
     return call(x, head, partial(details, setup, mode, head) if details and with_details else tuple)
 
@@ -305,12 +306,13 @@ def _expected(setup: Setup, mode: str) -> tuple[Inputs, list[Tensor]]:
 
 
 def _computes_frozen(setup: Setup, mode: str, head: Head) -> tuple[float, float, float]:
-    """Return no errors, and 1 if backward makes a gradient of the weight that nobody asked for."""
+    """Return no errors, and whether backward makes a gradient of the weight."""
     x = inputs_of(replace(setup, rows=8), mode)
-    made: list[Tensor] = []
+    made = False
 
     def hook(gradients: Sequence[Tensor | None], _: Any) -> None:
-        made.extend(g for g in gradients if g is not None and g.shape == x.weight.shape)
+        nonlocal made
+        made |= any(g is not None and g.shape == x.weight.shape for g in gradients)
 
     log_probs = head(x)[0]
     nodes = [log_probs.grad_fn]
@@ -319,20 +321,14 @@ def _computes_frozen(setup: Setup, mode: str, head: Head) -> tuple[float, float,
             node.register_hook(hook)
             nodes.extend(following for following, _ in node.next_functions)
     torch.autograd.grad(log_probs.sum(), x.hidden)
-    return math.nan, math.nan, float(bool(made))
+    return math.nan, math.nan, float(made)
 
 
 def parts(results: Results) -> Parts:
     everything = [*results.large, *results.setups]
-    lacking = [
-        {"set-up": str(result.setup), "head": name, "leaves out": "; ".join(_leaves_out(result, name)) or "–"}
-        for result in results.setups
-        for name in result.costs[ALL_ROWS]
-    ]
     return {
         "ways": Table(1, [*_ways(results)]),
-        "heads": rows(everything, "mode", "head", ERRORS),
-        "leaves out": Table(2, lacking),
+        "heads": rows(everything, "mode", "head", DETAILS),
         "peers": revisions("Others", "slime", "nemo-rl", "SkyRL", "trl"),
         "left out": left_out(everything),
     }
@@ -346,26 +342,6 @@ def _ways(results: Results) -> Iterator[dict[str, str]]:
         memory = large.memory(BOTH if name in large.costs[BOTH] else ALL_ROWS, name)
         times = {title: number(of.duration(mode, name), ".2f") for title, (of, mode) in cells.items()}
         yield {"head": name, "memory": f"{memory:.3f}", **times}
-
-
-def _leaves_out(result: Result, name: str) -> Iterator[str]:
-    """Say what a head does not do, by what this run measured."""
-    cost, entropy, frozen = (result.cost(mode, name) for mode in (ALL_ROWS, ENTROPY, FROZEN))
-    if cost is None or not cost.details:
-        return
-    if name in (NAIVE, BASE):
-        yield "materializes the logits"
-        return
-    if cost.details[0] > 1e-4:
-        yield "the temperature" if cost.details[0] > 1e-2 else "exact values"
-    if entropy is None:
-        yield "the entropy"
-    elif entropy.details[1] > 0.1:
-        yield "the entropy's gradient"
-    elif entropy.peak_bytes > 1.5 * cost.peak_bytes:
-        yield "the entropy's gradient in chunks"
-    if frozen and frozen.details[-1]:
-        yield "the saving of a frozen weight"
 
 
 BENCHMARK = Benchmark(measure, parts)

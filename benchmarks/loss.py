@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from .candidates import Candidate, calls, revisions
 from .candidates import checkout as of_checkout
 from .logits import REFERENCE_ROWS, Logits, LogitsSetup
 from .measure import TURNS, Call, Result, largest_error, left_out, on_ranks, rows
-from .page import Benchmark, Parts, Table, bars
+from .page import Benchmark, Parts, Table
 
 LOG_PROBS, ENTROPY, ENTROPY_GRAD = MODES = ("log-probs", "+ entropy", "+ entropy with gradient")
 ERRORS = dict.fromkeys(("gradient error", "log-prob error", "entropy error"), ".0e")
@@ -251,44 +252,39 @@ def _measure(setup: LogitsSetup, turns: int) -> Result:
     return result
 
 
-#: The most memory of ours, in that of the logits, where they compute the gradient in place and where not.
-MEMORY = {
-    "extra memory in place, × logits": ((COMPILED_IN_PLACE, PLAIN_IN_PLACE), 0.02),
-    "extra memory, × logits": ((COMPILED, PLAIN), 1.02),
-}
+#: The most memory of ours, in that of the logits.
+MEMORY = {COMPILED: 1.02, PLAIN: 1.02, COMPILED_IN_PLACE: 0.02, PLAIN_IN_PLACE: 0.02}
 #: The most time of ours in that of the minimal functions.
 MOST_OF_MINIMAL = 1.05
 #: Without AVX-512 an exponential costs more, and slime, which keeps its softmax, takes none in backward.
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-#: By how much the first must be faster than the second, by mode.
+#: By how much ours must be faster than others, by mode.
 SPEEDS = {
-    "compiled, compared with slime": (COMPILED, SLIME, (1.5, 1.8, 3.5 if HAS_AVX512 else 2.0)),
-    "compiled, in place, compared with slime": (COMPILED_IN_PLACE, SLIME, (2.0, 2.0, 2.0)),
-    "compiled, compared with naive autograd": (COMPILED, NAIVE, (0.9, 2.0, 2.5)),
-    "plain, compared with naive autograd": (PLAIN, NAIVE, (0.9, 0.9, 0.9)),
+    (COMPILED, SLIME): (1.5, 1.8, 3.5 if HAS_AVX512 else 2.0),
+    (COMPILED_IN_PLACE, SLIME): (2.0, 2.0, 2.0),
+    (COMPILED, NAIVE): (0.9, 2.0, 2.5),
+    (PLAIN, NAIVE): (0.9, 0.9, 0.9),
 }
 
 
 def claims(results: Sequence[Result]) -> Iterator[dict[str, str]]:
     """Compare memory and speed of float32 logits on one rank with what is claimed."""
 
-    def row(what: str, where: str, measured: str, claim: str, is_met: bool) -> dict[str, str]:
-        reached = "yes" if is_met else "no"
-        return {"claim": what, "set-up": where, "measured": measured, "limit": claim, "met": reached}
+    def row(claim: str, result: Result, of: str, measured: float, most: float) -> dict[str, str]:
+        numbers = {"measured": f"{measured:.3f}", "limit": f"<= {most:.3g}"}
+        reached = "yes" if measured <= most else "no"
+        return {"claim": claim, "set-up": f"{result.setup}, {of}", **numbers, "met": reached}
 
     for result in _in_float32(results):
-        for what, (names, most) in MEMORY.items():
-            memory = max(result.memory(mode, name) for mode in MODES for name in names)
-            yield row(what, str(result.setup), f"{memory:.3f}", f"<= {most:g}", memory <= most)
+        for mode, (name, most) in product(MODES, MEMORY.items()):
+            yield row(f"{name}: memory, × logits", result, mode, result.memory(mode, name), most)
         for what, ratio in _of_minimal(result):
-            where, is_met = f"{result.setup}, {what}", ratio <= MOST_OF_MINIMAL
-            yield row(f"{COMPILED} / minimal", where, f"{ratio:.2f} ×", f"<= {MOST_OF_MINIMAL:g} ×", is_met)
+            yield row(f"{COMPILED}: time, × minimal", result, what, ratio, MOST_OF_MINIMAL)
         for index, mode in enumerate(MODES):
-            where = f"{result.setup}, {mode}"
-            for what, (name, other, limits) in SPEEDS.items():
+            for (name, other), faster in SPEEDS.items():
                 if result.cost(mode, other):
-                    speed, least = result.duration(mode, other) / result.duration(mode, name), limits[index]
-                    yield row(what, where, f"{speed:.2f} ×", f">= {least:g} ×", speed >= least)
+                    ratio = result.duration(mode, name) / result.duration(mode, other)
+                    yield row(f"{name}: time, × {other}", result, mode, ratio, 1 / faster[index])
 
 
 def _of_minimal(result: Result) -> Iterator[tuple[str, float]]:
@@ -321,11 +317,23 @@ def plot(results: Sequence[Result], figure: Any) -> None:
     result = _in_float32(results)[-1]
     names = [candidate.name for candidate in CANDIDATES if candidate.name != MINIMAL]
     memory, duration = figure.subplots(2, 1)
-    bars(memory, "extra memory, × logits", MODES, names, result.memory)
-    bars(duration, "forward + backward, × one copy of the logits", MODES, names, result.duration)
+    _draw(memory, "extra memory, × logits", names, result.memory)
+    _draw(duration, "forward + backward, × one copy of the logits", names, result.duration)
     duration.axvline(result.duration(ENTROPY_GRAD, MINIMAL), color="black", linestyle=":", label=MINIMAL)
     figure.legend(*duration.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.suptitle(f"Log-probabilities and entropy\n{result.setup}")
+
+
+def _draw(axes: Any, label: str, names: list[str], length: Callable[[str, str], float]) -> None:
+    """Draw a bar for each mode of each name, the first name on top; none for what was not measured."""
+    names = [name for name in names if not all(math.isnan(length(mode, name)) for mode in MODES)]
+    height = 0.8 / len(MODES)
+    for place, mode in enumerate(MODES):
+        places = [index + (place + 0.5) * height - 0.4 for index in range(len(names))]
+        axes.barh(places, [length(mode, name) for name in names], height, label=mode)
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel=label, ylim=(len(names) - 0.4, -0.6))
+    axes.grid(axis="x", alpha=0.3)
 
 
 BENCHMARK = Benchmark(

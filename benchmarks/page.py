@@ -10,7 +10,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -156,29 +156,6 @@ def number(value: float, form: str) -> str:
 def left_out(reasons: Mapping[str, str]) -> str:
     """Say what was not measured, and why."""
     return f"Left out: {'; '.join(f'{name} ({why})' for name, why in reasons.items())}." if reasons else ""
-
-
-def bars(
-    axes: Any,
-    label: str,
-    series: Sequence[str],
-    names: Iterable[str],
-    length: Callable[[str, str], float],
-) -> None:
-    """Draw horizontal bars, for each name one of each series, the first name on top.
-
-    Args:
-        length: takes the series and the name; there is no bar for what is not a number.
-    """
-    names = [name for name in names if not all(math.isnan(length(title, name)) for title in series)]
-    height = 0.8 / len(series)
-    for place, title in enumerate(series):
-        places = [index + (place + 0.5) * height - 0.4 for index in range(len(names))]
-        axes.barh(places, [length(title, name) for name in names], height, label=title.replace("`", ""))
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_xlabel(label)
-    axes.grid(axis="x", alpha=0.3)
 
 
 def new_figure(height: float) -> Any:
