@@ -5,7 +5,7 @@
 The first command measures what matters most, and ``--second`` the rest; each takes ten minutes at most. Each
 step is a process of its own with a time limit. Its results are in ``gpu.json`` as soon as they are measured,
 so that they stay when a process dies. If a step fails, the others still run, the exit code is 1, ``gpu.json``
-has its traceback, and the last line is the command that runs again what failed. Without ``--dry`` there must
+has its log, and the last line is the command that runs again what failed. Without ``--dry`` there must
 be a GPU, and ``gpu.md`` and ``gpu.json`` are written into docs/benchmarks. ``--dry`` runs the same steps at
 a small size on the CPU and writes into a temporary folder. ``--only`` runs some steps. It and ``--second``
 leave in the folder what other steps wrote there before.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import importlib
-import json
 import math
 import os
 import shlex
@@ -25,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -111,15 +109,14 @@ def run(steps: Sequence[Step], dry: bool, folder: Path, keep: bool = False) -> l
     """
     folder.mkdir(parents=True, exist_ok=True)
     page, figures = folder / PAGE, folder / FIGURES
-    if not (keep and figures.exists()):
-        figures.write_text(json.dumps({"steps": {}}))
+    if not keep:
+        figures.unlink(missing_ok=True)
     for step in steps:
         outcome = Outcome(figures, step.name)
         _run_step(step, dry, outcome)
         outcomes = outcome.of_all_steps()
         page.write_text(join(EXPLANATION, *map(section, outcomes.values())) + "\n")
         print(section(outcomes[step.name]), flush=True)
-    figures.with_suffix(".lock").unlink(missing_ok=True)
     print(f"written: {page}, {figures}")
     return [name for name, outcome in outcomes.items() if outcome["status"] != "ok"]
 
@@ -156,15 +153,9 @@ def _run(command: Sequence[str], seconds: float, log: Path) -> str:
     return f"not done in {seconds} s"
 
 
-def _step(module: str, name: str, figures: str) -> int:
-    """Call the function of a step in this process, and return the exit code."""
-    outcome = Outcome(Path(figures), name)
-    try:
-        getattr(importlib.import_module(module), name)(outcome.save)
-    except BaseException:  # also the KeyboardInterrupt of a step that takes too long
-        outcome.update(traceback=traceback.format_exc())
-        return 1
-    return 0
+def _step(module: str, name: str, figures: str) -> None:
+    """Call the function of a step in this process."""
+    getattr(importlib.import_module(module), name)(Outcome(Path(figures), name).save)
 
 
 EXPLANATION = """\
@@ -183,9 +174,7 @@ EXPLANATION = """\
 
 def section(outcome: Mapping[str, Any]) -> str:
     status = f"{outcome['status']}, {outcome['seconds']} s; {outcome['machine']}"
-    texts = (
-        {} if outcome["status"] == "ok" else {name: outcome.get(name, "") for name in ("log", "traceback")}
-    )
+    texts = {"log": outcome.get("log", "")}
     measured = []
     if result := outcome.get("result"):
         texts |= result["texts"]
@@ -223,4 +212,4 @@ if __name__ == "__main__":
     # The log shows where a process was that does not return to Python.
     faulthandler.enable()
     faulthandler.register(signal.SIGINT, chain=True)
-    sys.exit(_step(*sys.argv[2:]))
+    _step(*sys.argv[2:])

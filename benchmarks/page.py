@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import fcntl
 import io
 import json
 import math
@@ -66,36 +65,29 @@ class Table(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The entry of a step of ``make gpu`` in a JSON file.
-
-    The file can be read even if a process dies while it writes. Processes take turns.
-    """
+    """The entry of a step of ``make gpu`` in a JSON file, which a process that dies leaves whole."""
 
     figures: Path
     step: str
 
     def of_all_steps(self) -> dict[str, dict[str, Any]]:
-        return dict(json.loads(self.figures.read_text())["steps"])
+        return dict(json.loads(self.figures.read_text())["steps"]) if self.figures.exists() else {}
 
     def begin(self, **values: Any) -> None:
-        """Start with these values; what was measured before stays in the file until a result is saved."""
-        self._change(lambda before: {**values, "before": before.get("before") or before})
+        """Start with these values alone."""
+        self._write(values)
 
     def update(self, **values: Any) -> None:
-        self._change(lambda before: {**before, **values})
+        self._write({**self.of_all_steps()[self.step], **values})
 
     def save(self, result: Any) -> None:
         """Write a result, an instance of a dataclass, in place of the one that was saved before."""
-        self.update(result=asdict(result), before={})
+        self.update(result=asdict(result))
 
-    def _change(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        with self.figures.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            outcomes = self.of_all_steps()
-            outcomes[self.step] = change(outcomes.get(self.step, {}))
-            written = self.figures.with_suffix(".new")
-            written.write_text(json.dumps({"steps": outcomes}, indent=1) + "\n")
-            written.replace(self.figures)
+    def _write(self, values: dict[str, Any]) -> None:
+        written = self.figures.with_suffix(".new")
+        written.write_text(json.dumps({"steps": {**self.of_all_steps(), self.step: values}}, indent=1) + "\n")
+        written.replace(self.figures)
 
 
 Parts = Mapping[str, str | Table]

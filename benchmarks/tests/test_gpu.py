@@ -24,22 +24,11 @@ from benchmarks.page import Outcome
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_step_that_raises_leaves_what_it_has_measured_and_its_traceback(tmp_path: Path) -> None:
-    figures = tmp_path / "gpu.json"
-    figures.write_text('{"steps": {}}')
-    assert gpu._step("benchmarks.tests.steps", "fail", str(figures)) == 1
-    outcome = Outcome(figures, "fail").of_all_steps()["fail"]
-    assert outcome["result"]["figures"] == {"answer": 42}
-    assert "steps.py" in outcome["traceback"]
-    assert outcome["traceback"].endswith("ValueError: no such kernel\n")
-
-
 def test_a_file_that_is_being_written_when_its_process_dies_is_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figures = tmp_path / "gpu.json"
-    figures.write_text('{"steps": {}}')
-    outcome = Outcome(figures, "head")
+    outcome = Outcome(tmp_path / "gpu.json", "head")
+    outcome.begin(status="not ended")
     outcome.save(StepResult(figures={"answer": 42}))
 
     def write_half(path: Path, text: str) -> None:
@@ -52,17 +41,12 @@ def test_a_file_that_is_being_written_when_its_process_dies_is_the_one_before(
     assert outcome.of_all_steps()["head"]["result"]["figures"] == {"answer": 42}
 
 
-def test_what_was_measured_before_stays_until_there_is_a_result(tmp_path: Path) -> None:
-    figures = tmp_path / "gpu.json"
-    figures.write_text('{"steps": {}}')
-    outcome = Outcome(figures, "head")
-    outcome.save(StepResult(figures={"answer": 42}))
-    for _ in range(2):  # runs that end before anything is measured
-        outcome.begin(status="not ended")
-        before = outcome.of_all_steps()["head"]
-        assert "result" not in before and before["before"]["result"]["figures"] == {"answer": 42}
-    outcome.save(StepResult(figures={"answer": 43}))
-    assert outcome.of_all_steps()["head"]["before"] == {}
+def test_a_step_that_raises_leaves_what_it_has_measured(tmp_path: Path) -> None:
+    outcome = Outcome(tmp_path / "gpu.json", "fail")
+    outcome.begin(status="not ended")
+    with pytest.raises(ValueError, match="no such kernel"):
+        gpu._step("benchmarks.tests.steps", "fail", str(outcome.figures))
+    assert outcome.of_all_steps()["fail"]["result"]["figures"] == {"answer": 42}
 
 
 def test_a_process_that_takes_too_long_says_where_it_was_and_ends(
@@ -85,44 +69,48 @@ waits()
     assert _ends(int(number))
 
 
-def test_steps_that_run_again_keep_what_the_others_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failed = {"status": "failed", "traceback": "ValueError: no such kernel", "log": ""}
+@pytest.fixture
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """Steps end at once: with what is put in here by their names, or else well, with a result."""
+    outcomes: dict[str, dict[str, Any]] = {}
     done = {"status": "ok", "result": asdict(StepResult(figures={"answer": 42}))}
-    outcomes: dict[str, dict[str, Any]] = {"demo": failed, "head": done, "topk": failed}
 
     def run_step(step: Step, dry: bool, outcome: Outcome) -> None:
         shown = {"title": step.title, "seconds": 1.0, "machine": "a machine"}
-        outcome.begin(**shown, **outcomes[step.name])
+        outcome.begin(**shown, **outcomes.get(step.name, done))
 
     monkeypatch.setattr(gpu, "_run_step", run_step)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("GPU_DRY_RUN", "")
+    return outcomes
+
+
+def test_steps_that_run_again_keep_what_the_others_measured(
+    outcomes: dict[str, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes["demo"] = outcomes["topk"] = {"status": "failed", "log": "ValueError: no such kernel"}
     arguments = ["--dry", "--folder", str(tmp_path), "--only"]
     assert gpu.main([*arguments, "demo", "head", "topk"]) == 1
     again = f"make gpu DRY=1 'GPU_ARGS=--only topk demo --folder {tmp_path}'"
     assert capsys.readouterr().out.endswith(f"failed: topk, demo; to run them again: {again}\n")
 
-    outcomes["demo"] = done
+    del outcomes["demo"]
     assert gpu.main([*arguments, "demo"]) == 1
     assert "failed: topk; to run" in capsys.readouterr().out
-    outcomes["topk"] = done
+    del outcomes["topk"]
     assert gpu.main([*arguments, "topk"]) == 0
     steps = json.loads((tmp_path / "gpu.json").read_text())["steps"]
-    assert {name: step["status"] for name, step in steps.items()} == dict.fromkeys(outcomes, "ok")
+    assert {name: step["status"] for name, step in steps.items()} == {
+        "head": "ok",
+        "topk": "ok",
+        "demo": "ok",
+    }
     assert (tmp_path / "gpu.md").read_text().count("- answer: 42") == 3
 
 
 def test_the_second_command_keeps_what_the_first_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    outcomes: dict[str, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run_step(step: Step, dry: bool, outcome: Outcome) -> None:
-        outcome.begin(title=step.title, status="ok", seconds=1.0, machine="a machine")
-
-    monkeypatch.setattr(gpu, "_run_step", run_step)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("GPU_DRY_RUN", "")
     assert gpu.main(["--dry", "--folder", str(tmp_path)]) == 0
     [command] = re.findall("^next: (.*)$", capsys.readouterr().out, re.MULTILINE)
     assert command == f"make gpu DRY=1 'GPU_ARGS=--second --folder {tmp_path}'"
@@ -182,11 +170,10 @@ def test_other_steps_run_after_those_that_fail_die_and_hang_and_nothing_measured
     ends = [outcome["status"] for outcome in outcomes.values()]
     assert ends == ["failed", "failed", "not done in 30 s", "ok"]
     assert all(outcome["result"]["figures"] == {"answer": 42} for outcome in outcomes.values())
-    assert outcomes["fail"]["traceback"].endswith("ValueError: no such kernel\n")
-    assert "in hang\n" in outcomes["hang"]["traceback"]
-    assert "Current thread" in outcomes["hang"]["log"]
-    assert outcomes["hang"]["traceback"].endswith("KeyboardInterrupt\n")
-    [number] = (line for line in outcomes["hang"]["log"].splitlines() if line.isdigit())
+    assert outcomes["fail"]["log"].endswith("ValueError: no such kernel\n")
+    log = outcomes["hang"]["log"]
+    assert "in hang\n" in log and "Current thread" in log and log.endswith("KeyboardInterrupt\n")
+    [number] = (line for line in log.splitlines() if line.isdigit())
     assert _ends(int(number))
     page = (tmp_path / "gpu.md").read_text()
     assert "ValueError: no such kernel" in page
