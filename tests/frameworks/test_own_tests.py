@@ -101,9 +101,10 @@ def test_a_part_of_megatrons_tests(checkouts: Checkouts, tmp_path: Path) -> None
     checkout, results = Path(*checkouts("megatron.training")), tmp_path / "results.jsonl"
     files = (f"tests/unit_tests/{name}" for name in OF_MEGATRON)
     select = tuple(name for name in files if (checkout / name).exists())
-    runs.run_at_smallest(checkout, select, ranks=(1, 2), results=results)
-    runs.run_with_patches(checkout, "all", results=results)
-    assert runs.repeated_changes(checkout, runs.changes(results, "all"), "all") == []
+    of_megatron = runs.Runs(checkout, results)
+    of_megatron.run_at_smallest(select, ranks=(1, 2))
+    of_megatron.run_with_patches("all")
+    assert of_megatron.repeated_changes(of_megatron.changes("all"), "all") == []
     outcomes = Counter(result.outcome for result in runs.final_of(results))
     assert outcomes[runs.PASSED] > 90
     assert outcomes[runs.HANGS] == 0

@@ -25,20 +25,19 @@ from tests.lab.conformance.runs import Change
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 if the patches have changed no outcome, and 1 otherwise; usage errors exit with 2."""
     options = _options(arguments)
-    checkout, file, only = options.checkout, options.results, None
+    file, only = options.results, None
     plugin = [f"--hang-after={options.hang_after}"]
     if options.transformer_engine:
         plugin.append("--transformer-engine")
         before = runs.final_of(options.transformer_engine)
         only = [result.nodeid for result in before if result.reason == runs.TRANSFORMER_ENGINE]
     changed, differed_once = list[Change](), list[Change]()
-    runs.run_at_smallest(
-        checkout, options.select, ranks=options.ranks, results=file, only=only, options=plugin
-    )
+    of_checkout = runs.Runs(options.checkout, file, plugin)
+    of_checkout.run_at_smallest(options.select, options.ranks, only)
     for names in options.patches:
-        runs.run_with_patches(checkout, names, results=file, options=plugin)
-        differ = runs.changes(file, names)
-        again = runs.repeated_changes(checkout, differ, names, options=plugin)
+        of_checkout.run_with_patches(names)
+        differ = of_checkout.changes(names)
+        again = of_checkout.repeated_changes(differ, names)
         changed += again
         repeated = {change.without.nodeid for change in again}
         differed_once += [change for change in differ if change.without.nodeid not in repeated]
@@ -60,9 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for without, patched in differed_once:
         print(f"differed once with {patched.patches}, and not again: {without.nodeid}")
     if options.json:
-        git = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True)
+        git = ["git", "-C", options.checkout, "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
         facts = {
-            "commit": git.stdout.strip() or None,
+            "commit": commit or None,
             "date": datetime.date.today().isoformat(),
             "python": platform.python_version(),
             "torch": version("torch"),

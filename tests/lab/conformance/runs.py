@@ -60,79 +60,6 @@ def final_of(path: Path, patches: str = "") -> list[Result]:
     return list(chosen.values())
 
 
-def run(
-    checkout: Path,
-    select: Iterable[str] = ("tests/unit_tests",),
-    *,
-    ranks: int = 1,
-    patches: str = "",
-    results: Path,
-    only: Collection[str] | None = None,
-    options: Sequence[str] = (),
-) -> None:
-    """Run tests of Megatron-LM at a number of ranks, and append what became of each to a file.
-
-    pytest runs in a process of its own, and its output goes to stderr. Tests for which ``results`` has a line
-    already, at these ranks and patches, are left out, so a run that was interrupted goes on where it was.
-    ``only`` lists the node ids of all tests that are to run, or of their files, in place of ``select``.
-    ``options`` are more options of the plugin.
-    """
-    options = [*options, f"--ranks={ranks}", f"--patches={patches}", f"--results={results.resolve()}"]
-    with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
-        if only is not None:
-            select = _files_of(only)
-            listed = Path(folder, "only")
-            listed.write_text("\n".join(only))
-            options.append(f"--only={listed}")
-        command = [sys.executable, "-m", "pytest", "-p", "conformance.plugin", "-o", "addopts="]
-        command += ["-p", "no:cacheprovider", "--tb=short", "-q", f"--rootdir={checkout.resolve()}", *options]
-        command += select
-        # The patches are those that the caller asks for, and no others.
-        variables = {name: value for name, value in os.environ.items() if name != "MEGATRON_RL_PATCHES"}
-        # Some tests call ``python3`` and ``python3-config``, to build what Megatron's datasets have in C++.
-        own = (str(Path(sys.executable).parent), str(Path(sys.base_prefix, "bin")))
-        variables["PATH"] = os.pathsep.join([*own, variables.get("PATH", os.defpath)])
-        before = filter(None, [variables.get("PYTHONPATH")])
-        variables["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *before])
-        # The file descriptor of stderr gets what goes to stdout.
-        done = subprocess.run(command, cwd=checkout, env=variables, stdin=subprocess.DEVNULL, stdout=2)
-    if done.returncode not in (0, 1, 5):  # all tests passed, some failed, none was selected
-        raise MegatronRLPatchesError(f"pytest ended with exit code {done.returncode}; its output says why")
-
-
-def run_at_smallest(
-    checkout: Path,
-    select: Iterable[str] = ("tests/unit_tests",),
-    *,
-    ranks: Sequence[int] = (1, 2, 4, 8),
-    results: Path,
-    only: Collection[str] | None = None,
-    options: Sequence[str] = (),
-) -> None:
-    """Run each selected test at the first of these numbers of ranks, and at the next ones until it passes.
-
-    Only tests that need more ranks or fail run again, unless their message shows that this number of ranks
-    does not help either. :func:`final_of` selects one result per test in the end.
-    """
-    run(checkout, select, ranks=ranks[0], results=results, only=only, options=options)
-    for count in ranks[1:]:
-        # Messages of tests that lack ranks differ, and some tests fail without such a message.
-        unsettled = [one for one in final_of(results) if one.reason == MORE_RANKS or one.outcome == FAILED]
-        fewer = [one for one in unsettled if one.ranks < count and count % ranks_needed(one.message) == 0]
-        if again := [one.nodeid for one in fewer]:
-            run(checkout, ranks=count, only=again, results=results, options=options)
-
-
-def run_with_patches(checkout: Path, patches: str, *, results: Path, options: Sequence[str] = ()) -> None:
-    """Run with patches the tests that could run without them according to ``results``, at as many ranks."""
-    by_ranks: dict[int, list[str]] = {}
-    for result in final_of(results):
-        if result.outcome != NOT_RUNNABLE:
-            by_ranks.setdefault(result.ranks, []).append(result.nodeid)
-    for count, only in sorted(by_ranks.items()):
-        run(checkout, ranks=count, patches=patches, only=only, results=results, options=options)
-
-
 class Change(NamedTuple):
     """A test whose verdict differs between a run without and a run with patches."""
 
@@ -140,41 +67,112 @@ class Change(NamedTuple):
     patched: Result
 
 
-def changes(results: Path, patches: str) -> list[Change]:
-    """Return the tests whose verdicts these patches have changed, according to a results file.
+@dataclass(frozen=True)
+class Runs:
+    """Runs of the tests of a checkout of Megatron-LM.
 
-    The run with the patches must have ended: a test that it has no result of, as its file could not be
-    collected, counts as changed.
+    Attributes:
+        results: gets a line for each test. A test that has one at the same ranks and patches is left out, so
+            a run that was interrupted goes on where it was.
+        options: more options of the plugin.
     """
-    patched = {(one.nodeid, one.ranks): one for one in read_results(results) if one.patches == patches}
-    changed = []
-    for one in final_of(results) if patched else ():
-        if one.outcome != NOT_RUNNABLE:
-            absent = replace(one, patches=patches, outcome=FAILED, message="it was not collected")
-            other = patched.get((one.nodeid, one.ranks), absent)
-            if (one.outcome, one.reason) != (other.outcome, other.reason):
-                changed.append(Change(one, other))
-    return changed
 
+    checkout: Path
+    results: Path
+    options: Sequence[str] = ()
 
-def repeated_changes(
-    checkout: Path, changed: Sequence[Change], patches: str, *, options: Sequence[str] = ()
-) -> list[Change]:
-    """Run the files of tests whose verdict has changed once more, both ways, and return what changes again.
+    def run(
+        self,
+        select: Iterable[str] = ("tests/unit_tests",),
+        *,
+        ranks: int = 1,
+        patches: str = "",
+        only: Collection[str] | None = None,
+    ) -> None:
+        """Run tests at a number of ranks. pytest has a process of its own, and its output goes to stderr.
 
-    A test that depends on timing may give another verdict without any patch. So may one that depends on the
-    tests before it, of which a run with patches leaves out those that cannot run; here all of them run.
-    """
-    again: list[Change] = []
-    for count in sorted({change.without.ranks for change in changed}):
-        nodeids = {change.without.nodeid for change in changed if change.without.ranks == count}
+        ``only`` lists the node ids of all tests that are to run, or of their files, in place of ``select``.
+        """
+        rootdir, results = self.checkout.resolve(), self.results.resolve()
         with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
-            results = Path(folder, "results")
-            for names in ("", patches):
-                files = _files_of(nodeids)
-                run(checkout, files, ranks=count, patches=names, results=results, options=options)
-            again += [change for change in changes(results, patches) if change.without.nodeid in nodeids]
-    return again
+            command = [sys.executable, "-m", "pytest", "-p", "conformance.plugin", "-o", "addopts="]
+            command += ["-p", "no:cacheprovider", "--tb=short", "-q", f"--rootdir={rootdir}", *self.options]
+            command += [f"--ranks={ranks}", f"--patches={patches}", f"--results={results}"]
+            if only is not None:
+                select = _files_of(only)
+                listed = Path(folder, "only")
+                listed.write_text("\n".join(only))
+                command.append(f"--only={listed}")
+            command += select
+            # The patches are those that the caller asks for, and no others.
+            variables = {name: value for name, value in os.environ.items() if name != "MEGATRON_RL_PATCHES"}
+            # Some tests call ``python3`` and ``python3-config``, to build the C++ of Megatron's datasets.
+            own = (str(Path(sys.executable).parent), str(Path(sys.base_prefix, "bin")))
+            variables["PATH"] = os.pathsep.join([*own, variables.get("PATH", os.defpath)])
+            before = filter(None, [variables.get("PYTHONPATH")])
+            variables["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *before])
+            # The file descriptor of stderr gets what goes to stdout.
+            done = subprocess.run(command, cwd=rootdir, env=variables, stdin=subprocess.DEVNULL, stdout=2)
+        if done.returncode not in (0, 1, 5):  # all tests passed, some failed, none was selected
+            raise MegatronRLPatchesError(
+                f"pytest ended with exit code {done.returncode}; its output says why"
+            )
+
+    def run_at_smallest(
+        self, select: Iterable[str], ranks: Sequence[int], only: Collection[str] | None = None
+    ) -> None:
+        """Run each test at the first of these numbers of ranks, and at the next ones until it passes.
+
+        Only tests that need more ranks or fail run again, unless their message shows that this number of
+        ranks does not help either. :func:`final_of` selects one result per test in the end.
+        """
+        self.run(select, ranks=ranks[0], only=only)
+        for count in ranks[1:]:
+            # Messages of tests that lack ranks differ, and some tests fail without such a message.
+            unsettled = [x for x in final_of(self.results) if x.reason == MORE_RANKS or x.outcome == FAILED]
+            fewer = [x for x in unsettled if x.ranks < count and count % ranks_needed(x.message) == 0]
+            if again := [one.nodeid for one in fewer]:
+                self.run(ranks=count, only=again)
+
+    def run_with_patches(self, patches: str) -> None:
+        """Run with patches the tests that could run without them, at as many ranks."""
+        by_ranks: dict[int, list[str]] = {}
+        for result in final_of(self.results):
+            if result.outcome != NOT_RUNNABLE:
+                by_ranks.setdefault(result.ranks, []).append(result.nodeid)
+        for count, only in sorted(by_ranks.items()):
+            self.run(ranks=count, patches=patches, only=only)
+
+    def changes(self, patches: str) -> list[Change]:
+        """Return the tests whose verdicts these patches have changed, after a run with them.
+
+        A test that it has no result of, as its file could not be collected, counts as changed.
+        """
+        patched = {(x.nodeid, x.ranks): x for x in read_results(self.results) if x.patches == patches}
+        changed = []
+        for one in final_of(self.results) if patched else ():
+            if one.outcome != NOT_RUNNABLE:
+                absent = replace(one, patches=patches, outcome=FAILED, message="it was not collected")
+                other = patched.get((one.nodeid, one.ranks), absent)
+                if (one.outcome, one.reason) != (other.outcome, other.reason):
+                    changed.append(Change(one, other))
+        return changed
+
+    def repeated_changes(self, changed: Sequence[Change], patches: str) -> list[Change]:
+        """Run the files of tests whose verdict has changed once more, both ways; return what changes again.
+
+        A test that depends on timing may give another verdict without any patch. So may one that depends on
+        the tests before it, of which a run with patches leaves out those that cannot run; here all run.
+        """
+        again: list[Change] = []
+        for count in sorted({change.without.ranks for change in changed}):
+            nodeids = {change.without.nodeid for change in changed if change.without.ranks == count}
+            with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
+                once_more = replace(self, results=Path(folder, "results"))
+                for names in ("", patches):
+                    once_more.run(_files_of(nodeids), ranks=count, patches=names)
+                again += [x for x in once_more.changes(patches) if x.without.nodeid in nodeids]
+        return again
 
 
 def _files_of(nodeids: Iterable[str]) -> list[str]:

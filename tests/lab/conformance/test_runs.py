@@ -209,12 +209,12 @@ def test_the_command_compares_and_goes_on_after_a_run_that_was_cut_off(
     [line] = [line for line in text.splitlines() if "test_passes" in line and '"all"' in line]
     file.write_text(text.replace(line, line.replace('"outcome": "passed"', '"outcome": "failed"')))
     assert main(command) == 0
-    assert len(file.read_text().splitlines()) == len(
-        text.splitlines()
-    )  # what has a result does not run again
+    # What has a result does not run again.
+    assert len(file.read_text().splitlines()) == len(text.splitlines())
     assert "differed once with all, and not again: " in capsys.readouterr().out
     file.write_text(text.replace(line, ""))
-    assert [change.patched.message for change in runs.changes(file, "all")] == ["it was not collected"]
+    [change] = runs.Runs(checkout, file).changes("all")
+    assert change.patched.message == "it was not collected"
 
 
 FOLDER_TEST = """
@@ -235,12 +235,12 @@ def test_without_a_conftest_and_without_megatron(
     copy, test = shutil.copytree(checkout, tmp_path / "Megatron-LM"), "tests/unit_tests/test_some.py"
     write(copy, {"tests/unit_tests/conftest.py": "import no_such_package", test: FOLDER_TEST})
     write(copy, {"megatron/core/config.py": ""})
-    runs.run(copy, [test], ranks=2, results=tmp_path / "results.jsonl")
+    runs.Runs(copy, tmp_path / "results.jsonl").run([test], ranks=2)
     (result,) = runs.read_results(tmp_path / "results.jsonl")
     assert result.outcome == "passed", result.message
     shutil.rmtree(copy / "megatron")
     with pytest.raises(MegatronRLPatchesError, match="pytest ended with exit code 4"):
-        runs.run(copy, results=tmp_path / "results.jsonl")
+        runs.Runs(copy, tmp_path / "results.jsonl").run()
     assert "is no checkout of Megatron-LM" in capfd.readouterr().err
 
 

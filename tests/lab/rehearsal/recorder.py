@@ -32,14 +32,7 @@ aten = torch.ops.aten
 _PRODUCTS = (aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm)
 _FREE = 80 << 30  # bytes of the GPU
 #: Operations that start no kernel, beside views.
-_NO_KERNEL = {
-    "device",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-}
+_NO_KERNEL = {"device", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _MASKS = (torch.bool, torch.uint8)
 
 
