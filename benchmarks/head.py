@@ -23,7 +23,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
 )
-from tests.references.heads import BASE, DEFERRED, KEPT, Setup, share_of_logits
+from tests.references.heads import ALL_KEPT, BASE, DEFERRED, Setup
 
 from .candidates import Candidate, calls, checkout, definition, revisions
 from .measure import DEVICE, TURNS, Call, Result, largest_error, left_out, on_ranks, rows
@@ -119,8 +119,8 @@ def deferred(x: Inputs, tile_bytes: int | None = None) -> Values:
     return _ours(deferred_logits(x.hidden, x.weight, tile_bytes=tile_bytes), x)
 
 
-def deferred_keeping(x: Inputs, share: float) -> Values:
-    keep_bytes = share_of_logits(len(x.targets), x.weight, share)
+def deferred_keeping(x: Inputs) -> Values:
+    keep_bytes = len(x.targets) * len(x.weight) * x.weight.element_size()
     return _ours(deferred_logits(x.hidden, x.weight, keep_bytes=keep_bytes), x)
 
 
@@ -195,12 +195,11 @@ OURS = (
     Candidate(NAIVE, naive),
     Candidate(BASE, made),
     Candidate(DEFERRED, deferred),
-    *(Candidate(name, partial(deferred_keeping, share=share)) for name, share in KEPT.items()),
+    Candidate(ALL_KEPT, deferred_keeping),
 )
 SKYRL = checkout("SkyRL", "skyrl.backends.skyrl_train.distributed.megatron.model_utils")
 OTHERS = (
     Candidate(NEMO_RL, nemo_rl, checkout("nemo-rl", "nemo_rl.distributed.model_utils")),
-    Candidate("SkyRL, chunks of 1024", partial(skyrl, chunk_size=1024), SKYRL),
     Candidate("SkyRL, chunks of 128", partial(skyrl, chunk_size=128), SKYRL),
     Candidate("TRL", trl, checkout("trl", "trl.kernels.chunked_logprob")),
 )
@@ -221,8 +220,8 @@ CANDIDATES = {
     ALL_ROWS: OURS + OTHERS,
     HALF: OURS,
     FROZEN: OURS + OTHERS,
-    SCORING: [candidate for candidate in OURS if candidate.name not in KEPT],
-    ENTROPY: [candidate for candidate in OURS + OTHERS if candidate.name not in (*KEPT, NEMO_RL)],
+    SCORING: [candidate for candidate in OURS if candidate.name != ALL_KEPT],
+    ENTROPY: [candidate for candidate in OURS + OTHERS if candidate.name not in (ALL_KEPT, NEMO_RL)],
 }
 #: What a user has: without patches, with `lean-loss`, and with `lean-head`.
 STOCK = (

@@ -81,7 +81,6 @@ AT_IDS = (
     Candidate("ours, in place", partial(ours, inplace_backward=True)),
     Candidate("log_softmax, log1mexp", naive, splits_vocabulary=False),
     Candidate("NeMo-RL, chunks of 128", partial(nemo_rl, chunk_size=128), NEMO_RL),
-    Candidate("NeMo-RL, chunks of 1024", partial(nemo_rl, chunk_size=1024), NEMO_RL),
     Candidate("OpenClaw-RL, loop over ids", openclaw, checkout("OpenClaw-RL", "slime.utils.ppo_utils")),
 )
 SELECTIONS = (

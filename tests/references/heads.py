@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 BASE, DEFERRED = "logits materialized, `lean-loss`", "deferred"
 ALL_KEPT = "deferred, all kept"
-#: Deferred logits that keep a share of their tiles.
-KEPT = {"deferred, 25% kept": 0.25, ALL_KEPT: 1.0}
 
 
 @dataclass(frozen=True)
@@ -30,8 +27,3 @@ class Setup:
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"[{self.rows}, {self.hidden}] × {self.vocabulary}, {dtype}"
-
-
-def share_of_logits(rows: int, weight: Tensor, share: float) -> int:
-    """Return the bytes of a share of the logits of so many rows, in the dtype of the weight ``[V, h]``."""
-    return int(share * rows * len(weight) * weight.element_size())

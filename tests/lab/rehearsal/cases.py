@@ -27,7 +27,7 @@ from megatron_rl_patches.common.devices import on_device
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
 from megatron_rl_patches.losses.vocab.output_layer import add_product
 from tests.lab.rehearsal.recorder import Recorder, recording
-from tests.references.heads import ALL_KEPT, BASE, DEFERRED, Setup, share_of_logits
+from tests.references.heads import ALL_KEPT, BASE, DEFERRED, Setup
 
 SETUPS = (
     Setup(8192, 4096, 151936, torch.bfloat16),
@@ -43,7 +43,8 @@ Case = Callable[[torch.dtype], Any]
 
 
 def keeping_all(hidden: Tensor, weight: Tensor) -> Tensor:
-    return losses.deferred_logits(hidden, weight, keep_bytes=share_of_logits(len(hidden), weight, 1.0))
+    keep_bytes = len(hidden) * len(weight) * weight.element_size()
+    return losses.deferred_logits(hidden, weight, keep_bytes=keep_bytes)
 
 
 PLAIN_OPERATORS = f"{DEFERRED}, plain operators"
