@@ -44,6 +44,9 @@ class _Finder(MetaPathFinder):
     def __init__(self, modules: dict[str, ModuleType]) -> None:
         self.modules = modules
 
+    def find_spec(self, *args: object, **kwargs: object) -> None:
+        return None  # without this method, Python 3.11 warns at every import
+
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Sequence[Distribution]:
         name = (context.name if context else None) or ""
         return [_Distribution()] if name.lower().replace("_", "-") == "transformer-engine" else []
