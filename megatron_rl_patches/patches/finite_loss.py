@@ -16,8 +16,7 @@ a site does nothing, as in miles' ``compute_policy_loss``, which bounds its rati
 ``where(mask, kl, 0)`` behind the exponential repairs the value, and the gradient is still 0 times infinity.
 ``roll_tensor`` is left alone where megatron-core clamps the number of tokens, as from 0.17 on.
 
-vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. What happens is in
-:mod:`..frameworks.finite_losses`.
+What happens is in :mod:`..frameworks.finite_losses`.
 
 Not patched: slime's ``compute_cispo_loss``, which takes no gradient of its ratio; verl and NeMo-RL.
 """
@@ -28,15 +27,9 @@ import ast
 
 from ..engine.patch import Patch
 from ..engine.target_source import TargetSource
-from ..frameworks import SLIME_LIKE
+from ..frameworks import SLIME_LOSSES, SLIME_MATH, miles_losses
 
-_SLIME = [f"{framework}.backends.megatron_utils.loss" for framework in SLIME_LIKE]
-_SLIME_UTILS = [f"{framework}.utils.ppo_utils" for framework in SLIME_LIKE]
-#: miles before and after September 2026.
-_MILES, _MILES_SCORES, _MILES_MATH = (
-    [f"miles.backends.training_utils.{hub}.{module}" for hub in ("loss_hub", "loss.hub")]
-    for module in ("losses", "logit_processors", "math_utils")
-)
+_LOSSES, _MATH = [*SLIME_LOSSES, *miles_losses("losses")], [*SLIME_MATH, *miles_losses("math_utils")]
 _ADAPTERS = ".frameworks.finite_losses"
 
 # --- sites
@@ -52,15 +45,9 @@ for _name, _parameters in (
     ("policy_loss_function", ("args", "batch", "sum_of_sample_mean")),
     ("value_loss_function", ("batch", "sum_of_sample_mean")),
 ):
-    patch.wrap(
-        [*_SLIME, *_MILES],
-        _name,
-        f"{_ADAPTERS}:{_name}",
-        parameters=_parameters,
-        introduced_with=_name,
-    )
+    patch.wrap(_LOSSES, _name, f"{_ADAPTERS}:{_name}", parameters=_parameters, introduced_with=_name)
 patch.wrap(
-    [*_SLIME, *_MILES_SCORES],
+    [*SLIME_LOSSES, *miles_losses("logit_processors")],
     "get_log_probs_and_entropy",
     f"{_ADAPTERS}:get_log_probs_and_entropy",
     helps=("policy_loss_function",),
@@ -70,12 +57,7 @@ _RATIOS: dict[str, tuple[str, ...]] = {
     "compute_policy_loss": ("ppo_kl",),
 }
 for _name, _ratios in _RATIOS.items():
-    patch.wrap(
-        [*_SLIME_UTILS, *_MILES_MATH],
-        _name,
-        f"{_ADAPTERS}:{_name}",
-        parameters=_ratios,
-    )
+    patch.wrap(_MATH, _name, f"{_ADAPTERS}:{_name}", parameters=_ratios)
 
 
 def _divides_by_no_zero(target: TargetSource) -> str | None:

@@ -14,8 +14,7 @@ NeMo-RL        ``train`` and ``_finish_train_step_body`` of workers     the sche
 =============  =======================================================  ================================
 
 A site is left alone where the code does so itself. The distributed and the layer-wise optimizer inherit
-``step``. vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. What
-happens is in :mod:`..reentry.finite_step` and :mod:`..frameworks.skipped_steps`.
+``step``. What happens is in :mod:`..reentry.finite_step` and :mod:`..frameworks.optimizer_steps`.
 
 Not patched: Megatron-LM and Megatron-Bridge, whose loops count a skipped iteration and let the schedule
 wait; AReaL, which reports success as a metric; verl before its engine, which raises.
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 from ..engine.patch import Patch
 from ..engine.target_source import TargetSource
 from ..errors import PatchError
-from ..frameworks import WITH_MEGATRON_UTILS
+from ..frameworks import megatron_utils
 
 _OPTIMIZERS = ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
 #: A test that is true of each gradient norm that is not finite.
@@ -102,7 +101,7 @@ for _name in _OPTIMIZERS:
     patch.wrap(
         "megatron.core.optimizer.optimizer",
         f"{_name}.step",
-        ".frameworks.skipped_steps:step",
+        ".frameworks.optimizer_steps:step",
         requires_names=("step_with_ready_grads",),
         skip_if=_looks_at_the_norm,
         detail=_skips_are_counted if _name == "ChainedOptimizer" else None,
@@ -110,14 +109,14 @@ for _name in _OPTIMIZERS:
 patch.wrap(
     "megatron.core.optimizer",
     "get_megatron_optimizer",
-    ".frameworks.skipped_steps:get_megatron_optimizer",
+    ".frameworks.optimizer_steps:get_megatron_optimizer",
     parameters=("model_chunks",),
     helps=tuple(f"{name}.step" for name in _OPTIMIZERS),
 )
 patch.wrap(
-    [f"{framework}.backends.megatron_utils.model" for framework in WITH_MEGATRON_UTILS],
+    megatron_utils("model"),
     "train_one_step",
-    ".frameworks.skipped_steps:train_one_step",
+    ".frameworks.optimizer_steps:train_one_step",
     parameters=("optimizer", "opt_param_scheduler"),
     skip_if=_does_not_assert_success,
 )
@@ -125,7 +124,7 @@ for _stepped, _skip_if in (("optimizer", _does_not_raise), ("lr_scheduler", _doe
     patch.wrap(
         "verl.workers.engine.megatron.transformer_impl",
         f"MegatronEngine.{_stepped}_step",
-        f".frameworks.skipped_steps:verl_{_stepped}_step",
+        f".frameworks.optimizer_steps:verl_{_stepped}_step",
         requires_names=(_stepped,),
         skip_if=_skip_if,
         optional_module=True,
@@ -138,7 +137,7 @@ for _module, _method in (
     patch.wrap(
         _module,
         _method,
-        ".frameworks.skipped_steps:nemo_rl_train",
+        ".frameworks.optimizer_steps:nemo_rl_train",
         requires_names=("scheduler", "optimizer"),
         skip_if=_does_not_advance,
         introduced_with=_method.rpartition(".")[2],

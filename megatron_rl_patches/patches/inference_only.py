@@ -18,8 +18,7 @@ NeMo-RL        ``setup_model_and_optimizer``       no optimizer: no DDP         
 AReaL          ``MegatronEngine.initialize``       no optimizer: no DDP         decides about DDP
 =============  ==================================  ===========================  ===========================
 
-vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. What happens for
-such a role is in :mod:`..frameworks.inference_roles` and :mod:`..frameworks.role_checkpoints`.
+What happens for such a role is in :mod:`..frameworks.inference_roles`.
 
 Not patched: frameworks that build such a model already (verl, SkyRL, ROLL, ms-swift), references and teachers
 whose weights slime and miles swap into the actor's model (there is no second one), adapters (LoRA) of miles,
@@ -33,9 +32,9 @@ from dataclasses import dataclass
 
 from ..engine.patch import Patch
 from ..engine.target_source import TargetSource
-from ..frameworks import WITH_MEGATRON_UTILS
+from ..frameworks import megatron_utils
 
-_MODELS = [f"{framework}.backends.megatron_utils.model" for framework in WITH_MEGATRON_UTILS]
+_MODELS = megatron_utils("model")
 _BUILDERS = ("initialize_model_and_optimizer", "setup_model_and_optimizer")
 
 
@@ -117,7 +116,7 @@ for _module, _builds in (
 patch.wrap(
     "megatron.training.checkpointing",
     "load_checkpoint",
-    ".frameworks.role_checkpoints:load_checkpoint",
+    ".frameworks.inference_roles:load_checkpoint",
     parameters=("optimizer", "opt_param_scheduler", "load_arg"),
     requires_names=("finetune", "no_load_optim", "no_load_rng"),
 )

@@ -15,9 +15,8 @@ verl          ``vocab_parallel_entropy_with_chunking``  keeps no softmax
 verl          ``_lm_head_logits_processor``             one pass, no clone           it does not clone
 ============  ========================================  ===========================  =========================
 
-vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. The replacements are
-in :mod:`..frameworks.slime_losses` and :mod:`..frameworks.verl_losses`, under the same names. Whether a
-fork's ``get_log_probs_and_entropy`` can be replaced is tried the first time it is called.
+The replacements are in :mod:`..frameworks.slime_losses` and :mod:`..frameworks.verl_losses`, under the same
+names. Whether a fork's ``get_log_probs_and_entropy`` can be replaced is tried the first time it is called.
 
 Not patched: NeMo-RL, AReaL, SkyRL, ROLL and ms-swift, which compute in chunks already, verl's fused kernels,
 and miles' ``true_on_policy_mode``, which reproduces the bits of its inference engine. No site is a function
@@ -30,14 +29,9 @@ from functools import partial
 
 from ..engine.patch import Patch
 from ..engine.target_source import TargetSource
-from ..frameworks import SLIME_LIKE, own_options
+from ..frameworks import SLIME_LOSSES, SLIME_MATH, miles_losses, own_options
 
-_SLIME = [f"{framework}.backends.megatron_utils.loss" for framework in SLIME_LIKE]
-_SLIME_UTILS = [f"{framework}.utils.ppo_utils" for framework in SLIME_LIKE]
 _MILES = "miles.backends.training_utils"
-#: Modules of miles before and after September 2026.
-_MILES_SCORES = [f"{_MILES}.{hub}.logit_processors" for hub in ("loss_hub", "loss.hub")]
-_MILES_MATH = [f"{_MILES}.{hub}.math_utils" for hub in ("loss_hub", "loss.hub")]
 _VERL = "verl.utils.megatron.tensor_parallel"
 _CALCULATE = "calculate_log_probs_and_entropy"
 _VERL_LOG_PROBS = "vocab_parallel_log_probs_from_logits"
@@ -60,9 +54,8 @@ def _placeholder_follows_values(target: TargetSource) -> str | None:
     That placeholder's backward starts a collective that the other ranks may not start.
     """
     passed = {call.keywords.get("requires_grad") for call in target.calls()}
-    return (
-        "its placeholder requires grad when the values do" if ... in passed and True not in passed else None
-    )
+    follows = ... in passed and True not in passed
+    return "its placeholder requires grad when the values do" if follows else None
 
 
 # --- sites
@@ -74,7 +67,7 @@ patch = Patch(
 )
 
 patch.wrap(
-    [*_SLIME, f"{_MILES}.loss", f"{_MILES}.loss.objective"],
+    [*SLIME_LOSSES, f"{_MILES}.loss", f"{_MILES}.loss.objective"],
     "loss_function",
     ".frameworks.slime_losses:loss_function",
     parameters=("args",),
@@ -82,7 +75,7 @@ patch.wrap(
     skip_if=_checkpoints_without_reentrance,
 )
 patch.wrap(
-    [*_SLIME, *_MILES_SCORES],
+    [*SLIME_LOSSES, *miles_losses("logit_processors")],
     "get_log_probs_and_entropy",
     ".frameworks.slime_losses:get_log_probs_and_entropy",
     parameters=("logits", "args"),
@@ -90,14 +83,14 @@ patch.wrap(
     detail=partial(own_options.get, "get_log_probs_and_entropy", ""),
 )
 patch.wrap(
-    [*_SLIME_UTILS, *_MILES_MATH],
+    [*SLIME_MATH, *miles_losses("math_utils")],
     _CALCULATE,
     ".frameworks.slime_losses:calculate_log_probs_and_entropy",
     parameters=("logits", "tokens", "tp_group", "with_entropy"),
     introduced_with=_CALCULATE,
 )
 for _modules, _qualname in (
-    (_SLIME, "_allgather_cp_redistribute"),
+    (SLIME_LOSSES, "_allgather_cp_redistribute"),
     ([f"{_MILES}.cp_utils", f"{_MILES}.data.context_parallel"], "allgather_cp_redistribute"),
 ):
     patch.wrap(
@@ -108,10 +101,10 @@ for _modules, _qualname in (
         requires_names=("all_reduce",),
         skip_if=_placeholder_follows_values,
         introduced_with="allgather_cp",
-        optional_module=_modules is not _SLIME,
+        optional_module=_modules is not SLIME_LOSSES,
     )
 patch.wrap(
-    _SLIME_UTILS,
+    SLIME_MATH,
     "compute_log_probs",
     ".frameworks.slime_losses:compute_log_probs",
     parameters=("logits", "tokens", "process_group"),

@@ -16,8 +16,7 @@ verl           ``ActorRolloutRefWorker.update_actor``        warns of sampling
 any            ``Settings(train_functions=...)``             ``TrainGuard``
 =============  ============================================  =========================  ==================
 
-vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. What is around the
-functions is in :mod:`..frameworks.training` and :mod:`..reentry`.
+What is around the functions is in :mod:`..frameworks.training` and :mod:`..reentry`.
 
 Not patched: FSDP chunks (they have no forward pre-hooks), SkyRL, AReaL and NeMo-RL's policy worker
 (re-entrant already), ms-swift and ROLL (one-shot trainers), and anything that ends the process. NeMo-RL's
@@ -34,13 +33,13 @@ from typing import TYPE_CHECKING
 from ..engine.patch import Patch, Site
 from ..engine.target_source import TargetSource
 from ..errors import PatchError
-from ..frameworks import WITH_MEGATRON_UTILS
+from ..frameworks import megatron_utils
 
 if TYPE_CHECKING:
     from ..engine.statuses import SiteStatus
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
-_MODELS = [f"{framework}.backends.megatron_utils.model" for framework in WITH_MEGATRON_UTILS]
+_MODELS = megatron_utils("model")
 _TRAIN = ".frameworks.training:train"
 _HANDLES = "remove_forward_pre_hook_handles"
 _FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)

@@ -13,12 +13,10 @@ slime, miles   ``MegatronTrainRayActor.train_actor``          routes of a rollou
 verl           ``MegatronEngine...forward_backward_batch``    the same
 =============  =============================================  ==============================================
 
-vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. What happens is
-in :mod:`..reentry.router_replay` and :mod:`..frameworks.routing_replay`. Where the router of megatron-core
-replays nothing, none of its functions is patched.
-
-That a model that only scores is left out of the list is part of :func:`..inference.models.model.freeze`, and
-that a ``train()`` that raised leaves nothing, of ``TrainGuard``.
+What happens is in :mod:`..reentry.router_replay` and :mod:`..frameworks.routing_replay`. Where the router of
+megatron-core replays nothing, none of its functions is patched. That a model that only scores is left out of
+the list is part of :func:`..inference.models.model.freeze`, and that a ``train()`` that raised leaves
+nothing, of ``TrainGuard``.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from typing import Any
 
 from ..engine.patch import Patch
 from ..engine.target_source import TargetSource
-from ..frameworks import WITH_MEGATRON_UTILS
+from ..frameworks import megatron_utils
 
 _ROUTER = ("TopKRouter.__init__",)
 _BLOCKS = (
@@ -79,7 +77,7 @@ for _schedule in _SCHEDULES:
         helps=_ROUTER,
     )
 patch.wrap(
-    [f"{framework}.backends.megatron_utils.actor" for framework in WITH_MEGATRON_UTILS],
+    megatron_utils("actor"),
     "MegatronTrainRayActor.train_actor",
     ".frameworks.routing_replay:train_actor",
     skip_if=_clears_routes,

@@ -8,8 +8,7 @@ slime, miles  ``initialize_model_and_optimizer``    the step of loading is set a
 slime, miles  ``load_checkpoint``                   that step is recorded
 ============  ====================================  =====================================  ===================
 
-vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. The code around the
-functions is in :mod:`..frameworks.scheduler_resume`.
+The code around the functions is in :mod:`..frameworks.optimizer_steps`.
 
 Not patched: Megatron-LM, which does not advance the schedule after loading it, and frameworks with the
 opposite fault, which never restore a schedule that was saved.
@@ -19,9 +18,7 @@ from __future__ import annotations
 
 from ..engine.patch import Patch
 from ..engine.target_source import TargetSource
-from ..frameworks import WITH_MEGATRON_UTILS
-
-_UTILS = [f"{framework}.backends.megatron_utils" for framework in WITH_MEGATRON_UTILS]
+from ..frameworks import megatron_utils
 
 
 def _leaves_the_schedule_alone(target: TargetSource) -> str | None:
@@ -37,15 +34,15 @@ patch = Patch(
 )
 
 patch.wrap(
-    [f"{utils}.model" for utils in _UTILS],
+    megatron_utils("model"),
     "initialize_model_and_optimizer",
-    ".frameworks.scheduler_resume:initialize_model_and_optimizer",
+    ".frameworks.optimizer_steps:initialize_model_and_optimizer",
     skip_if=_leaves_the_schedule_alone,
 )
 patch.wrap(
-    [f"{utils}.checkpoint" for utils in _UTILS],
+    megatron_utils("checkpoint"),
     "load_checkpoint",
-    ".frameworks.scheduler_resume:load_checkpoint",
+    ".frameworks.optimizer_steps:load_checkpoint",
     parameters=("opt_param_scheduler",),
     helps=("initialize_model_and_optimizer",),
 )

@@ -19,7 +19,6 @@ from megatron.core import ModelParallelConfig
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.errors import InferenceOnlyError
 from megatron_rl_patches.frameworks import inference_roles as roles
-from megatron_rl_patches.frameworks.role_checkpoints import load_weights, preserved_globals
 from megatron_rl_patches.inference.models.model import refuse_to_train
 from megatron_rl_patches.patches.inference_only import InferenceOnlyOptions
 
@@ -173,7 +172,7 @@ def load(args: Any, during: Any = lambda: None, iteration: int = 0) -> tuple[Any
     with roles.inference_role("ref"):
         get_model("m")
         call = Call(loader, ("model", "optimizer"), {"opt_param_scheduler": "scheduler"})
-        return load_weights(call, args), seen
+        return roles.load_weights(call, args), seen
 
 
 def test_inside_it_loads_weights_alone_and_leaves_no_trace(tmp_path: Path) -> None:
@@ -208,7 +207,7 @@ def test_globals_of_megatron(raises: bool, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(microbatches, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", calculator)
     checkpointing = SimpleNamespace(_CHECKPOINT_VERSION=3.0, other=1)
     monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", checkpointing)
-    with suppress(OSError), preserved_globals(arguments()):
+    with suppress(OSError), roles.preserved_globals(arguments()):
         assert checkpointing._CHECKPOINT_VERSION is None
         checkpointing._CHECKPOINT_VERSION, checkpointing.other = 0, 2
         calculator.current_global_batch_size = 8

@@ -10,7 +10,7 @@ import pytest
 from pytest import MonkeyPatch
 
 from megatron_rl_patches.engine.call import Call
-from megatron_rl_patches.frameworks import scheduler_resume
+from megatron_rl_patches.frameworks import optimizer_steps
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +34,11 @@ def state_of(schedule: SimpleNamespace) -> tuple[int, float, float]:
 
 
 def load(schedule: SimpleNamespace | None) -> None:
-    scheduler_resume.load_checkpoint(Call(lambda opt_param_scheduler: None, (schedule,)))
+    optimizer_steps.load_checkpoint(Call(lambda opt_param_scheduler: None, (schedule,)))
 
 
 def initialize(body: Callable[[], Any]) -> Any:
-    return scheduler_resume.initialize_model_and_optimizer(Call(body))
+    return optimizer_steps.initialize_model_and_optimizer(Call(body))
 
 
 def test_a_schedule_stays_where_loading_left_it() -> None:
