@@ -124,7 +124,7 @@ def check_vocabularies(teachers: Mapping[str, str], student: str | os.PathLike[s
         InvalidInputError: a teacher has another vocabulary, or is not a checkpoint.
         CheckpointError: a checkpoint is damaged.
     """
-    # Imported here, since this brings Megatron along, which the driver does not need otherwise.
+    # Imported here and below, since this brings Megatron along, which the driver does not need otherwise.
     from ..inference.weights import MAX_PADDING
 
     expected = _huggingface_vocabulary(Path(student))
@@ -144,19 +144,17 @@ def check_vocabularies(teachers: Mapping[str, str], student: str | os.PathLike[s
 
 def _huggingface_vocabulary(folder: Path) -> int | None:
     """Return the size in ``config.json``, or ``None`` where there is no such file, or no size in it."""
+    from ..inference.checkpoints.location import reading
+
     file = folder / "config.json"
     if not file.is_file():
         return None
-    try:
+    with reading(file, "is damaged, expected a JSON object with vocab_size:"):
         config = json.loads(file.read_text())
         size = config.get("text_config", config).get("vocab_size")
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"{file} is damaged, expected a JSON object with vocab_size: {error}"
-        ) from error
-    if size is not None and not isinstance(size, int):
-        raise CheckpointError(f"{file} is damaged: vocab_size is {size!r}, expected a number")
-    return size
+        if size is not None and not isinstance(size, int):
+            raise TypeError(f"vocab_size is {size!r}")
+        return size
 
 
 def _embedding_rows(path: str) -> int | None:

@@ -83,13 +83,12 @@ def freeze_role(model: Sequence[torch.nn.Module], role: str, setting: str = _SET
         role: named in errors.
         setting: named in errors, as what to change for a model that trains.
     """
-    own_configs: dict[int, tuple[Any, Any]] = {}  # by id of the shared config, which stays alive beside it
-    for module in (module for chunk in model for module in chunk.modules()):
-        config = vars(module).get("config")
-        if hasattr(config, "no_sync_func"):
-            if id(config) not in own_configs:
-                own_configs[id(config)] = config, without_training(config)
-            module.config = own_configs[id(config)][1]
+    modules = [module for chunk in model for module in chunk.modules()]
+    modules = [module for module in modules if hasattr(vars(module).get("config"), "no_sync_func")]
+    shared = {id(module.config): module.config for module in modules}
+    own = {key: without_training(config) for key, config in shared.items()}
+    for module in modules:
+        module.config = own[id(module.config)]
     freeze(model, role, setting)
 
 
@@ -223,31 +222,21 @@ def get_optimizer_param_scheduler(call: Call) -> Any:
 
 
 def load_checkpoint(call: Call) -> Any:
-    """Run Megatron's ``load_checkpoint``; only the weights are loaded into a model that only scores."""
+    """Run Megatron's ``load_checkpoint``, which loads only the weights into a model that only scores.
+
+    For such a model the loader runs as for fine-tuning (``--finetune --no-load-optim --no-load-rng``), which
+    in every release keeps it from the optimizer, the generators and the rerun state machine, and from
+    refusing another TP or PP size because of the optimizer. It then returns 0 for the iteration, which is
+    read from the checkpoint. Megatron's global arguments, and every other global that the loader touches, are
+    at the end as they were before, also when it raises.
+
+    Unlike ``load_inference_checkpoint`` the loader unpickles files, which may run code that they name.
+    """
     if not ddp_skipped():
         return call()
     from megatron.training.global_vars import get_args
 
-    return load_weights(call, get_args())
-
-
-def load_weights(call: Call, args: Any) -> tuple[int, int | float]:
-    """Run Megatron's ``load_checkpoint`` for a model that only scores.
-
-    The loader runs as for fine-tuning (``--finetune --no-load-optim --no-load-rng``), which in every release
-    keeps it from the optimizer, the generators and the rerun state machine, and from refusing another TP or
-    PP size because of the optimizer. It then returns 0 for the iteration, which is read from the checkpoint.
-
-    Megatron's loader unpickles the checkpoint's files, which may run code that they name, unlike
-    ``load_inference_checkpoint``.
-
-    Args:
-        args: Megatron's global arguments. They, and every other global that the loader touches, are at the
-            end as they were before, also when it raises.
-
-    Returns:
-        The iteration of the checkpoint, and the number of floating-point operations that the loader gives.
-    """
+    args = get_args()
     with preserved_rng(), preserved_globals(args):
         args.finetune = args.no_load_optim = args.no_load_rng = True
         for name in _CONSUMED:

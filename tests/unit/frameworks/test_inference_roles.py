@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -169,10 +170,12 @@ def load(args: Any, during: Any = lambda: None, iteration: int = 0) -> tuple[Any
         during()
         return iteration, 0.5
 
-    with roles.inference_role("ref"):
+    of_megatron = SimpleNamespace(get_args=lambda: args)
+    modules = dict.fromkeys(("megatron.training", "megatron.training.global_vars"), of_megatron)
+    with mock.patch.dict(sys.modules, modules), roles.inference_role("ref"):
         get_model("m")
         call = Call(loader, ("model", "optimizer"), {"opt_param_scheduler": "scheduler"})
-        return roles.load_weights(call, args), seen
+        return roles.load_checkpoint(call), seen
 
 
 def test_inside_it_loads_weights_alone_and_leaves_no_trace(tmp_path: Path) -> None:
