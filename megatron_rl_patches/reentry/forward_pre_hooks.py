@@ -63,7 +63,7 @@ def synchronize(chunk: Chunk) -> None:
         for group in groups:
             if group.param_gather_handle is not None:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
-    elif any(group.param_gather_handle is not None or not group.param_gather_dispatched for group in groups):
+    elif not all(map(_is_gathered, groups)):
         import torch
 
         with torch.no_grad():
@@ -116,6 +116,16 @@ def why_not_gathered(model: Model) -> str | None:
             "Score the model between the first forward pass and the last backward pass of a step."
         )
     return None
+
+
+def is_stale(group: Any) -> bool:
+    """Return whether the parameters of this bucket group have not been gathered since the last step."""
+    is_alone = getattr(group, "intra_distributed_optimizer_instance_size", 0) == 1
+    return not is_alone and group.ddp_config.overlap_param_gather and not _is_gathered(group)
+
+
+def _is_gathered(group: Any) -> bool:
+    return group.param_gather_handle is None and bool(group.param_gather_dispatched)
 
 
 def _with_hooks(model: Model) -> list[Chunk]:

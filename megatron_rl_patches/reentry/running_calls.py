@@ -174,8 +174,7 @@ def _restore_config(config: Any, found: tuple[Model, dict[str, Any]]) -> None:
 
 
 def _set_gc(_: None, enabled: bool) -> None:
-    if gc.isenabled() != enabled:
-        (gc.enable if enabled else gc.disable)()
+    (gc.enable if enabled else gc.disable)()
 
 
 def _set_mode(module: Any, training: bool) -> None:

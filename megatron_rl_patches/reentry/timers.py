@@ -16,8 +16,7 @@ def interval_timer_started(timers: Any) -> Iterator[None]:
 
     When the body raises, no timer is left running that was not running before.
     """
-    before = running(timers)
-    was_running = interval_timer_runs(timers)
+    before, was_running = running(timers), interval_timer_runs(timers)
     if not was_running:
         timers(INTERVAL_TIMER, log_level=0).start()
     try:

@@ -22,7 +22,7 @@ from ..common.chunks import Model, bucket_groups, config_of, distinct_configs, u
 from ..common.messages import Message
 from ..common.ranks import is_first_of_stage, is_rank_0
 from ..common.text import one_line
-from .bucket_states import data_parallel_size, is_stale, is_unreduced
+from .forward_pre_hooks import is_stale
 
 _UNREDUCED = Message(
     "finalize_model_grads_func=None: the config that Megatron's schedules read, get_model_config(model[0]), "
@@ -86,13 +86,7 @@ messages: dict[str, str] = {}
 
 
 class Watch:
-    """What is looked at during one guarded call, which begins when this is made.
-
-    Args:
-        model: list of model chunks.
-        optimizer: the optimizer that the call steps, if it steps one.
-        config: the config that the framework works with, if it is not the chunks' own.
-    """
+    """What is looked at during one guarded call, which begins when this is made; see :class:`.TrainGuard`."""
 
     def __init__(self, model: Model, optimizer: Any = None, config: Any = None) -> None:
         self.chunks = model
@@ -102,19 +96,17 @@ class Watch:
         self._is_counted: bool | None = None  # None as long as there was no loss
         self._optimizer = optimizer
         self._other_configs = [config, *(getattr(unwrap(chunk), "config", None) for chunk in model)]
-        self._has_stepped = False
-        self._hooks: list[Any] = []
-        self._has_mask = True
-        self._forward_hooks = [
-            chunk.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-            for chunk in model
-            if hasattr(chunk, "register_forward_pre_hook")
-        ]
+        self._has_stepped, self._sees_steps, self._has_mask = False, False, True
+        modules = [chunk for chunk in model if hasattr(chunk, "register_forward_pre_hook")]
+        before = self._before_forward
+        self._hooks = [each.register_forward_pre_hook(before, with_kwargs=True) for each in modules]
         with harmless(), _lock:
             _watches[id(self)] = self
             _observe_forward_steps()
         with harmless():
-            self._hooks += [each.register_step_pre_hook(self._before_step) for each in _parts(optimizer)]
+            for each in _parts(optimizer):
+                self._hooks.append(each.register_step_pre_hook(self._before_step))
+                self._sees_steps = True
             _check_dropout(self.configs)
         with harmless():
             if optimizer is not None and "main_parameters" not in messages:
@@ -127,7 +119,7 @@ class Watch:
     def note(self, count: Any, is_last_stage: bool) -> None:
         """Note the number of tokens of a microbatch that trains, as ``forward_step`` returned it."""
         # An optimizer without one of torch's, such as a mock, does not show when it steps.
-        self._has_stepped |= self._optimizer is not None and not self._hooks
+        self._has_stepped |= self._optimizer is not None and not self._sees_steps
         if not self._per_token and len(self._counts) < _MOST_MICROBATCHES:
             self._counts.append(count.detach())
         elif self._per_token and is_last_stage and self._is_counted is not True:
@@ -140,7 +132,7 @@ class Watch:
         with harmless(), _lock:
             _watches.pop(id(self), None)
             _stop_observing()
-        for hook in (*self._hooks, *self._forward_hooks):
+        for hook in self._hooks:
             hook.remove()
         of_tokens = self._check_token_weights, self._check_auxiliary_losses, self._check_mtp_mask
         for check in () if failed else (*of_tokens, self._check_parameters_are_gathered):
@@ -173,10 +165,10 @@ class Watch:
         chunks = [chunk for chunk in self.chunks if any(chunk is other for other in stepped)]
         is_elsewhere = any(getattr(config, setting, None) for config in self._other_configs)
         groups = [group for chunk in chunks for group in bucket_groups(chunk)]
-        ranks = max(map(data_parallel_size, groups), default=1)
-        if any(data_parallel_size(group) > 1 and is_unreduced(group, is_elsewhere) for group in groups):
+        groups = [group for group in groups if _data_parallel_size(group) > 1]
+        if any(_is_unreduced(group, is_elsewhere) for group in groups):
             which = "another config has one" if is_elsewhere else "no other config has one"
-            report(setting, _UNREDUCED, elsewhere=which, ranks=ranks)
+            report(setting, _UNREDUCED, elsewhere=which, ranks=max(map(_data_parallel_size, groups)))
 
     def _check_token_weights(self) -> None:
         """Report microbatches of different lengths, each of whose losses is divided by its own length."""
@@ -192,9 +184,8 @@ class Watch:
 
     def _check_auxiliary_losses(self) -> None:
         """Report losses that Megatron multiplies by a number of tokens, and that nothing divides by it."""
-        if self._is_counted is not False:
-            return
-        if names := sorted({name for config in self.configs for name in _auxiliary_losses(config)}):
+        names = sorted({name for config in self.configs for name in _auxiliary_losses(config)})
+        if self._is_counted is False and names:
             report("number_of_tokens", _AUXILIARY_LOSSES, names=" and ".join(names))
 
     def _check_mtp_mask(self) -> None:
@@ -211,8 +202,7 @@ class Watch:
 
 
 _lock = threading.Lock()
-#: The calls that are watched, by id, in the order in which they began. The references are weak, so that a
-#: call which a signal interrupts does not stay here.
+#: The calls that are watched, by id, oldest first; weakly, so that what a signal interrupts does not stay.
 _watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
 #: While calls are watched: Megatron's module, its ``forward_step``, and what replaces it.
 _observed: list[Any] = []
@@ -237,11 +227,6 @@ def note_tokens(chunk: Any, forward_step_result: Any, is_last_stage: bool = Fals
     """Note the number of tokens that Megatron's ``forward_step`` returns with the outputs of a chunk.
 
     It is zero where the loss function does not return one, and on all pipeline stages but the last.
-
-    Args:
-        chunk: the model chunk of the step.
-        forward_step_result: what it returned.
-        is_last_stage: whether the chunk is known to have the loss.
     """
     with harmless():
         import torch
@@ -282,10 +267,7 @@ def _observe_forward_steps() -> None:
 
 
 def _stop_observing() -> None:
-    """Put back what :func:`_observe_forward_steps` has replaced, when no call is watched any more.
-
-    If other code has replaced it since, that code stays.
-    """
+    """Put Megatron's function back when no call is watched any more, unless other code has replaced it."""
     if _observed and not _watches:
         schedules, original, forward_step = _observed
         _observed.clear()
@@ -307,6 +289,27 @@ def harmless() -> Iterator[None]:
         yield
     except Exception as error:
         _CHECK_FAILED.log(error=one_line(error))
+
+
+def _data_parallel_size(group: Any) -> int:
+    """Return how many data-parallel ranks reduce the gradients of a bucket group."""
+    name = "intra_distributed_optimizer_instance_group"
+    process_group = getattr(group, name, None) or getattr(group, "data_parallel_group", None)
+    return int(process_group.size()) if process_group is not None else 1
+
+
+def _is_unreduced(group: Any, if_unknown: bool) -> bool:
+    """Return whether the gradients of a bucket group have not been reduced before a step.
+
+    A reduction that overlaps with backward leaves a handle, until somebody waits for it. One of the
+    distributed optimizer's leaves shards of the buffer from the first step on. Others leave no trace.
+    """
+    if group.grad_reduce_handle is not None:
+        return True
+    shards = getattr(group, "cached_grad_buffer_shard_list", None)
+    if group.ddp_config.use_distributed_optimizer and shards is not None:
+        return all(shard is None for shard in shards)
+    return if_unknown
 
 
 def _check_dropout(configs: list[Any]) -> None:
