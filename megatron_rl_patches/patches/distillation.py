@@ -42,6 +42,7 @@ from ..errors import PatchError
 from ..frameworks import WITH_MEGATRON_UTILS
 
 Combination = Literal["mixture", "average", "route"]
+_ACTOR = "MegatronTrainRayActor.train_actor"
 _DATA_OF_MILES = [f"miles.backends.training_utils.{name}" for name in ("data", "data.rollout")]
 
 
@@ -97,38 +98,18 @@ patch = Patch(
 for _framework in WITH_MEGATRON_UTILS:
     _arguments = f"{_framework}.utils.arguments"
     _utils = f"{_framework}.backends.megatron_utils"
-    patch.wrap(
-        _arguments,
-        f"get_{_framework}_extra_args_provider",
-        ".frameworks.distillation_arguments:with_loss_type",
-        requires_names=(f"add_{_framework}_arguments",),
-    )
-    patch.wrap(
-        _arguments,
-        f"{_framework}_validate_args",
-        ".frameworks.distillation_arguments:validate",
-        parameters=("args",),
-    )
-    patch.wrap(
-        f"{_utils}.actor",
-        "MegatronTrainRayActor.train_actor",
-        ".frameworks.distillation_teachers:train_actor",
-        requires_names=("train", "weights_backuper"),
-    )
-    patch.wrap(
-        f"{_utils}.model",
-        "train",
-        ".frameworks.distillation_teachers:train",
-        parameters=("model", "data_iterator", "num_microbatches"),
-        requires_names=("train_one_step",),
-    )
-    patch.wrap(
-        _DATA_OF_MILES if _framework == "miles" else f"{_utils}.data",
-        "get_batch",
-        ".frameworks.distillation_teachers:get_batch",
-        parameters=("data_iterator", "keys"),
-        requires_names=("get_next",),
-    )
+    _data = _DATA_OF_MILES if _framework == "miles" else f"{_utils}.data"
+    _provider, _adds = f"get_{_framework}_extra_args_provider", f"add_{_framework}_arguments"
+    _inputs = ("model", "data_iterator", "num_microbatches")
+    for _module, _function, _adapter, _parameters, _names in (
+        (_arguments, _provider, "arguments:with_loss_type", (), (_adds,)),
+        (_arguments, f"{_framework}_validate_args", "arguments:validate", ("args",), ()),
+        (f"{_utils}.actor", _ACTOR, "teachers:train_actor", (), ("train", "weights_backuper")),
+        (f"{_utils}.model", "train", "teachers:train", _inputs, ("train_one_step",)),
+        (_data, "get_batch", "teachers:get_batch", ("data_iterator", "keys"), ("get_next",)),
+    ):
+        _path = f".frameworks.distillation_{_adapter}"
+        patch.wrap(_module, _function, _path, parameters=_parameters, requires_names=_names)
 
 
 # --- verl: its registry in every process that has a configuration, the rest on Megatron workers

@@ -38,8 +38,12 @@ from ..frameworks import megatron_utils
 if TYPE_CHECKING:
     from ..engine.statuses import SiteStatus
 
-_DDP = "megatron.core.distributed.distributed_data_parallel"
 _MODELS = megatron_utils("model")
+_MEGATRON, _BRIDGE, _SET_UP = (
+    "megatron.training.training",
+    "megatron.bridge.training",
+    "_update_model_config_funcs",
+)
 _TRAIN = ".frameworks.training:train"
 _HANDLES = "remove_forward_pre_hook_handles"
 _FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
@@ -166,58 +170,41 @@ patch = Patch(
     notes=_notes,
 )
 
-patch.wrap(
-    _DDP,
-    "DistributedDataParallel.disable_forward_pre_hook",
-    ".frameworks.training:disable_forward_pre_hook",
-    parameters=("param_sync",),
-    requires_names=(_HANDLES, "use_forward_hook"),
-    skip_if=_disable_is_harmless,
-)
-patch.wrap(
-    _DDP,
-    "DistributedDataParallel.enable_forward_pre_hook",
-    ".frameworks.training:enable_forward_pre_hook",
-    requires_names=(_HANDLES, "use_forward_hook"),
-    skip_if=_enable_is_harmless,
-)
+for _method, _read, _skip_if in (
+    ("disable_forward_pre_hook", ("param_sync",), _disable_is_harmless),
+    ("enable_forward_pre_hook", (), _enable_is_harmless),
+):
+    patch.wrap(
+        "megatron.core.distributed.distributed_data_parallel",
+        f"DistributedDataParallel.{_method}",
+        f".frameworks.training:{_method}",
+        parameters=_read,
+        requires_names=(_HANDLES, "use_forward_hook"),
+        skip_if=_skip_if,
+    )
 patch.wrap(_MODELS, "train", _TRAIN, parameters=("model", "optimizer"), skip_if=_train_is_reentrant)
 patch.wrap(_MODELS, "save", ".frameworks.training:save", parameters=("model",), skip_if=_restores_hooks)
+for _module, _function, _adapter, _parameters, _skip_if in (
+    (_MEGATRON, "train", "megatron_train", ("model", "optimizer", "config"), _train_is_reentrant),
+    (_MEGATRON, "save_checkpoint_and_time", "megatron_save", ("model",), _save_is_safe),
+    (
+        f"{_BRIDGE}.train",
+        "train",
+        "bridge_train",
+        ("model", "optimizer", "global_state"),
+        _train_is_reentrant,
+    ),
+    (f"{_BRIDGE}.setup", _SET_UP, f"bridge{_SET_UP}", ("model", "model_config"), _setup_is_reentrant),
+):
+    _path = f".frameworks.training:{_adapter}"
+    patch.wrap(_module, _function, _path, parameters=_parameters, skip_if=_skip_if)
 patch.wrap(
-    "megatron.training.training",
-    "train",
-    ".frameworks.training:megatron_train",
-    parameters=("model", "optimizer", "config"),
-    skip_if=_train_is_reentrant,
-)
-patch.wrap(
-    "megatron.training.training",
-    "save_checkpoint_and_time",
-    ".frameworks.training:megatron_save",
-    parameters=("model",),
-    skip_if=_save_is_safe,
-)
-patch.wrap(
-    "megatron.training.training",
+    _MEGATRON,
     "training_log",
     ".frameworks.training:megatron_training_log",
     parameters=("iteration", "is_first_iteration"),
     skip_if=_log_ends_intervals,
     introduced_with="is_first_iteration",
-)
-patch.wrap(
-    "megatron.bridge.training.train",
-    "train",
-    ".frameworks.training:bridge_train",
-    parameters=("model", "optimizer", "global_state"),
-    skip_if=_train_is_reentrant,
-)
-patch.wrap(
-    "megatron.bridge.training.setup",
-    "_update_model_config_funcs",
-    ".frameworks.training:bridge_update_model_config_funcs",
-    parameters=("model", "model_config"),
-    skip_if=_setup_is_reentrant,
 )
 patch.wrap(
     "verl.utils.megatron_utils",
