@@ -17,6 +17,7 @@ from ..losses.vocab.divergences import divergence_named
 LOSS_TYPE = "opd_loss"
 LOSS_PATH = f"megatron_rl_patches.frameworks.distillation_loss.{LOSS_TYPE}"
 
+#: Options that do not go with the loss, and why.
 _CONFLICTS = {
     "allgather_cp": "teachers are scored in the zigzag layout of context parallelism",
     "use_routing_replay": "scoring is not part of the replay",
@@ -65,6 +66,16 @@ def _set_options(args: Any, options: Any) -> None:
     args.opd_teachers = dict(args.opd_teachers)  # path by name
 
 
+def refuse_conflicts(args: Any, *options: str) -> None:
+    """Refuse options, by default all, that do not go with the loss."""
+    for option in options or _CONFLICTS:
+        if getattr(args, option, None):
+            name = option.replace("_", "-")
+            raise InvalidInputError(
+                f"--{name} does not go with {LOSS_TYPE}: {_CONFLICTS[option]}; leave it out"
+            )
+
+
 def check_arguments(args: Any) -> None:
     """Refuse, before anything starts, what would fail only after hours in a queue.
 
@@ -72,12 +83,7 @@ def check_arguments(args: Any) -> None:
         InvalidInputError: another option does not go with the loss or is out of range, there is no teacher, a
             teacher's folder does not exist, or its vocabulary is not the student's.
     """
-    for option, reason in _CONFLICTS.items():
-        if getattr(args, option, None):
-            name = option.replace("_", "-")
-            raise InvalidInputError(
-                f"--{name} does not go with --loss-type {LOSS_TYPE}: {reason}; leave it out"
-            )
+    refuse_conflicts(args)
     divergence = divergence_named(args.opd_divergence, getattr(args, "opd_beta", 0.5))
     if args.opd_top_k == "full" and not divergence.counts_tail:
         raise InvalidInputError(

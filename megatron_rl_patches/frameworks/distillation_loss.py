@@ -33,6 +33,7 @@ from ..losses.objectives.distillation import DistillationBatch, DistillationOpti
 from ..losses.objectives.distributions import TopKDistribution, log1mexp
 from ..losses.sequences.layout import SequenceLayout
 from . import microbatch_layout
+from .distillation_arguments import refuse_conflicts
 
 #: Keys that the patch adds to a batch.
 KEYS = TEACHERS, OLD = "opd_teachers", "opd_old"
@@ -97,15 +98,7 @@ def temperature_of(args: Any) -> float:
 
 
 def _options(args: Any, num_teachers: int) -> DistillationOptions:
-    if getattr(args, "allgather_cp", False):
-        raise InvalidInputError(
-            "--allgather-cp: these frameworks cut teachers' log-probs in zigzag; leave the option out for "
-            "distillation"
-        )
-    if getattr(args, "entropy_coef", 0.0) != 0:
-        raise InvalidInputError(
-            f"--entropy-coef is {args.entropy_coef}, but opd_loss has no entropy bonus: set it to 0"
-        )
+    refuse_conflicts(args, "allgather_cp", "entropy_coef")
     weights = getattr(args, "opd_teacher_weights", ()) if num_teachers > 1 else ()
     return DistillationOptions(
         divergence=getattr(args, "opd_divergence", "reverse_kl"),
