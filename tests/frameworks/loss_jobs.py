@@ -30,7 +30,7 @@ CP_UTILS = {name: f"{home}.cp_utils" for name, home in _HOMES.items()}
 NEWEST_MILES = "newest miles"
 LOSSES[NEWEST_MILES] = f"{_HOMES['miles']}.loss.objective"
 SCORES[NEWEST_MILES] = f"{_HOMES['miles']}.loss.hub.logit_processors"
-CP_UTILS[NEWEST_MILES] = f"{_HOMES['miles']}.data.context_parallel"
+CP_UTILS[NEWEST_MILES] = CP_UTILS["slime"]
 
 TOTALS, RESPONSES = (9, 11, 4), (4, 6, 2)
 VOCAB = 24

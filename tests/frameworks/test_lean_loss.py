@@ -17,8 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rl_patches import applied, apply, revert, status
-from megatron_rl_patches.engine.call import Call
+from megatron_rl_patches import applied, apply, revert
 from tests.device_thread import device_thread
 from tests.frameworks.rollouts import states_of
 from tests.ranks import on_ranks
@@ -166,34 +165,6 @@ def test_policy_loss() -> None:
         assert (log_probs - expected).abs().max() < 1e-6
 
 
-def test_options_by_the_names_of_each_release() -> None:
-    """With ``true_on_policy`` miles keeps the bits of its engine."""
-    from megatron_rl_patches.frameworks import slime_losses
-
-    def own(
-        logits: Any,
-        tokens: Any,
-        tp_group: Any,
-        with_entropy: bool = False,
-        with_entropy_grad: bool = True,
-        entropy_requires_grad: bool = True,
-        need_entropy_grad: bool = True,
-        true_on_policy: bool = False,
-        vocab_size: int | None = None,
-    ) -> str:
-        return "its own"
-
-    def scored(**options: Any) -> Any:
-        logits, tokens = torch.zeros(2, 5, requires_grad=True), torch.zeros(2, dtype=torch.int64)
-        call = Call(own, (logits, tokens, None, True), options)
-        return slime_losses.calculate_log_probs_and_entropy(call)
-
-    assert scored(true_on_policy=True) == "its own"
-    for name in ("with_entropy_grad", "entropy_requires_grad", "need_entropy_grad"):
-        log_probs, entropy = scored(vocab_size=5, **{name: False})
-        assert (log_probs.requires_grad, entropy.requires_grad) == (True, False)
-
-
 @on_ranks(1)
 def test_finite_loss_is_around_it() -> None:
     """Inside, it would keep the framework's function from being replaced."""
@@ -256,7 +227,8 @@ def test_the_newest_miles_and_its_sampling_masks(ranks: int, layout: dict[str, A
     with applied(PATCH):
         recomputing = {"recompute_loss_function": True, "entropy_coef": 0.1, **options}
         run = loss_jobs.LossJob(framework, **recomputing).loss()
-        assert {s.target for s in status() if s.state == "applied"} == {
+        states = states_of("miles", patch=PATCH).items()
+        assert {target for target, state in states if state == "applied"} == {
             f"{MILES}.{module}.{name}" for name, module in MOVED.items()
         }
     dense = loss_jobs.LossJob(framework, **recomputing).loss(dense=True)

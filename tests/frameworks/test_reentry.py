@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_rl_patches import applied, apply, revert, status
+from megatron_rl_patches import apply, revert, status
 from megatron_rl_patches.engine.settings import VARIABLE
 from megatron_rl_patches.hooks import on_megatron_init
 from tests.frameworks import rollouts
@@ -70,32 +70,6 @@ def test_train_goes_on_where_a_batch_broke(framework: str) -> None:
         job.train(6 - step)
         assert outcome(job.save) == FINE
         assert job.checksum() == uninterrupted.checksum()
-
-
-@pytest.mark.slow
-@on_ranks(1)
-def test_rollouts_that_sample_from_a_part_of_the_vocabulary() -> None:
-    """Reported where the data of the rollout has no mask, and the weights are as ever."""
-    from megatron_rl_patches.reentry import training_warnings
-    from tests.frameworks.jobs import SlimeJob
-
-    checksums = set()
-    for patched, sampling, rollout, lines in (
-        (False, {"rollout_top_p": 0.8}, {}, 0),
-        (True, {"rollout_top_p": 1.0, "eval_top_p": 0.8}, {}, 0),
-        (True, {"rollout_top_p": 0.8}, {"rollout_top_p_token_ids": [[0]]}, 0),
-        (True, {"rollout_top_p": 0.8}, {}, 1),
-        (True, {"rollout_top_k": 20}, {}, 1),
-    ):
-        training_warnings.messages.clear()
-        job = SlimeJob()
-        vars(job.args).update(loss_type="policy_loss", **sampling)
-        job.batches.rollout_data = rollout
-        with applied(PATCH) if patched else nullcontext():
-            job.train()
-        assert len([line for line in training_warnings.reported() if "top_p=" in line]) == lines
-        checksums.add(job.checksum())
-    assert len(checksums) == 1
 
 
 OF_MILES = {

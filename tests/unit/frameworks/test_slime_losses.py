@@ -279,17 +279,45 @@ def test_an_entropy_that_is_a_metric_has_no_gradient(
     torch.testing.assert_close(gradient_of(scores, logits, entropy_grad=requires_grad), expected)
 
 
-def test_an_entropy_has_the_dtype_that_the_release_computes_it_in() -> None:
+def of_each_release(
+    logits: Tensor,
+    tokens: Tensor,
+    tp_group: Any,
+    with_entropy: bool = False,
+    with_entropy_grad: bool = True,
+    entropy_requires_grad: bool = True,
+    need_entropy_grad: bool = True,
+    true_on_policy: bool = False,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Any]:
+    """With ``true_on_policy`` miles keeps the bits of its engine."""
+    return torch.full((3, 1), 7.0), torch.full((3,), 7.0)
+
+
+@pytest.mark.parametrize(
+    ("calculate", "options", "dtype", "requires_grad"),
+    [
+        (naive, {}, torch.bfloat16, True),
+        (of_each_release, {"vocab_size": V}, torch.float32, True),
+        (of_each_release, {"with_entropy_grad": False}, torch.float32, False),
+        (of_each_release, {"entropy_requires_grad": False}, torch.float32, False),
+        (of_each_release, {"need_entropy_grad": False}, torch.float32, False),
+        (of_each_release, {"true_on_policy": True}, torch.float32, None),
+    ],
+)
+def test_an_entropy_is_what_the_release_and_its_options_say(
+    calculate: Any, options: dict[str, Any], dtype: torch.dtype, requires_grad: bool | None
+) -> None:
     logits, tokens = model_logits(3, V, dtype=torch.bfloat16), torch.arange(3)
-    releases = (
-        (naive, {}, torch.bfloat16),
-        (with_need_entropy_grad, {"need_entropy_grad": True}, torch.float32),
+    call = Call(calculate, (logits, tokens, None, True), options)
+    log_probs, entropy = slime_losses.calculate_log_probs_and_entropy(call)
+    assert bool((log_probs == 7).all()) == (requires_grad is None)
+    assert (log_probs.shape, log_probs.dtype) == ((3, 1), torch.float32)
+    assert (entropy.shape, entropy.dtype) == ((3,), dtype)
+    assert (log_probs.requires_grad, entropy.requires_grad) == (
+        requires_grad is not None,
+        bool(requires_grad),
     )
-    for calculate, options, dtype in releases:
-        call = Call(calculate, (logits, tokens, None, True), options)  # type: ignore[arg-type]
-        log_probs, entropy = slime_losses.calculate_log_probs_and_entropy(call)
-        assert (log_probs.shape, log_probs.dtype) == ((3, 1), torch.float32)
-        assert (entropy.shape, entropy.dtype) == ((3,), dtype)
 
 
 def test_a_keep_mask() -> None:

@@ -6,30 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed.nn
+from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
 from torch import Tensor
 
 from ..parallel import get_parallel_state
-
-
-def zigzag_pieces(total: int, response: int) -> list[tuple[int, int, int]]:
-    """Return for each of the rank's two chunks where it begins, and which rows of it predict the response.
-
-    The two numbers count from the first row that predicts the response.
-    """
-    cp, first = get_parallel_state().cp, total - response - 1
-    size = -(-total // (2 * cp.size))
-    starts = [number * size for number in (cp.rank, 2 * cp.size - 1 - cp.rank)]
-    bounds = [(max(start, first), min(start + size, total - 1)) for start in starts]
-    return [
-        (start, low - first, max(low, high) - first)
-        for start, (low, high) in zip(starts, bounds, strict=True)
-    ]
-
-
-def slice_log_prob_with_cp(log_prob: Tensor, total_length: int, response_length: int) -> Tensor:
-    if get_parallel_state().cp.size == 1:
-        return log_prob
-    return torch.cat([log_prob[low:high] for _, low, high in zigzag_pieces(total_length, response_length)])
 
 
 def allgather_cp_redistribute(
@@ -53,5 +33,4 @@ def allgather_cp_redistribute(
                 whole.append(torch.nn.functional.pad(value, (before, response - before - len(value))))
             start += total
         gathered = torch.distributed.nn.all_reduce(torch.cat(whole), group=cp.group).split(response_lengths)
-        samples = zip(gathered, total_lengths, response_lengths, strict=True)
-        res[key] = [slice_log_prob_with_cp(*sample) for sample in samples]
+        res[key] = [*map(slice_log_prob_with_cp, gathered, total_lengths, response_lengths)]

@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..data.context_parallel import slice_log_prob_with_cp
 from .hub.losses import policy_loss_function, value_loss_function
 
 

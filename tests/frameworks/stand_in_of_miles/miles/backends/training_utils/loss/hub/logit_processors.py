@@ -1,4 +1,4 @@
-"""In the shape of miles since September 2026: sample by sample, or a kernel over all rows."""
+"""In the shape of miles since September 2026: sample by sample."""
 
 from __future__ import annotations
 
@@ -6,44 +6,41 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
 from torch import Tensor
 
 from .....utils.sampling_mask import RolloutSamplingMask
-from ...data.context_parallel import allgather_cp_redistribute, zigzag_pieces
-from ...data.sampling_mask import build_local_sampling_mask
+from ...data.context_parallel import allgather_cp_redistribute
 from ...parallel import get_parallel_state
 from .math_utils import calculate_log_probs_and_entropy
 
 
 def _iter_response_chunks(
-    logits: Tensor,
-    *,
-    args: Any,
-    unconcat_tokens: list[Tensor],
-    total_lengths: list[int],
-    response_lengths: list[int],
-    include_response_indices: bool,
-) -> Iterator[tuple[Tensor, Tensor, Sequence[int]]]:
-    """Yield logits, tokens and positions in the response of the rows that this rank has of a sample."""
+    logits: Tensor, *, args: Any, total_lengths: list[int], response_lengths: list[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield logits, and their positions in the response, of the rows that this rank has of a sample."""
     cp, rows, start = get_parallel_state().cp, logits.squeeze(0), 0
-    for tokens, total, response in zip(unconcat_tokens, total_lengths, response_lengths, strict=True):
+    for total, response in zip(total_lengths, response_lengths, strict=True):
+        indices, first = torch.arange(response), total - response - 1
         if args.allgather_cp or cp.size == 1:
-            first = start + total - response - 1 - cp.rank * len(rows)
-            low, high = max(-first, 0), max(min(response, len(rows) - first), 0)
-            indices, chunk = [*range(low, max(low, high))], rows[first + low : first + max(low, high)]
+            local = start + first + indices - cp.rank * len(rows)
+            is_here = (local >= 0) & (local < len(rows))
+            yield rows[local[is_here]], indices[is_here]
             start += total
         else:
-            pieces, size = zigzag_pieces(total, response), -(-total // (2 * cp.size))
-            indices = [index for _, low, high in pieces for index in range(low, high)]
-            first = total - response - 1
-            chunk = torch.cat(
-                [
-                    rows[base - begin + first + low : base - begin + first + high]
-                    for base, (begin, low, high) in zip((start, start + size), pieces, strict=True)
-                ]
-            )
+            size, indices = -(-total // (2 * cp.size)), slice_log_prob_with_cp(indices, total, response)
+            chunk, offset = (first + indices) // size, (first + indices) % size
+            yield rows[start + offset + torch.where(chunk == cp.rank, 0, size)], indices
             start += 2 * size
-        yield chunk, tokens[total - response :][indices], indices if include_response_indices else ()
+
+
+def _local_mask(logits: Tensor, sampled: RolloutSamplingMask, indices: Tensor) -> Tensor:
+    """Return a mask over this rank's rows and columns."""
+    mask, first = torch.zeros(logits.shape, dtype=torch.bool), get_parallel_state().tp.rank * logits.size(-1)
+    for row, index in enumerate(indices.tolist()):
+        columns = sampled.of_token(index) - first
+        mask[row, columns[(columns >= 0) & (columns < logits.size(-1))]] = True
+    return mask
 
 
 def get_log_probs_and_entropy(
@@ -60,27 +57,19 @@ def get_log_probs_and_entropy(
     rollout_sampling_mask: Sequence[RolloutSamplingMask] | None = None,
 ) -> dict[str, list[Tensor]]:
     lengths = {"total_lengths": total_lengths, "response_lengths": response_lengths}
-    if args.log_probs_backend == "fused":
-        return _kernel(logits, args, unconcat_tokens, **lengths)
-    tp, res = get_parallel_state().tp, dict[str, list[Tensor]](log_probs=[])
-    has_mask = rollout_sampling_mask is not None
-    chunks = _iter_response_chunks(
-        logits, args=args, unconcat_tokens=unconcat_tokens, **lengths, include_response_indices=has_mask
-    )
-    for number, (chunk, tokens, indices) in enumerate(chunks):
-        mask = None
-        if rollout_sampling_mask is not None:
-            mask = build_local_sampling_mask(chunk, rollout_sampling_mask[number], indices, tp_rank=tp.rank)
+    res = dict[str, list[Tensor]](log_probs=[])
+    for number, (chunk, indices) in enumerate(_iter_response_chunks(logits, args=args, **lengths)):
+        sampled = rollout_sampling_mask and rollout_sampling_mask[number]
         log_prob, entropy = calculate_log_probs_and_entropy(
             chunk,
-            tokens,
-            tp.group,
+            unconcat_tokens[number][total_lengths[number] - response_lengths[number] :][indices],
+            get_parallel_state().tp.group,
             with_entropy=with_entropy,
             entropy_requires_grad=entropy_requires_grad,
             chunk_size=args.log_probs_chunk_size,
             true_on_policy=bool(args.true_on_policy_mode),
             vocab_size=args.vocab_size,
-            sampling_mask=mask,
+            sampling_mask=_local_mask(chunk, sampled, indices) if sampled else None,
             temperature=args.rollout_temperature,
             debug_unified_grad_fused_logprob=bool(args.debug_unified_grad_fused_logprob),
         )
@@ -90,17 +79,3 @@ def get_log_probs_and_entropy(
     if args.allgather_cp:
         allgather_cp_redistribute(res, logits=logits, args=args, **lengths)
     return res
-
-
-def _kernel(logits: Tensor, args: Any, tokens: list[Tensor], **lengths: Any) -> dict[str, list[Tensor]]:
-    """It reads memory, where deferred logits have none."""
-    assert type(logits) is Tensor
-    chunks = _iter_response_chunks(
-        logits, args=args, unconcat_tokens=tokens, **lengths, include_response_indices=False
-    )
-    scores: dict[str, list[Tensor]] = {"log_probs": [], "entropy": []}
-    for chunk, targets, _ in chunks:
-        log_p = (chunk / args.rollout_temperature).log_softmax(-1)
-        scores["log_probs"].append(log_p.gather(1, targets[:, None]).squeeze(1))
-        scores["entropy"].append(-(log_p.exp() * log_p).sum(-1))
-    return scores

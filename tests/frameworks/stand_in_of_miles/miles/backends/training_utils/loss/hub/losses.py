@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
 from torch import Tensor
 
-from ...data.context_parallel import slice_log_prob_with_cp
 from .logit_processors import get_log_probs_and_entropy
 from .math_utils import compute_approx_kl, compute_policy_loss
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from slime.utils.ppo_utils import NaiveEntropy
 from torch import Tensor
 
 
@@ -37,16 +36,6 @@ def _float32_copy(logits: Tensor, temperature: float) -> Tensor:
     return copy.div_(temperature) if temperature > 0 else copy
 
 
-def _entropy(logits: Tensor, group: Any) -> Tensor:
-    top = logits.detach().amax(-1)
-    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-    exponentials = (logits - top[:, None]).exp()
-    total = reduce_from_tensor_model_parallel_region(exponentials.sum(-1))
-    return (
-        top + total.log() - reduce_from_tensor_model_parallel_region((exponentials * logits).sum(-1)) / total
-    )
-
-
 def calculate_log_probs_and_entropy(
     logits: Tensor,
     tokens: Tensor,
@@ -67,5 +56,6 @@ def calculate_log_probs_and_entropy(
         sampled_from.masked_fill_(~sampling_mask, float("-inf"))
     losses = fused_vocab_parallel_cross_entropy(sampled_from[:, None], tokens[:, None], tp_group)
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_requires_grad):
-        entropy = _entropy(_float32_copy(logits, temperature), tp_group) if with_entropy else None
+        copy = _float32_copy(logits, temperature)
+        entropy = NaiveEntropy.apply(copy, tp_group) if with_entropy else None
     return -losses, entropy
