@@ -44,24 +44,8 @@ _TAG = "opd_"
 #: The key of slime's rollout data with a name per sample: its ``source``, or its ``metadata["source_name"]``.
 SOURCES = "source_names"
 Forward = Callable[[Callable[..., Any]], Mapping[str, Sequence[Any]]]
-
-
-def _collected(score: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
-    """Turn a method that returns a value per sample into one that ``forward_only`` calls with the logits.
-
-    ``forward_only`` of miles, and of slime up to v0.2.2, calls Megatron with ``collect_non_loss_data`` and
-    expects the values alone; later releases of slime expect a loss before them.
-    """
-
-    def collect(
-        self: TeacherScorer, logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any
-    ) -> Any:
-        layout, tp_group = layout_of(args, self.batch, logits)
-        options = {"tp_group": tp_group, "rows": layout.response_slices, "temperature": temperature_of(args)}
-        collected = {"distributions": list(score(self, logits, layout, options))}
-        return collected if non_loss_data else (torch.zeros((), device=logits.device), collected)
-
-    return collect
+#: From the rows of the logits, their layout and options of the losses to a value for each sample.
+Score = Callable[[Tensor, SequenceLayout, dict[str, Any]], Sequence[Any]]
 
 
 class TeacherScorer:
@@ -139,7 +123,7 @@ class TeacherScorer:
         """Return the distributions of the policy that sampled, where the loss or the teachers need them."""
         args = self.actor.args
         if args.opd_top_k != "full":
-            return forward(self._topk).get("distributions", [])
+            return self._collected(forward, self._topk)
         if args.opd_divergence == "importance_weighted_reverse_kl":
             return self._full(forward)
         return []
@@ -152,7 +136,7 @@ class TeacherScorer:
         try:
             for name, path in args.opd_teachers.items():
                 self._switch_to_teacher(_TAG + name, path)
-                one = self._full(forward) if is_full else forward(self._at_ids).get("distributions", [])
+                one = self._full(forward) if is_full else self._collected(forward, self._at_ids)
                 scored.append(one if names is None or not one else _own_samples(one, names, name))
         finally:
             self.actor._switch_model(_ACTOR)
@@ -176,27 +160,39 @@ class TeacherScorer:
         with replaced(self.actor.args, ckpt_step=None):
             self.actor.load_other_checkpoint(tag, path)
 
-    @_collected
-    def _topk(self, logits: Tensor, layout: SequenceLayout, options: dict[str, Any]) -> Any:
-        topk = vocab_parallel_topk(layout.rows_of(logits), self.actor.args.opd_top_k, **options)
+    def _collected(self, forward: Forward, score: Score) -> Sequence[Any]:
+        """Forward; return what ``score`` makes of the logits, on the last pipeline stage.
+
+        ``forward_only`` of miles, and of slime up to v0.2.2, calls Megatron with ``collect_non_loss_data``
+        and expects the values alone; later releases of slime expect a loss before them.
+        """
+
+        def collect(logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any) -> Any:
+            layout, group = layout_of(args, self.batch, logits)
+            options = {"tp_group": group, "rows": layout.response_slices, "temperature": temperature_of(args)}
+            collected = {"distributions": list(score(layout.rows_of(logits), layout, options))}
+            return collected if non_loss_data else (torch.zeros((), device=logits.device), collected)
+
+        return forward(collect).get("distributions", [])
+
+    def _topk(self, rows: Tensor, layout: SequenceLayout, options: dict[str, Any]) -> Any:
+        topk = vocab_parallel_topk(rows, self.actor.args.opd_top_k, **options)
         return topk.to("cpu").split(layout.local_lengths)
 
-    @_collected
-    def _at_ids(self, logits: Tensor, layout: SequenceLayout, options: dict[str, Any]) -> Any:
-        indices = torch.cat([old.indices.to(logits.device) for old in self.batch[OLD]])
+    def _at_ids(self, rows: Tensor, layout: SequenceLayout, options: dict[str, Any]) -> Any:
+        indices = torch.cat([old.indices.to(rows.device) for old in self.batch[OLD]])
         with torch.no_grad():
-            at_ids = vocab_parallel_log_probs_at(layout.rows_of(logits), indices, with_tail=True, **options)
+            at_ids = vocab_parallel_log_probs_at(rows, indices, with_tail=True, **options)
         topk = TopKDistribution(indices, *at_ids, temperature=options["temperature"])
         return topk.to("cpu").split(layout.local_lengths)
 
     def _full(self, forward: Forward) -> list[FullDistribution]:
         """Return the distributions of the weights that the model holds now, over the whole vocabulary."""
         self._problem = None
-        chunks = [unwrap(chunk) for chunk in self.actor.model]
         with ExitStack() as stack:
-            for chunk in chunks:
-                stack.enter_context(deferring(chunk))
-            hidden = forward(self._hidden).get("distributions", [])
+            for chunk in self.actor.model:
+                stack.enter_context(deferring(unwrap(chunk)))
+            hidden = self._collected(forward, self._hidden)
         # Only the last pipeline stage can tell, and the others must not wait for it.
         raise_on_all(self._problem)
         if not hidden:
@@ -205,13 +201,11 @@ class TeacherScorer:
         head = cast("OutputHead", output_head(self.actor.model)).copied_to("cpu")
         return [FullDistribution.from_hidden(hidden_lh, head) for hidden_lh in hidden]
 
-    @_collected
-    def _hidden(self, logits: Tensor, layout: SequenceLayout, options: dict[str, Any]) -> Any:
+    def _hidden(self, rows: Tensor, layout: SequenceLayout, _: dict[str, Any]) -> Any:
         try:
-            hidden = hidden_states_of(layout.rows_of(logits), layout.response_rows).to("cpu")
+            hidden = hidden_states_of(rows, layout.response_rows).to("cpu")
         except InvalidInputError as error:
-            self._problem = str(error)
-            hidden = torch.empty(len(layout.response_rows), 0)
+            self._problem, hidden = str(error), torch.empty(len(layout.response_rows), 0)
         return layout.split_responses(hidden)
 
 

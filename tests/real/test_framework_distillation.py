@@ -70,16 +70,20 @@ def test_scores_loss_and_gradient_are_the_dense_ones(top_k: int | str) -> None:
     # Of this output layer the logits are the hidden states.
     layer = torch.eye(VOCABULARY, dtype=torch.float64).chunk(2)[tp_rank]
     scored: list[Any] = []
+
+    def collected(logits: Tensor, score: Any) -> Any:
+        return scorer._collected(lambda collect: collect(logits, args=args)[1], score)
+
     if top_k != "full":
-        batch["opd_old"] = scorer._topk(logits.detach(), args=args)[1]["distributions"]
+        batch["opd_old"] = collected(logits.detach(), scorer._topk)
     for seed in (1, 2):
         if top_k == "full":
             hidden = deferred_logits(_on_this_rank(_full(seed), cp_rank, 0, 1), layer)
-            found, head = scorer._hidden(hidden, args=args)[1]["distributions"], OutputHead(layer)
+            found, head = collected(hidden, scorer._hidden), OutputHead(layer)
             scored.append([FullDistribution.from_hidden(hidden_lh, head) for hidden_lh in found])
         else:
             teacher = _on_this_rank(_full(seed), cp_rank, tp_rank)
-            scored.append(scorer._at_ids(teacher, args=args)[1]["distributions"])
+            scored.append(collected(teacher, scorer._at_ids))
     pairs = zip(*scored, strict=True)
     batch["opd_teachers"] = [(mix_teachers(of_sample, WEIGHTS),) for of_sample in pairs]
     loss, _ = opd_loss(args, batch, logits, sum_of_sample_mean)
