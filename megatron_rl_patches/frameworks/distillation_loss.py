@@ -4,16 +4,12 @@
     --custom-loss-function-path megatron_rl_patches.frameworks.distillation_loss.opd_loss
 
 For the response tokens of this context-parallel rank, as these frameworks lay them out (zigzag), a batch has
-lists with one value per sample, on any device. With the patch ``distillation`` they are:
+lists with one value per sample, on any device. The patch ``distillation`` adds the first two. Without these a
+batch has one teacher, by the other three, as OpenClaw-RL passes it.
 
 ============================  ===========================================================================
 ``opd_teachers``              a tuple of distributions: of a mixture one, else one for each teacher
 ``opd_old``                   the distribution of the policy that sampled; not always needed
-============================  ===========================================================================
-
-Without these a batch has one teacher, as OpenClaw-RL passes it:
-
-============================  ===========================================================================
 ``teacher_topk_indices``      int64 ``[n, k]``, token ids
 ``teacher_topk_log_probs``    float ``[n, k]``, of the teacher at these ids
 ``teacher_topk_tail``         float ``[n]``, log-probability of all other ids; optional

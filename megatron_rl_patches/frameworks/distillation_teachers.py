@@ -49,28 +49,20 @@ Score = Callable[[Tensor, SequenceLayout, dict[str, Any]], Sequence[Any]]
 
 
 class TeacherScorer:
-    """Finds the distributions of student and teachers for an actor that is about to train.
-
-    Args:
-        actor: the framework's, with its model and the weights that it swaps.
-
-    Attributes:
-        batch: the microbatch of the running forward step.
-    """
+    """Finds the distributions of student and teachers for the framework's actor, which is about to train."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
+        #: The microbatch of the running forward step.
         self.batch: Mapping[str, Any] = {}
         self._problem: str | None = None
 
     @contextmanager
     def scores_in(self, rollout_data: dict[str, Any], forward: Forward) -> Iterator[None]:
-        """Keep the keys that :func:`opd_loss` reads in the rollout data until the block ends.
+        """Keep the keys that :func:`opd_loss` reads in the rollout data of this rank until the block ends.
 
-        Args:
-            rollout_data: of this data-parallel rank.
-            forward: calls the framework's ``forward_only`` with a function of the logits; returns its results
-                per sample on the last pipeline stage, and nothing on the others.
+        ``forward`` calls the framework's ``forward_only`` with a function of the logits; it returns the
+        results per sample on the last pipeline stage, and nothing on the others.
 
         Raises:
             InvalidInputError: one rank does not find a teacher's folder, or has samples that name no teacher

@@ -22,17 +22,11 @@ _LOG_PROBS = ("log_probs", "rollout_log_probs", "ref_log_probs")
 
 @dataclass(frozen=True)
 class _PolicyLoss:
-    """What is known while ``policy_loss_function`` runs.
+    """What is known while ``policy_loss_function`` runs."""
 
-    Attributes:
-        args: options of the framework.
-        log_probs: log-probs ``[n]`` of the batch by name, in which masked tokens do not overflow.
-        counted_n: which tokens of this rank the loss counts.
-    """
-
-    args: Any
-    log_probs: Mapping[str, Tensor]
-    counted_n: Tensor
+    args: Any  # of the framework
+    log_probs: Mapping[str, Tensor]  # [n] by name, in which masked tokens do not overflow
+    counted_n: Tensor  # which tokens of this rank the loss counts
 
 
 _policy_loss: Scope[_PolicyLoss] = Scope("policy_loss")

@@ -42,18 +42,12 @@ _NO_OPTIMIZER = "debug_disable_optimizer"
 
 @dataclass
 class InferenceRole:
-    """One model while it is built.
-
-    Attributes:
-        role: the framework's name for what the model is for.
-        framework_args: the framework's options, where they say whether an optimizer is built.
-        ddp_skipped: ``get_model`` leaves out DDP, so optimizer and scheduler are left out too.
-        reason_skipped: why DDP was not left out.
-    """
+    """One model while it is built."""
 
     role: str
-    framework_args: Any = None
-    ddp_skipped: bool = False
+    framework_args: Any = None  # where these say whether an optimizer is built
+    ddp_skipped: bool = False  # get_model has left out DDP, so optimizer and scheduler are left out, too
+    #: Why DDP was not left out.
     reason_skipped: str = (
         "megatron.training.training.get_model was not called; status() tells whether it is patched"
     )
@@ -76,12 +70,8 @@ def ddp_skipped() -> bool:
 def freeze_role(model: Sequence[torch.nn.Module], role: str, setting: str = _SETTING) -> None:
     """Freeze chunks that have no DDP, give them a config of their own, and have them refuse to train.
 
-    With a config that the policy shares, the model would run in the policy's ``no_sync``.
-
-    Args:
-        model: chunks as ``get_model(..., wrap_with_ddp=False)`` returns them.
-        role: named in errors.
-        setting: named in errors, as what to change for a model that trains.
+    With a config that the policy shares, the model would run in the policy's ``no_sync``. Errors name the
+    role, and the setting as what to change for a model that trains.
     """
     modules = [module for chunk in model for module in chunk.modules()]
     modules = [module for module in modules if hasattr(vars(module).get("config"), "no_sync_func")]

@@ -39,12 +39,7 @@ def groups_of(function: Callable[..., Any] | None = None) -> Groups:
 def layout_of(
     args: Any, batch: Mapping[str, Any], groups: Groups, num_rows: int | None, device: torch.device
 ) -> SequenceLayout:
-    """Return the layout of a batch.
-
-    Args:
-        args: options of the framework.
-        num_rows: rows of packed logits; ``None``: the fewest that hold the samples.
-    """
+    """Return the layout of a batch in packed logits of so many rows; ``None``: the fewest that hold it."""
     qkv_format = getattr(args, "qkv_format", None) or "thd"
     is_padded = qkv_format == "bshd"
     return SequenceLayout.build(

@@ -37,10 +37,7 @@ def check_rollout(data_iterator: Any) -> None:
 
     slime, vime and miles have the engine's and Megatron's log-probs in the data of a rollout only if they
     compute these before training. Without them, slime's metric ``train_rollout_logprob_abs_diff`` tells.
-
-    Args:
-        data_iterator: what ``train()`` of a framework takes under this name: iterators, each with its
-            ``rollout_data``. Iterators without such data are not looked at.
+    Iterators without ``rollout_data`` are not looked at.
     """
     first = data_iterator[0] if isinstance(data_iterator, Sequence) and data_iterator else None
     rollout: Any = getattr(first, "rollout_data", None)

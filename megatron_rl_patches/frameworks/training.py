@@ -20,12 +20,9 @@ from .rollout_log_probs import check_rollout
 def train(call: Call, timers: Any = None, installs: bool = True) -> Any:
     """Run a training loop that can be called again, and warn of what spoils reinforcement learning.
 
-    Args:
-        timers: Megatron's, where the loop leaves one running.
-        installs: the loop installs the sync functions itself, see :class:`.TrainGuard`.
+    Timers are Megatron's, where the loop leaves one running; for ``installs`` see :class:`.TrainGuard`.
     """
-    warn = call.options.warn
-    if warn:
+    if warn := call.options.warn:
         check_rollout(call.get("data_iterator"))
     optimizer, config = call.get("optimizer"), call.get("config")
     with TrainGuard(call["model"], optimizer, timers, config, installs, warn):

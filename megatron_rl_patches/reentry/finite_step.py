@@ -43,20 +43,13 @@ _HISTORY = "_finite_step_history"
 
 @dataclass
 class History:
-    """The steps of one optimizer.
-
-    Attributes:
-        taken, skipped: numbers of steps.
-        in_row: how many of the last steps were skipped because of their norm.
-        scheduled: numbers of taken and of skipped steps when the schedule was last asked to advance.
-        chunks: the model, whose parameters are named in messages.
-    """
+    """The steps of one optimizer."""
 
     taken: int = 0
     skipped: int = 0
-    in_row: int = 0
-    scheduled: tuple[int, int] = (0, 0)
-    chunks: Model = field(default=(), repr=False)
+    in_row: int = 0  # so many of the last steps were skipped because of their norm
+    scheduled: tuple[int, int] = (0, 0)  # taken and skipped, when the schedule was last asked to advance
+    chunks: Model = field(default=(), repr=False)  # whose parameters are named in messages
 
 
 #: All steps of this process.

@@ -22,11 +22,7 @@ _unfinished: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def routers(model: Any) -> list[Any]:
-    """Return the ``RouterReplay`` of each router of the model, in the order of its layers.
-
-    Args:
-        model: list of model chunks, or one chunk.
-    """
+    """Return the ``RouterReplay`` of each router of one or several chunks, in the order of their layers."""
     chunks = as_chunks(model)
     if not any(getattr(config, "moe_enable_routing_replay", False) for config in distinct_configs(chunks)):
         return []
@@ -88,12 +84,8 @@ def end_forward(block: Any, failed: bool = False) -> None:
     """Note who has used the routes of a forward pass, and drop routes that no backward pass will read.
 
     Routes of a pass without gradients stay in the queue, since a training pass may share them, until a pass
-    has used others. The same holds for a pass that failed, which may be tried again.
-
-    Args:
-        block: a module that has just run, and contains every recomputed part that it has. In such a part
-            gradients are off, too, so a router cannot tell.
-        failed: whether it raised.
+    has used others. The same holds for a pass that failed, which may be tried again. The ``block`` has just
+    run, and is no part of a recomputed one: there gradients are off, too, so a router cannot tell.
     """
     if not getattr(block.config, "moe_enable_routing_replay", False):
         return
@@ -119,9 +111,7 @@ def end_forward(block: Any, failed: bool = False) -> None:
 def end_step(model: Any, forward_only: bool = False) -> None:
     """Empty the queues of backward: after the last backward pass of a step nothing will be recomputed.
 
-    Args:
-        model: list of model chunks, or one chunk.
-        forward_only: whether no backward pass has run. Then routes stay that a block has marked.
+    If no backward pass has run (``forward_only``), routes stay that a block has marked.
     """
     for replay in routers(model):
         if forward_only and replay.target_topk_idx is getattr(replay, _MARKED, None):

@@ -46,17 +46,9 @@ def places_in_use(*configs: Any) -> set[Place]:
 
 
 class RunningCall:
-    """One guarded call, which begins when this is made.
+    """One guarded call, which begins when this is made; see :class:`.TrainGuard` for the arguments.
 
-    Args:
-        model: list of model chunks.
-        optimizer: the optimizer, if there is one.
-        timers: Megatron's timers, if they are others than those of a config.
-        config: the config that the framework works with, if it is not the chunks' own.
-        installs: whether the call installs the sync functions itself. If it does not, it uses what it finds.
-
-    Attributes:
-        configs: the configs of the chunks, and ``config``.
+    A call that does not install the sync functions itself uses what it finds.
     """
 
     def __init__(self, model: Model, optimizer: Any, timers: Any, config: Any, installs: bool) -> None:
