@@ -431,13 +431,11 @@ def test_another_vocabulary(tmp_path: Path) -> None:
     "text", ["[1000]", "{", '"text"', '{"vocab_size": "1000"}', '{"text_config": 3}', "\x00"]
 )
 def test_a_damaged_config_is_named(text: str, tmp_path: Path) -> None:
-    student = huggingface(tmp_path / "student", 1000)
-    (tmp_path / "teacher").mkdir()
-    (tmp_path / "teacher" / "config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"teacher/config\.json is damaged"):
-        check_vocabularies({"math": str(tmp_path / "teacher")}, student)
-    with pytest.raises(CheckpointError, match=r"teacher/config\.json is damaged"):
-        check_vocabularies({"math": student}, tmp_path / "teacher")
+    student, teacher = (huggingface(tmp_path / name, 1000) for name in ("student", "teacher"))
+    Path(teacher, "config.json").write_text(text)
+    for models in (({"math": teacher}, student), ({"math": student}, teacher)):
+        with pytest.raises(CheckpointError, match=r"teacher/config\.json is damaged"):
+            check_vocabularies(*models)
 
 
 class Hostile:

@@ -463,11 +463,22 @@ def test_a_temperature_of_0_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert "on a small microbatch at temperature 0 it" in caplog.text and "Set another" in caplog.text
 
 
-@pytest.mark.parametrize("finish", [lambda x: x.clamp(min=-3), lambda x: F.pad(x.float(), (1, 0)).mul_(2)])
-def test_a_framework_that_changes_scores_gets_what_it_computes(finish: Callable[[Tensor], Tensor]) -> None:
-    logits, framework = model_logits(1, 30, V), Framework(finish=finish)
-    expected, scores = framework.unpatched(logits), framework.patched(logits)
+@pytest.mark.parametrize(
+    ("options", "batch"),
+    [
+        ({"finish": lambda x: x.clamp(min=-3)}, {}),
+        ({"finish": lambda x: F.pad(x.float(), (1, 0)).mul_(2)}, {}),
+        # A response without a prompt, whose first token no row predicts: no layout has such lengths.
+        ({"at_once": True}, {"response_lengths": [4, 0, 8]}),
+    ],
+)
+def test_a_framework_with_other_scores_or_lengths_gets_what_it_computes(
+    options: dict[str, Any], batch: dict[str, Any]
+) -> None:
+    logits, framework = model_logits(1, 30, V), Framework(**options)
+    expected, scores = framework.unpatched(logits, **batch), framework.patched(logits, batch=batch)
     compare(scores, expected, logits)
+    assert framework.passes == (2 if batch else 3)
 
 
 def test_a_function_that_is_wrapped_runs() -> None:
@@ -487,14 +498,6 @@ def test_a_sample_may_be_written_to() -> None:
     scores = Framework().patched(model_logits(1, 30, V))
     scores["log_probs"][0].mul_(2)
     torch.cat(scores["log_probs"]).sum().backward()
-
-
-def test_lengths_that_no_layout_has_are_left_to_the_framework() -> None:
-    """A response without a prompt, whose first token no row predicts."""
-    logits, framework = model_logits(1, 30, V), Framework(at_once=True)
-    batch = {"response_lengths": [4, 0, 8]}
-    compare(framework.patched(logits, batch=batch), framework.unpatched(logits, **batch), logits)
-    assert framework.passes == 2
 
 
 LARGE = {
