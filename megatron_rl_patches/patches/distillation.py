@@ -42,6 +42,7 @@ from ..errors import PatchError
 from ..frameworks import WITH_MEGATRON_UTILS
 
 Combination = Literal["mixture", "average", "route"]
+_OPTIONS, _TEACHERS = ".frameworks.distillation_arguments", ".frameworks.distillation_teachers"
 _ACTOR = "MegatronTrainRayActor.train_actor"
 _DATA_OF_MILES = [f"miles.backends.training_utils.{name}" for name in ("data", "data.rollout")]
 
@@ -102,14 +103,13 @@ for _framework in WITH_MEGATRON_UTILS:
     _provider, _adds = f"get_{_framework}_extra_args_provider", f"add_{_framework}_arguments"
     _inputs = ("model", "data_iterator", "num_microbatches")
     for _module, _function, _adapter, _parameters, _names in (
-        (_arguments, _provider, "arguments:with_loss_type", (), (_adds,)),
-        (_arguments, f"{_framework}_validate_args", "arguments:validate", ("args",), ()),
-        (f"{_utils}.actor", _ACTOR, "teachers:train_actor", (), ("train", "weights_backuper")),
-        (f"{_utils}.model", "train", "teachers:train", _inputs, ("train_one_step",)),
-        (_data, "get_batch", "teachers:get_batch", ("data_iterator", "keys"), ("get_next",)),
+        (_arguments, _provider, f"{_OPTIONS}:with_loss_type", (), (_adds,)),
+        (_arguments, f"{_framework}_validate_args", f"{_OPTIONS}:validate", ("args",), ()),
+        (f"{_utils}.actor", _ACTOR, f"{_TEACHERS}:train_actor", (), ("train", "weights_backuper")),
+        (f"{_utils}.model", "train", f"{_TEACHERS}:train", _inputs, ("train_one_step",)),
+        (_data, "get_batch", f"{_TEACHERS}:get_batch", ("data_iterator", "keys"), ("get_next",)),
     ):
-        _path = f".frameworks.distillation_{_adapter}"
-        patch.wrap(_module, _function, _path, parameters=_parameters, requires_names=_names)
+        patch.wrap(_module, _function, _adapter, parameters=_parameters, requires_names=_names)
 
 
 # --- verl: its registry in every process that has a configuration, the rest on Megatron workers

@@ -39,11 +39,8 @@ if TYPE_CHECKING:
     from ..engine.statuses import SiteStatus
 
 _MODELS = megatron_utils("model")
-_MEGATRON, _BRIDGE, _SET_UP = (
-    "megatron.training.training",
-    "megatron.bridge.training",
-    "_update_model_config_funcs",
-)
+_MEGATRON, _BRIDGE = "megatron.training.training", "megatron.bridge.training"
+_SET_UP = "_update_model_config_funcs"
 _TRAIN = ".frameworks.training:train"
 _HANDLES = "remove_forward_pre_hook_handles"
 _FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)

@@ -69,7 +69,7 @@ def synchronize_interrupted(model: Model, optimizer: Any = None) -> None:
             _reset_bucket_groups(chunk)
         # From 0.17 on the layer-wise optimizer overlaps without use_distributed_optimizer.
         if getattr(chunk, "use_forward_hook", False):
-            for process_group, groups in _by_process_group(chunk):
+            for process_group, groups in _by_process_group(chunk).items():
                 if _any_rank_was(interrupted, process_group, groups):
                     _interrupted.add(chunk)  # stays marked until the gather is done
                     check_memory(chunk)
@@ -146,13 +146,12 @@ def _frames_of(error: BaseException) -> Iterator[types.FrameType]:
             yield from (frame for frame, _ in traceback.walk_tb(current.__traceback__))
 
 
-def _by_process_group(chunk: Chunk) -> list[tuple[Any, list[Any]]]:
+def _by_process_group(chunk: Chunk) -> dict[Any, list[Any]]:
     """Return bucket groups by the process group that gathers them; experts have another one."""
-    by_id: dict[int, tuple[Any, list[Any]]] = {}
+    groups: dict[Any, list[Any]] = {}
     for group in bucket_groups(chunk):
-        process_group = group.intra_distributed_optimizer_instance_group
-        by_id.setdefault(id(process_group), (process_group, []))[1].append(group)
-    return list(by_id.values())
+        groups.setdefault(group.intra_distributed_optimizer_instance_group, []).append(group)
+    return groups
 
 
 def _any_rank_was(interrupted: bool, process_group: Any, groups: list[Any]) -> bool:
