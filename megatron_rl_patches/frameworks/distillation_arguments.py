@@ -150,7 +150,7 @@ def check_vocabularies(teachers: Mapping[str, str], student: str | os.PathLike[s
 
 def _huggingface_vocabulary(folder: Path) -> int | None:
     """Return the size in ``config.json``, or ``None`` where there is no such file, or no size in it."""
-    from ..inference.checkpoints.location import reading
+    from ..inference.checkpoints.pickles import reading
 
     file = folder / "config.json"
     if not file.is_file():
