@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from megatron_rl_patches.cli.screens import show_diagnosis
+from megatron_rl_patches.cli.screens import Screen, show_diagnosis
 from megatron_rl_patches.doctor import Diagnosis, Framework, Startup, examine
 
 IMAGES = Path(__file__).parent / "images"
@@ -26,7 +26,7 @@ def doctor() -> str:
     """Return the screen of ``doctor`` with megatron-core alone and a misspelt variable, as SVG."""
     console = Console(record=True, width=84, force_terminal=True, file=io.StringIO(), highlight=False)
     console.print(f"$ {COMMAND}", highlight=False, style="bold")
-    show_diagnosis(_as_on_any_machine(examine(VARIABLES)), console)
+    show_diagnosis(_as_on_any_machine(examine(VARIABLES)), Screen(console))
     svg = console.export_svg(title="megatron-rl-patches doctor", theme=MONOKAI, unique_id="doctor")
     # The reader's own fonts: nothing is fetched.
     return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)

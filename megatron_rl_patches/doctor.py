@@ -19,7 +19,7 @@ from . import __version__
 from .common.distributions import version_of
 from .engine import registry
 from .engine.judge import judge_all
-from .engine.patch import Patch, third_party
+from .engine.patch import third_party
 from .engine.settings import ROOTS_VARIABLE, VARIABLE, Settings, items, parse_selection, variables
 from .engine.sources import Environment, find_spec
 from .engine.statuses import SiteStatus
@@ -77,8 +77,7 @@ class Startup:
 class Diagnosis:
     """Everything that ``doctor`` shows. ``problems`` is empty when what is selected can take effect.
 
-    Attributes:
-        hook: what the command names of :mod:`.hooks`, which needs neither variable nor startup file.
+    ``hook`` is what the command names of :mod:`.hooks`, which needs neither variable nor startup file.
     """
 
     version: str
@@ -120,10 +119,9 @@ def read_command(command: str) -> tuple[dict[str, str], str | None]:
 
 def _numbers_in(command: str) -> Iterator[Problem]:
     """Yield a variable that becomes a number in Hydra's options, or in JSON, where Ray takes only text."""
-    if match := re.search(rf"\.{VARIABLE}\w*=\d+\b|\"{VARIABLE}\w*\"\s*:\s*\d", command):
-        written = match[0].lstrip(".")
+    if match := re.search(rf"(?<=\.){VARIABLE}\w*=\d+\b|\"{VARIABLE}\w*\"\s*:\s*\d", command):
         remedy = 'write default in options of Hydra, and "1" in JSON'
-        yield Problem(f"{written} in the command is a number, and Ray takes only text", remedy)
+        yield Problem(f"{match[0]} in the command is a number, and Ray takes only text", remedy)
 
 
 def _in_command(problem: Problem, variables: Collection[str]) -> Problem:
@@ -137,8 +135,7 @@ def _in_command(problem: Problem, variables: Collection[str]) -> Problem:
 def examine(environ: Mapping[str, str] = os.environ, command: str = "") -> Diagnosis:
     """Gather everything; this starts one child process.
 
-    Args:
-        command: the command line of a job, whose variables and hook count as those of this environment.
+    The variables and the hook in ``command``, the command line of a job, count as those of this environment.
     """
     of_command, hook = read_command(command)
     environ = {**environ, **of_command}
@@ -150,6 +147,8 @@ def examine(environ: Mapping[str, str] = os.environ, command: str = "") -> Diagn
     startup = examine_startup(environ)
     wrapt = version_of("wrapt")
     problems = problems_of(choice, statuses, None if hook else startup, wrapt)
+    # A patch whose own code fails stands in the place of a framework.
+    names = {status.framework for status in statuses} - {patch.name for patch in patches}
     return Diagnosis(
         version=__version__,
         path=str(Path(__file__).parent),
@@ -157,7 +156,7 @@ def examine(environ: Mapping[str, str] = os.environ, command: str = "") -> Diagn
         executable=sys.executable,
         torch=version_of("torch"),
         wrapt=wrapt,
-        frameworks=tuple(examine_framework(name) for name in framework_names(patches, statuses)),
+        frameworks=tuple(map(examine_framework, sorted(names))),
         variables=dict(choice.variables),
         selected=choice.patches,
         sites=tuple(statuses),
@@ -197,14 +196,14 @@ def _corrected(value: str, unknown: Sequence[str]) -> Iterator[str]:
 
 
 def _unknown_variable(name: str, value: str) -> Problem:
-    unset = f"unset {shlex.quote(name)}"
+    message, unset = f"{name}: no such variable", f"unset {shlex.quote(name)}"
     # What all of them begin with would make all of them alike.
     prefix = VARIABLE if name.startswith(VARIABLE) else ""
     endings = [known.removeprefix(prefix) for known in variables()]
     if meant := difflib.get_close_matches(name.removeprefix(prefix), endings, 1):
         known = prefix + meant[0]
-        return Problem(f"{name}: no such variable; there is {known}", f"{unset}; {_export(known, value)}")
-    return Problem(f"{name}: no such variable; known: {', '.join(sorted(variables()))}", unset)
+        return Problem(f"{message}; there is {known}", f"{unset}; {_export(known, value)}")
+    return Problem(f"{message}; known: {', '.join(sorted(variables()))}", unset)
 
 
 def problems_of(
@@ -212,8 +211,7 @@ def problems_of(
 ) -> list[Problem]:
     """Return the reasons why something that is selected does not take effect.
 
-    Args:
-        startup: ``None`` where a hook of the framework applies the patches.
+    ``startup`` is ``None`` where a hook of the framework applies the patches.
     """
     problems = list(choice.problems)
     number = tuple(map(int, re.findall(r"\d+", wrapt or "")[:2]))
@@ -224,24 +222,22 @@ def problems_of(
     if choice.patches and startup and not startup.fires:
         message = f"{VARIABLE} is set, but the startup file does not fire: {startup.reason}"
         root = Path(__file__).parents[1]
-        this_package = "--force-reinstall megatron-rl-patches"
-        if (root / "pyproject.toml").is_file():
-            this_package = f"--editable {shlex.quote(str(root))}"
-        problems.append(Problem(message, _pip_install(f"--no-deps {this_package}")))
+        tree = f"--editable {shlex.quote(str(root))}"
+        package = tree if (root / "pyproject.toml").is_file() else "--force-reinstall megatron-rl-patches"
+        problems.append(Problem(message, _pip_install(f"--no-deps {package}")))
     selected = [status for status in statuses if status.patch in choice.patches]
     if selected and all(status.state == "absent" for status in selected):
         message = "no framework of the selected patches is in this Python, so nothing takes effect here"
         problems.append(Problem(message, "run doctor with the Python and the PYTHONPATH of the job"))
     problems += _problems_of_roots(choice, selected)
-    configured = _configured_functions(choice)
-    faults = []
-    for status in selected:
-        if status.target in configured and status.state in ("absent", "missing"):
-            variable, item = configured[status.target]
-            remedy = _export(variable, _without(choice.variables[variable], [item]))
-            problems.append(Problem(f"{status}; {variable} names it", remedy))
-        elif status.is_fault and not status.because_of:
-            faults.append(status)
+    faults = [status for status in selected if status.is_fault and not status.because_of]
+    for variable, item in ((name, item) for name, value in choice.variables.items() for item in items(value)):
+        for status in selected:
+            # Such as ``my_rl.model:train``, which this variable names.
+            if status.target == item.replace(":", ".") and status.state in ("absent", "missing"):
+                remedy = _export(variable, _without(choice.variables[variable], [item]))
+                problems.append(Problem(f"{status}; {variable} names it", remedy))
+                faults = [fault for fault in faults if fault != status]
     unfit = sorted({fault.patch for fault in faults})
     without = ",".join([choice.variables.get(VARIABLE, ""), *(f"-{patch}" for patch in unfit)])
     remedy = _export(VARIABLE, without if set(choice.patches).difference(unfit) else "0")
@@ -265,16 +261,6 @@ def _problems_of_roots(choice: Choice, selected: Iterable[SiteStatus]) -> Iterat
         yield Problem(message, remedy)
 
 
-def _configured_functions(choice: Choice) -> dict[str, tuple[str, str]]:
-    """Return variable and item, such as ``my_rl.model:train``, by the target that it names."""
-    return {
-        item.replace(":", "."): (variable, item)
-        for variable, value in choice.variables.items()
-        for item in items(value)
-        if ":" in item
-    }
-
-
 def _without(value: str, names: Collection[str]) -> str:
     """Return a list of items without those of these names."""
     return ",".join(item for item in items(value) if item not in names)
@@ -290,31 +276,19 @@ def _pip_install(arguments: str) -> str:
 
 def notes_of(choice: Choice, statuses: Sequence[SiteStatus]) -> list[str]:
     """Return what the patches that are selected, or in place in this process, say about their sites."""
-    names = dict.fromkeys((*choice.patches, *_in_this_process()))
-    of_these = [status for status in statuses if status.patch in names]
-    patches = (registry.patches()[name] for name in names)
-    return [note for patch in patches for note in _notes_of_patch(patch, of_these)]
-
-
-def _notes_of_patch(patch: Patch, statuses: Sequence[SiteStatus]) -> list[str]:
-    try:
-        with third_party(f"{patch.name}: its function `notes`"):
-            return list(patch.notes(statuses)) if patch.notes else []
-    except PatchError as error:
-        return [str(error)]
-
-
-def _in_this_process() -> list[str]:
     # Not imported: without wrapt, which is among what `doctor` looks for, it cannot be.
     engine = sys.modules.get(f"{__package__}.engine.installer")
-    statuses = engine.installer.status() if engine else []
-    return [status.patch for status in statuses if status.state != "reverted"]
-
-
-def framework_names(patches: Iterable[Patch], statuses: Iterable[SiteStatus]) -> list[str]:
-    """Return every package that a patch changes."""
-    # A patch whose own code fails stands in the place of a framework.
-    return sorted({s.framework for s in statuses} - {patch.name for patch in patches})
+    in_place = [s.patch for s in engine.installer.status() if s.state != "reverted"] if engine else []
+    names = dict.fromkeys((*choice.patches, *in_place))
+    of_these = [status for status in statuses if status.patch in names]
+    notes: list[str] = []
+    for patch in (registry.patches()[name] for name in names):
+        try:
+            with third_party(f"{patch.name}: its function `notes`"):
+                notes += patch.notes(of_these) if patch.notes else []
+        except PatchError as error:
+            notes.append(str(error))
+    return notes
 
 
 def examine_framework(name: str) -> Framework:

@@ -1,210 +1,207 @@
-"""What commands show: tables for people and pipes, JSON for programs, the screen of `doctor`; their files."""
+"""What commands print. All of it goes through :class:`Screen`, which knows how wide the terminal is."""
 
 from __future__ import annotations
 
 import json
-import os
 import sysconfig
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from ..doctor import OUT_OF_REACH, Diagnosis, Problem
+from ..doctor import OUT_OF_REACH, Diagnosis
 from ..engine import registry
+from ..engine.patch import Patch
 from ..engine.settings import VARIABLE
-from ..engine.statuses import Fault, SiteStatus, counted, grouped, plain_table
-from ..errors import InvalidInputError
+from ..engine.statuses import Fault, SiteStatus, aligned, overview
 
+#: The color of a state wherever it stands in a table.
 STYLES = {
-    "fits": "green",
-    "not needed": "dim",
-    "absent": "dim",
-    **dict.fromkeys(get_args(Fault), "bold red"),
+    r"\b(\d+ fit|\d* ?fits)\b": "green",
+    r"\d* ?not needed|\(not selected\)": "dim",
+    rf"\d* ?\b({'|'.join(get_args(Fault))})\b": "bold red",
 }
 
 
-def check_writable(option: str, file: Path) -> None:
-    """Raise :class:`InvalidInputError` if the file cannot be written."""
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise InvalidInputError(f"{option} is {file}, which cannot be written")
+class Screen:
+    """Prints for people and for pipes: in a terminal, lines have colors and end between words.
 
-
-def check_plot(option: str, file: Path) -> None:
-    """Raise :class:`InvalidInputError` if matplotlib cannot draw the file."""
-    if find_spec("matplotlib") is None:
-        raise InvalidInputError(f"{option} needs matplotlib: pip install matplotlib")
-    if file.suffix not in (".png", ".pdf", ".svg"):
-        raise InvalidInputError(f"{option} is {file}; expected a name that ends in .png, .pdf or .svg")
-    check_writable(option, file)
-
-
-def output_file(
-    option: str, help: str, check: Callable[[str, Path], None] = check_writable, panel: str | None = None
-) -> Any:
-    """Return an option for a file that a command writes, which is checked before the work."""
-
-    def checked(file: Path | None) -> Path | None:
-        if file is not None:
-            check(option, file)
-        return file
-
-    return typer.Option(
-        option, metavar="FILE", show_default=False, help=help, callback=checked, rich_help_panel=panel
-    )
-
-
-def show_table(
-    rows: Sequence[Sequence[str | Text]], console: Console | None = None, header: bool = True
-) -> None:
-    """Print a table: colored on a terminal, otherwise in aligned columns, one row a line.
-
-    Args:
-        rows: the first one is the header. A cell that is the name of a state has its color.
-        console: where it goes, stdout by default.
-        header: the first row is one.
+    No word and no cell of a table is broken, so that a name can be read and copied as a whole. A pipe or a
+    file gets each sentence and each row as one plain line.
     """
-    console = console or Console()
-    if not console.is_terminal:
-        _show(console, plain_table([[*map(str, row)] for row in rows]))
-        return
-    lines = []
-    for number, row in enumerate(rows):
-        style = "bold" if header and number == 0 else ""
-        lines.append([c if isinstance(c, Text) else Text(c, STYLES.get(c, style)) for c in row])
-    words = [max(map(len, " ".join(map(str, column)).split())) for column in zip(*rows, strict=True)]
-    if header and sum(words) + 2 * len(words) - 2 > console.width:
-        for line in lines:  # columns would split names, so a long row has a line for each
-            text = Text("  ").join(line)
-            console.print(text if len(text) <= console.width else Text("\n  ").join(line), soft_wrap=True)
-        return
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for line in lines:
-        table.add_row(*line)
-    for column in table.columns:
-        column.overflow = "fold"
-    console.print(table)
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._width = self._console.width if self._console.is_terminal else None
+
+    def line(self, text: str = "", style: str = "") -> None:
+        """Print a sentence."""
+        self._print(text.split(" "), " ", style)
+
+    def to_copy(self, line: str) -> None:
+        """Print a line for the shell, which is never broken."""
+        self._print([f"  {line}"], "", "cyan")
+
+    def table(self, rows: Sequence[Sequence[str]], header: bool = True) -> None:
+        """Print aligned columns; what is too long for the line of its row goes on the next one."""
+        for number, cells in enumerate(aligned(rows)):
+            self._print(cells, "  ", "bold" if header and number == 0 else "", STYLES)
+
+    def _print(self, pieces: Iterable[str], gap: str, style: str, styles: Mapping[str, str] = {}) -> None:
+        lines: list[str] = []
+        for piece in pieces:
+            longer = gap.join([*lines[-1:], piece])
+            if lines and (self._width is None or len(longer.rstrip()) <= self._width):
+                lines[-1] = longer
+            else:
+                lines.append("  " * bool(lines) + piece)
+        for line in lines:
+            text = Text(line.rstrip(), style)
+            for pattern, color in styles.items():
+                text.highlight_regex(pattern, color)
+            self._console.print(text, soft_wrap=True)
 
 
 def show_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
-def _show(console: Console, text: str = "", style: str = "") -> None:
-    """Print text that is wrapped on a terminal only."""
-    console.print(Text(text, style), soft_wrap=not console.is_terminal)
-
-
 # --- doctor
 
 
-def show_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None:
+def show_diagnosis(diagnosis: Diagnosis, screen: Screen) -> None:
     """Print what `doctor` found out, on one screen."""
-    console = console or Console()
-    _show_components(console, diagnosis)
-    _show(console)
-    for name, value in diagnosis.variables.items():
-        if name != VARIABLE:
-            _show(console, f"{name}={value}")
-    _show_selected(console, diagnosis)
-    _show(console)
-    _show_sites(console, diagnosis.sites, diagnosis.selected)
-    reported = {problem.message for problem in diagnosis.problems}
+    selected = diagnosis.selected
+    left_out = [patch for patch in registry.patches().values() if selected and patch.name not in selected]
+    _show_components(diagnosis, screen)
+    screen.line()
+    _show_selected(diagnosis, left_out, screen)
+    screen.line()
+    rows, idle = overview(diagnosis.sites, [patch.name for patch in left_out])
+    screen.table(rows)
+    if idle:
+        screen.line(idle, "dim")
     for site in diagnosis.sites:
-        if site.is_fault and str(site) not in reported and not site.because_of:
-            function = ".".join(site.target.rsplit(".", 2)[1:])
-            _show(console, f"{site.patch}: {function} is {site.state}: {site.reason}", STYLES[site.state])
-    if any(site.patch in diagnosis.selected and site.state == "not needed" for site in diagnosis.sites):
-        _show(console, "why a function needs no patch: megatron-rl-patches check", "dim")
+        if site.is_fault and site.patch not in selected and not site.because_of:
+            screen.line(str(site), "bold red")
+    if any(site.patch in selected and site.state == "not needed" for site in diagnosis.sites):
+        screen.line("why a function needs no patch: megatron-rl-patches check", "dim")
     for note in diagnosis.notes:
-        _show(console, note)
-    if diagnosis.selected and not diagnosis.startup.fires and not diagnosis.hook:
-        where = "The variable does not reach these; megatron_rl_patches.apply() in the program does:"
-        _show(console, "\n- ".join([f"\n{where}", *OUT_OF_REACH]))
+        screen.line(note)
+    if selected and not diagnosis.startup.fires and not diagnosis.hook:
+        screen.line()
+        screen.line("The variable does not reach these; megatron_rl_patches.apply() in the program does:")
+        for place in OUT_OF_REACH:
+            screen.line(f"- {place}")
     if diagnosis.problems:
-        _show(console)
-        show_problems(diagnosis.problems, console)
+        screen.line()
+        screen.line("problems, each with the line that fixes it:", "bold red")
     else:
-        _show(console, "no problems in this Python with these variables", "bold green")
+        screen.line("no problems in this Python with these variables", "bold green")
+    for remedy in dict.fromkeys(problem.remedy for problem in diagnosis.problems):
+        for problem in diagnosis.problems:
+            if problem.remedy == remedy:
+                screen.line(f"- {problem.message}")
+        screen.to_copy(remedy)
 
 
-def show_problems(problems: Sequence[Problem], console: Console) -> None:
-    """Print each problem, and once below those that it fixes, the line to copy."""
-    _show(console, "problems, each with the line that fixes it:", "bold red")
-    for remedy in dict.fromkeys(problem.remedy for problem in problems):
-        for message in (problem.message for problem in problems if problem.remedy == remedy):
-            _show(console, f"- {message}")
-        _show_to_copy(console, remedy)
-
-
-def _show_to_copy(console: Console, line: str) -> None:
-    """Print a line for the shell, which no width breaks."""
-    console.print(Text(f"  {line}", "cyan"), soft_wrap=True)
-
-
-def _show_components(console: Console, diagnosis: Diagnosis) -> None:
-    versions = {
-        "megatron-rl-patches": diagnosis.version,
-        "Python": diagnosis.python,
-        "torch": diagnosis.torch,
-        "wrapt": diagnosis.wrapt,
-    }
-    _show(console, ", ".join(f"{name} {version or 'absent'}" for name, version in versions.items()), "bold")
-    startup = diagnosis.startup
-    fires = "fires" if startup.fires else "does not fire"
+def _show_components(diagnosis: Diagnosis, screen: Screen) -> None:
+    torch, wrapt, startup = diagnosis.torch or "absent", diagnosis.wrapt or "absent", diagnosis.startup
+    versions = f"megatron-rl-patches {diagnosis.version}, Python {diagnosis.python}"
+    screen.line(f"{versions}, torch {torch}, wrapt {wrapt}", "bold")
     rows = [
         ("python", "", diagnosis.executable),
         ("megatron_rl_patches", "", diagnosis.path),
-        ("startup file", fires, startup.file or "not found"),
+        ("startup file", "fires" if startup.fires else "does not fire", startup.file or "not found"),
         *((f.name, f.version or "unknown", f.path) for f in diagnosis.frameworks if f.path),
     ]
-    show_table([(name, state, _shortened(path)) for name, state, path in rows], console, header=False)
+    # The folder of packages and the home folder are long, and known.
+    packages, home = f"{sysconfig.get_path('purelib')}/", f"{Path.home()}/"
+    short = [path.replace(packages, "site-packages/").replace(home, "~/") for *_, path in rows]
+    screen.table([(*row[:2], path) for row, path in zip(rows, short, strict=True)], header=False)
     if absent := [framework.name for framework in diagnosis.frameworks if not framework.path]:
-        _show(console, f"absent: {', '.join(absent)}", "dim")
+        screen.line(f"absent: {', '.join(absent)}", "dim")
 
 
-def _shortened(path: str) -> str:
-    """Return the path without what is long and known: the folder of packages, or the home folder."""
-    for folder, name in ((sysconfig.get_path("purelib"), "site-packages"), (str(Path.home()), "~")):
-        if path.startswith(f"{folder}/"):
-            return name + path.removeprefix(folder)
-    return path
-
-
-def _show_selected(console: Console, diagnosis: Diagnosis) -> None:
+def _show_selected(diagnosis: Diagnosis, left_out: Sequence[Patch], screen: Screen) -> None:
+    for name, value in diagnosis.variables.items():
+        if name != VARIABLE:
+            screen.line(f"{name}={value}")
     variable, names = diagnosis.variables.get(VARIABLE), diagnosis.selected
     value = f"{VARIABLE}={variable}" if variable else f"{VARIABLE} is not set"
     if hook := diagnosis.hook:
-        _show(console, f"The command names {hook}, which applies what the variable selects, by default 1.")
+        screen.line(f"The command names {hook}, which applies what the variable selects, by default 1.")
     if names:
-        _show(console, f"{value} selects {', '.join(sorted(names))}")
-        others = (patch for name, patch in registry.patches().items() if name not in names)
-        left_out = [f"{patch.name} ({registry.SELECTS[patch.selected_by]} selects it)" for patch in others]
-        if left_out:
-            _show(console, f"not selected: {', '.join(left_out)}", "dim")
+        screen.line(f"{value} selects {', '.join(sorted(names))}")
+        others = [f"{patch.name} ({registry.SELECTS[patch.selected_by]} selects it)" for patch in left_out]
+        if others:
+            screen.line(f"not selected: {', '.join(others)}", "dim")
     elif variable:
-        _show(console, f"{value}: nothing is selected")
+        screen.line(f"{value}: nothing is selected")
     else:
-        _show(console, f"{value}: nothing is selected; this line selects the default set:")
-        _show_to_copy(console, f"export {VARIABLE}=1")
+        screen.line(f"{value}: nothing is selected; this line selects the default set:")
+        screen.to_copy(f"export {VARIABLE}=1")
 
 
-def _show_sites(console: Console, statuses: Sequence[SiteStatus], selected: Sequence[str]) -> None:
-    """Print a row for every patch and installed framework, and a line with the other patches."""
-    rows: list[tuple[str | Text, ...]] = [("patch", "framework", "patched functions")]
-    by_patch = grouped(status for status in statuses if status.state != "absent")
-    for patch, by_framework in by_patch.items():
-        is_left_out = bool(selected) and patch not in selected
-        for framework, sites in by_framework.items():
-            states = counted(sorted(sites, key=lambda site: site.state != "fits"))
-            style = "bold red" if any(site.is_fault for site in sites) else "dim" if is_left_out else "green"
-            rows.append((patch, framework, Text(states + is_left_out * " (not selected)", style)))
-    if by_patch:
-        show_table(rows, console)
-    if idle := [patch for patch in grouped(statuses) if patch not in by_patch]:
-        _show(console, f"without a framework: {', '.join(idle)}", "dim")
+# --- check
+
+#: The status of every site in a source, by the name of the source.
+Judged = Mapping[str, Sequence[SiteStatus]]
+
+_PAGE = """\
+# Compatibility
+
+Generated by `megatron-rl-patches check --markdown FILE NAME=SOURCE…`; do not edit.
+The code of these sources was parsed, and not imported. A state in **bold** is a fault: the patch leaves this
+framework alone and says so; when you select it by name, that is an error.
+"""
+
+
+def show_judged(judged: Judged, screen: Screen) -> None:
+    """Print a table for each framework, and below it why functions do not fit or need no patch."""
+    for framework, columns in _by_framework(judged):
+        screen.line(framework)
+        rows = zip(*columns.values(), strict=True)
+        states = [(row[0].patch, *(status.state for status in row), row[0].target) for row in rows]
+        screen.table([("patch", *columns, "function"), *states])
+        for status, sources in _verdicts(columns).items():
+            if status.state != "fits":
+                screen.line(str(status) if sources == [*columns] else f"{', '.join(sources)}: {status}")
+        screen.line()
+
+
+def page_of(judged: Judged) -> str:
+    """Return a page of Markdown with a table for each framework, which has a row for each verdict."""
+    parts = [_PAGE]
+    for framework, columns in _by_framework(judged):
+        rows = [("patch", "function", "result", "in"), ("---",) * 4]
+        for status, sources in _verdicts(columns).items():
+            state = f"**{status.state}**" if status.is_fault else status.state
+            verdict = f"{state}: {status.reason}" if status.reason else state
+            where = "all" if sources == [*columns] else ", ".join(sources)
+            rows.append((status.patch, f"`{status.target}`", verdict, where))
+        lines = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
+        parts.append(f"## {framework}\n\nAll: {', '.join(columns)}.\n\n{''.join(lines)}")
+    return "\n".join(parts)
+
+
+def _by_framework(judged: Judged) -> Iterator[tuple[str, Judged]]:
+    """Yield each framework that is in a source, and its sites in the sources that contain it."""
+    present = {source: [s for s in judged[source] if s.state != "absent"] for source in judged}
+    for framework in sorted({status.framework for statuses in present.values() for status in statuses}):
+        columns = {source: [s for s in present[source] if s.framework == framework] for source in present}
+        yield framework, {source: statuses for source, statuses in columns.items() if statuses}
+
+
+def _verdicts(columns: Judged) -> dict[SiteStatus, list[str]]:
+    """Return each verdict on a site once, with the sources for which it holds."""
+    verdicts: dict[SiteStatus, list[str]] = {}
+    for row in zip(*columns.values(), strict=True):
+        for source, status in zip(columns, row, strict=True):
+            reason = "" if status.state == "fits" else status.reason
+            verdicts.setdefault(replace(status, reason=reason, fingerprint=""), []).append(source)
+    return verdicts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -43,32 +43,15 @@ class SiteStatus:
 
 
 class Statuses(list[SiteStatus]):
-    """States of patched functions, printed as a table of patches and frameworks, with faults and details.
-
-    Frameworks that are not there have no column; the list has their functions all the same.
-    """
+    """States of patched functions, printed as :func:`overview`, with faults and details below."""
 
     def __str__(self) -> str:
-        present = [status for status in self if status.state != "absent"]
-        by_patch = grouped(present)
-        frameworks = list(dict.fromkeys(status.framework for status in present))
-        rows = [("patch", *frameworks)]
-        for patch, sites in by_patch.items():
-            rows.append((patch, *(counted(sites.get(framework, ())) for framework in frameworks)))
-        lines = [plain_table(rows)] if present else []
-        if idle := [patch for patch in grouped(self) if patch not in by_patch]:
-            lines.append(f"no framework for these is here: {', '.join(idle)}")
-        lines += [str(s) for s in present if s.is_fault or s.state == "lost" or s.detail]
-        return "\n".join(lines) or "no patch is selected"
+        rows, idle = overview(self)
+        lines = ["  ".join(cells).rstrip() for cells in aligned(rows)]
+        lines += [idle, *(str(site) for site in self if site.is_fault or site.state == "lost" or site.detail)]
+        return "\n".join(filter(None, lines)) or "no patch is selected"
 
     __repr__ = __str__
-
-
-def plain_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return the rows in aligned columns, a line each."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (map(str.ljust, row, widths) for row in rows)
-    return "\n".join("  ".join(cells).rstrip() for cells in lines)
 
 
 def grouped(statuses: Iterable[SiteStatus]) -> dict[str, dict[str, list[SiteStatus]]]:
@@ -79,12 +62,28 @@ def grouped(statuses: Iterable[SiteStatus]) -> dict[str, dict[str, list[SiteStat
     return groups
 
 
-def counted(statuses: Iterable[SiteStatus]) -> str:
-    """Return how many sites are in which state, such as ``3 applied, 1 not needed``."""
-    counts = Counter(status.state for status in statuses)
-    return ", ".join(
-        f"{count} {'fit' if state == 'fits' and count > 1 else state}" for state, count in counts.items()
-    )
+def overview(
+    statuses: Sequence[SiteStatus], left_out: Container[str] = ()
+) -> tuple[list[tuple[str, str, str]], str]:
+    """Return a header, a row for each patch and framework that is present, and a line with the other patches.
+
+    A row counts the sites in each state, such as ``3 applied, 1 not needed``; ``left_out`` are not selected.
+    """
+    present = grouped(status for status in statuses if status.state != "absent")
+    rows = [("patch", "framework", "patched functions")] * bool(present)
+    for patch, frameworks in present.items():
+        for framework, sites in frameworks.items():
+            counts = Counter(sorted((site.state for site in sites), key="fits".__ne__))
+            states = (f"{n} {'fit' if state == 'fits' and n > 1 else state}" for state, n in counts.items())
+            rows.append((patch, framework, ", ".join(states) + " (not selected)" * (patch in left_out)))
+    idle = ", ".join(patch for patch in grouped(statuses) if patch not in present)
+    return rows, idle and f"without a framework: {idle}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the rows with every cell as wide as the widest of its column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [[*map(str.ljust, row, widths)] for row in rows]
 
 
 def status_of(site: Site, state: State, reason: str, fingerprint: str = "") -> SiteStatus:

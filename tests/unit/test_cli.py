@@ -65,7 +65,7 @@ def test_check_this_environment(tmp_path: Path, monkeypatch: MonkeyPatch) -> Non
     monkeypatch.syspath_prepend(framework(tmp_path, f"raise AssertionError('imported')\n{DRIFTED}"))
     summary, *_, fault, _ = invoke("check", code=1).stdout.splitlines()
     assert summary == "test-patch (default): it can be called again"
-    assert fault == f"test-patch: {TARGET} is drifted in this environment: it no longer takes model"
+    assert fault == f"test-patch: {TARGET}: drifted: it no longer takes model"
     (status,) = invoke_json("check", code=1)
     assert (status["source"], status["state"]) == ("this environment", "drifted")
 
@@ -86,9 +86,9 @@ def test_tables_for_people_and_for_a_page(tmp_path: Path, monkeypatch: MonkeyPat
     sources = [f"framework {number}={place}" for number, place in enumerate(places, 1)]
     assert invoke("check", *sources, code=1).stdout.splitlines() == [
         "mrp_framework",
-        "patch       function                   framework 1  framework 2",
-        f"test-patch  {TARGET}  fits         drifted",
-        f"test-patch: {TARGET} is drifted in framework 2: it no longer takes model",
+        "patch       framework 1  framework 2  function",
+        f"test-patch  fits         drifted      {TARGET}",
+        f"framework 2: test-patch: {TARGET}: drifted: it no longer takes model",
         "",
     ]
     page = tmp_path / "page.md"
@@ -109,9 +109,10 @@ All: framework 1, framework 2.
     )
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert "\x1b[32mfits" in invoke("check", places[0]).stdout
-    for columns in (len(TARGET) + 5, len(TARGET) - 5):
+    for columns in (len(TARGET) + 15, len(TARGET) - 5):
         monkeypatch.setenv("COLUMNS", str(columns))
-        assert f"\n  {TARGET}\n  fits\n" in re.sub(r"\x1b\[\d*m", "", invoke("check", places[0]).stdout)
+        shown = re.sub(r"\x1b\[\d*m", "", invoke("check", places[0]).stdout)
+        assert f"\ntest-patch  fits\n  {TARGET}\n" in shown
 
 
 def test_check_as_json(tmp_path: Path) -> None:
@@ -258,7 +259,7 @@ def test_table_of_the_worst_stage_and_totals_of_all(counter: Mock) -> None:
         "",
         "stage 1 takes most: 36.00 GB (33.53 GiB) per device for training, 4.00 GB (3.73 GiB) inference-only "
         "(88.9% less); activations not counted",
-        "--use-distributed-optimizer divides the states of the optimizer by the number of replicas",
+        "--use-distributed-optimizer divides the states of the optimizer by the replicas",
     ]
 
 

@@ -21,7 +21,7 @@ from pytest import MonkeyPatch
 from rich.console import Console
 
 from megatron_rl_patches import doctor
-from megatron_rl_patches.cli.screens import show_diagnosis, show_problems
+from megatron_rl_patches.cli.screens import Screen, show_diagnosis
 from megatron_rl_patches.doctor import Choice, Diagnosis, Framework, Problem, Startup, choice_of, problems_of
 from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.judge import judge_all
@@ -148,14 +148,6 @@ def test_frameworks_and_their_versions(tmp_path: Path, monkeypatch: MonkeyPatch)
     assert found() == (str(checkout / "mrp_framework"), "1.2.3")
 
 
-def test_the_frameworks_are_those_of_the_patches() -> None:
-    patch = Patch("test-patch", "for tests")
-    for module in ("megatron.core.part", "framework.model"):
-        patch.wrap(module, "f")(lambda call: None)
-    statuses = judge_all(Environment(), [patch], Settings())
-    assert doctor.framework_names([patch], statuses) == ["framework", "megatron.core"]
-
-
 @pytest.fixture
 def site_packages(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     """That of a fresh Python, whose children find the package on PYTHONPATH."""
@@ -274,6 +266,7 @@ def test_a_patch_whose_own_code_fails_is_alone(monkeypatch: MonkeyPatch) -> None
     message = "function `configured` of patch 'broken' raised ValueError: not today"
     assert f"broken: broken.configured: failed: {message}" in [one.message for one in diagnosis.problems]
     assert "broken: its function `notes` raised SystemExit: 0" in diagnosis.notes
+    assert diagnosis.frameworks == ()
 
 
 HOOK = "megatron_rl_patches.hooks.on_megatron_init"
@@ -358,12 +351,12 @@ DIAGNOSIS = Diagnosis(
 )
 
 
-def screen(show: object, *facts: object, width: int = 80, terminal: bool = False) -> list[str]:
-    """Return the lines that are printed, without trailing blanks and colors."""
+def screen(diagnosis: Diagnosis, width: int = 80, terminal: bool = False) -> list[str]:
+    """Return the lines that are printed, without colors."""
     file = io.StringIO()
     console = Console(file=file, width=width, force_terminal=terminal, color_system=None)
-    show(*facts, console)  # type: ignore[operator]
-    return [line.rstrip() for line in file.getvalue().splitlines()]
+    show_diagnosis(diagnosis, Screen(console))
+    return file.getvalue().splitlines()
 
 
 NOT_SELECTED = ", ".join(
@@ -374,7 +367,7 @@ NOT_SELECTED = ", ".join(
 
 
 def test_a_row_for_each_patch_and_framework_and_reasons_for_the_rest() -> None:
-    assert screen(show_diagnosis, DIAGNOSIS) == [
+    assert screen(DIAGNOSIS) == [
         "megatron-rl-patches 0.2.0, Python 3.11.7, torch absent, wrapt 2.5.2",
         "python                        /venv/bin/python",
         "megatron_rl_patches           /venv/megatron_rl_patches",
@@ -390,7 +383,7 @@ def test_a_row_for_each_patch_and_framework_and_reasons_for_the_rest() -> None:
         "lean-loss  slime          2 fit, 1 not needed",
         "lean-head  megatron.core  2 drifted (not selected)",
         "without a framework: distillation",
-        "lean-head: GPT.forward is drifted: it is gone",
+        "lean-head: megatron.core.gpt.GPT.forward: drifted: it is gone",
         "why a function needs no patch: megatron-rl-patches check",
         "no problems in this Python with these variables",
     ]
@@ -398,18 +391,20 @@ def test_a_row_for_each_patch_and_framework_and_reasons_for_the_rest() -> None:
 
 def test_where_the_variable_does_not_reach_is_shown_where_it_does_not_fire() -> None:
     dead = replace(DIAGNOSIS, startup=Startup(None, False, "why"))
-    assert "- python -S: startup files of site-packages are not read" in screen(show_diagnosis, dead)
-    assert not any("python -S" in line for line in screen(show_diagnosis, replace(dead, selected=())))
+    assert "- python -S: startup files of site-packages are not read" in screen(dead)
+    assert not any("python -S" in line for line in screen(replace(dead, selected=())))
 
 
 def test_remedies_are_shared_and_not_broken_and_paths_shortened(monkeypatch: MonkeyPatch) -> None:
     problems = [Problem("one", "unset A"), Problem("two", "unset B"), Problem("three", "unset A")]
-    assert screen(show_problems, problems)[1:] == ["- one", "- three", "  unset A", "- two", "  unset B"]
+    shown = screen(replace(DIAGNOSIS, problems=tuple(problems)))
+    assert shown[-5:] == ["- one", "- three", "  unset A", "- two", "  unset B"]
     remedy = "export MEGATRON_RL_PATCHES=all,-inference-only,-lean-head,-lean-loss"
-    assert f"  {remedy}" in screen(show_problems, [Problem("why", remedy)], width=40, terminal=True)
+    found = replace(DIAGNOSIS, problems=(Problem("why", remedy),))
+    assert f"  {remedy}" in screen(found, width=40, terminal=True)
     monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
     found = replace(DIAGNOSIS, executable="/home/me/[bold]/python")
-    assert "python                        ~/[bold]/python" in screen(show_diagnosis, found, terminal=True)
+    assert "python                        ~/[bold]/python" in screen(found, terminal=True)
 
 
 @pytest.mark.parametrize("value", ["", "1"])
@@ -423,7 +418,7 @@ def test_megatron_core_alone_fits_a_terminal_of_80_by_24(monkeypatch: MonkeyPatc
     assert [s.state for s in found.sites if s.framework == "megatron.core"].count("fits") >= 7
     frameworks = [f if f.name == "megatron.core" else replace(f, path=None) for f in found.frameworks]
     found = replace(found, path="/p", executable="/venv/bin/python", frameworks=tuple(frameworks))
-    lines = screen(show_diagnosis, found, terminal=True)
+    lines = screen(found, terminal=True)
     assert len(lines) <= 23, "\n".join(lines)
     assert max(map(len, lines)) <= 80
     assert lines[-1].startswith("no problems")

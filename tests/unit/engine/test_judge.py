@@ -320,9 +320,10 @@ def test_states_print_as_a_table(framework: Framework, engine: Engine) -> None:
     assert package.model
     apply()
     header, *rows, idle, fault = str(status()).splitlines()
-    assert header.split() == ["patch", package.name]
-    assert [row.split(maxsplit=1) for row in rows] == [["tagging", "2 applied"], ["other", "1 missing"]]
-    assert idle == "no framework for these is here: nowhere"
+    assert header.split() == ["patch", "framework", "patched", "functions"]
+    counted = [["tagging", package.name, "2 applied"], ["other", package.name, "1 missing"]]
+    assert [row.split(maxsplit=2) for row in rows] == counted
+    assert idle == "without a framework: nowhere"
     assert "does not define run" in fault
     revert()
     assert [(site.patch, site.state) for site in status()] == [("tagging", "reverted")] * 2
