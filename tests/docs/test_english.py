@@ -58,10 +58,9 @@ def test_messages_and_tables() -> None:
 
 
 def test_docstrings_of_the_api() -> None:
-    documented = {name: inspect.getdoc(value) or "" for name, value in pages.public_names().items()}
-    bad = [f"{name}: {match[0]!r}" for name, text in documented.items() for match in WORDS.finditer(text)]
-    others = {
-        name: text for name, text in documented.items() if name not in ("Patch", "Site", "TargetSource")
-    }
-    bad += [f"{name}: {match[0]!r}" for name, text in others.items() for match in SITE.finditer(text)]
+    bad = []
+    for name, value in pages.public_names().items():
+        text = inspect.getdoc(value) or ""
+        sites = [] if name in ("Patch", "Site", "TargetSource") else SITE.finditer(text)
+        bad += [f"{name}: {match[0]!r}" for match in (*WORDS.finditer(text), *sites)]
     assert not bad, "\n".join(bad)

@@ -24,18 +24,9 @@ from tests.docs.pages import ROOT
 VARIABLES = set(settings.variables())
 # Classes that pages name, and that are not of this package.
 OF_OTHERS = {
-    *("AutoBridge", "ChainedOptimizer", "DistributedDataParallel", "FileSystemWriter", "ModelConfig"),
-    *(
-        "FusedAdam",
-        "HybridModel",
-        "HybridStack",
-        "MambaModel",
-        "MambaStack",
-        "ProcessPoolExecutor",
-        "SimpleNamespace",
-        "TransformerBlock",
-        "TransformerConfig",
-    ),
+    *("AutoBridge", "ChainedOptimizer", "DistributedDataParallel", "FileSystemWriter", "FusedAdam"),
+    *("HybridModel", "HybridStack", "MambaModel", "MambaStack", "ModelConfig", "ProcessPoolExecutor"),
+    *("SimpleNamespace", "TransformerBlock", "TransformerConfig"),
 }
 
 
@@ -151,24 +142,16 @@ def test_the_page_of_a_patch_has_the_same_sections_in_the_same_order(patch: Patc
         assert f"`{option.name}`" in text or f"`{option.name.upper()}`" in text
 
     assert all(f"**{what}" in sections["What it does not change"] for what in ("Numbers:**", "Cost"))
-    assert {"megatron_rl_patches.status()", "megatron-rl-patches doctor"} <= _inline_code(sections[LAST])
-    _check_log_line(patch.name, sections[LAST])
+    code = re.findall(r"`([^`]+)`", sections[LAST])
+    assert {"megatron_rl_patches.status()", "megatron-rl-patches doctor"} <= set(code)
     assert f"patches/{patch.name}.md" in (ROOT / "README.md").read_text("utf-8")
-
-
-def _inline_code(text: str) -> set[str]:
-    return set(re.findall(r"`([^`]+)`", text))
-
-
-def _check_log_line(patch: str, text: str) -> None:
-    """The patch has work to do in the source that the sentence names."""
-    [source] = re.findall(rf"\*\*Log:\*\* with (.*?), the line of rank 0 names `{patch}`", text)
-    [verdicts] = [entry["verdicts"] for entry in VERDICTS if entry["source"] == source]
-    assert "fits" in [verdict for patches in verdicts.values() for verdict in patches.get(patch, {}).values()]
-
-
-def test_every_page_is_of_a_patch() -> None:
     assert {path.stem for path in (ROOT / "docs" / "patches").glob("*.md")} == registry.patches().keys()
+
+    # The patch has work to do in the source that the sentence on the log names.
+    log = rf"\*\*Log:\*\* with (.*?), the line of rank 0 names `{patch.name}`"
+    [source] = re.findall(log, sections[LAST])
+    [verdicts] = [entry["verdicts"] for entry in VERDICTS if entry["source"] == source]
+    assert "fits" in [word for patches in verdicts.values() for word in patches.get(patch.name, {}).values()]
 
 
 # --- the FAQ
@@ -176,14 +159,8 @@ def test_every_page_is_of_a_patch() -> None:
 
 # Headings of the FAQ that describe a symptom instead of quoting a message.
 SYMPTOMS = (
-    "Parameters that are stale",
-    "A hang in backward",
-    "A second line",
-    "Is it active on all ranks",
-    "The learning rate is another",
-    "No line in the log",
-    "distillation/loss_min",
-    "Weights are NaN",
+    *("Parameters that are stale", "A hang in backward", "A second line", "Is it active on all ranks"),
+    *("The learning rate is another", "No line in the log", "distillation/loss_min", "Weights are NaN"),
     "Gradients are wrong under routing replay",
 )
 # Headings whose message is made from a value or in a compiled library, and where it was observed.
@@ -207,12 +184,9 @@ def _folder(package: str) -> Path:
 
 # Where all other messages are: ours, and those of others.
 SOURCES = (
-    ROOT / "megatron_rl_patches",
-    ROOT / "_megatron_rl_patches_startup.py",
-    ROOT / "tests" / "frameworks" / "stand_in",
-    _folder("megatron.core") / "distributed",
-    _folder("megatron.core") / "timers.py",
-    _folder("torch") / "utils" / "checkpoint.py",
+    *(ROOT / "megatron_rl_patches", ROOT / "_megatron_rl_patches_startup.py"),
+    *(_folder("megatron.core") / "distributed", _folder("megatron.core") / "timers.py"),
+    *(ROOT / "tests" / "frameworks" / "stand_in", _folder("torch") / "utils" / "checkpoint.py"),
 )
 RAY = _folder("ray") / "_private" / "runtime_env"
 OF_RAY = "TypeError: runtime_env['env_vars'] must be of type Dict[str, str]"

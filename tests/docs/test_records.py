@@ -45,10 +45,8 @@ _LINK = re.compile(r"\]\((?:docs/)?([\w/-]+\.md)[^)]*\)")
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_a_number_is_next_to_a_link_to_the_page_that_has_it(page: str) -> None:
-    prose = re.sub(
-        r"^```.*?^```$|<!--.*?-->", "", (ROOT / page).read_text("utf-8"), flags=re.MULTILINE | re.DOTALL
-    )
-    counted = 0
+    text, counted = (ROOT / page).read_text("utf-8"), 0
+    prose = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL)
     for part in re.split(r"\n(?=- |\| )|\n\n(?! )", prose):
         linked = (DOCS / target for target in _LINK.findall(part))
         texts = [target.read_text("utf-8") for target in linked if target.exists()]
@@ -91,15 +89,12 @@ def test_the_cards_are_what_was_measured() -> None:
 
 
 def test_bias_variance_and_memory_of_objectives() -> None:
-    measured = [
-        (f"{float(row['bias'].rstrip('%')):.0f}%, {float(row['variance']):g}", row["memory"])
-        for row in _table("benchmarks/objectives.md", "<!-- measured: objectives -->")
-    ]
-    table = [
-        (row["bias, variance"], row["memory; payload"].partition(";")[0])
-        for row in _table("distillation.md", "## Objectives in use")
-    ]
-    assert len(table) == 7 and table == measured
+    measured = _table("benchmarks/objectives.md", "<!-- measured: objectives -->")
+    shown = _table("distillation.md", "## Objectives in use")
+    assert len(shown) == len(measured) == 7
+    for one, row in zip(measured, shown, strict=True):
+        assert row["bias, variance"] == f"{float(one['bias'].rstrip('%')):.0f}%, {float(one['variance']):g}"
+        assert row["memory; payload"].partition(";")[0] == one["memory"]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
@@ -138,29 +133,20 @@ def test_a_quickstart_goes_from_the_safest_patch_to_the_default_set_to_all(page:
 
 
 def test_the_table_of_decisions_says_what_is_on_by_default() -> None:
-    rows = re.findall(
-        r"^\| .* \| \[([\w-]+)\]\(.*?\).*? \| (yes|no, write `[\w-]+`) \|",
-        WRITTEN["decisions"](),
-        re.MULTILINE,
-    )
+    row = r"^\| .* \| \[([\w-]+)\]\(.*?\).*? \| (yes|no, write `[\w-]+`) \|"
     answers = {"default": "yes", "all": "no, write `all`", "by name": "no, write `{}`"}
-    assert set(rows) == {
-        (name, answers[patch.selected_by].format(name)) for name, patch in registry.patches().items()
-    }
+    expected = {(name, answers[one.selected_by].format(name)) for name, one in registry.patches().items()}
+    assert set(re.findall(row, WRITTEN["decisions"](), re.MULTILINE)) == expected
 
 
 def test_every_message_has_three_sentences_and_no_other_code_logs() -> None:
     WRITTEN["log_messages"]()  # imports all modules
     for message in messages.messages:
-        assert (
-            not message.happened.endswith(".") and message.harm.endswith(".") and message.remedy.endswith(".")
-        )
-    package = Path(messages.__file__).parents[1]
-    logging = {
-        str(path.relative_to(package))
-        for path in package.rglob("*.py")
-        if re.search(r"getLogger|\blog\.(debug|info|warning|error|log)\(", path.read_text("utf-8"))
-    }
+        ends = [text.endswith(".") for text in (message.happened, message.harm, message.remedy)]
+        assert ends == [False, True, True], message
+    package, logs = Path(messages.__file__).parents[1], r"getLogger|\blog\.(debug|info|warning|error|log)\("
+    files = [path for path in package.rglob("*.py") if re.search(logs, path.read_text("utf-8"))]
+    logging = {str(path.relative_to(package)) for path in files}
     # The announcer falls back to stderr, and the CPU backend filters a message of Megatron's.
     assert logging == {"common/messages.py", "engine/announce.py", "testing/cpu_backend.py"}
 

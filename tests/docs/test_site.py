@@ -24,11 +24,12 @@ from tests.docs import pages
 from tests.docs.pages import ROOT
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-# In a page: is it wider than the window, which rows of tables are shown as text, which images are broken?
-SCROLLS = "document.documentElement.scrollWidth > window.innerWidth"
-ROWS_AS_TEXT = """[...document.querySelectorAll("article p")].map(p => p.textContent.trim())
-    .filter(text => text.startsWith("|"))"""
-BROKEN_IMAGES = "[...document.images].filter(image => !image.naturalWidth).map(image => image.src)"
+# What is wrong with a page, in the words of a list.
+OBJECTIONS = """[
+    ...(document.documentElement.scrollWidth > window.innerWidth ? ["is wider than the window"] : []),
+    ...[...document.querySelectorAll("article p")].map(p => p.textContent.trim())
+        .filter(text => text.startsWith("|")).map(text => `shows a row of a table as text: ${text}`),
+    ...[...document.images].filter(image => !image.naturalWidth).map(image => `lacks ${image.src}`)]"""
 
 pytestmark = pytest.mark.slow
 
@@ -141,12 +142,8 @@ def test_every_page(site: Path, address: str, browser: Any, width: int, scheme: 
     for file in sorted(site.rglob("*.html")):
         place = str(file.relative_to(site))
         page.goto(address + place, wait_until="load")
-        if page.evaluate(SCROLLS):
-            object_to("is wider than the window")
-        for text in page.evaluate(ROWS_AS_TEXT):
-            object_to(f"shows a row of a table as text: {text}")
-        for image in page.evaluate(BROKEN_IMAGES):
-            object_to(f"lacks {image}")
+        for objection in page.evaluate(OBJECTIONS):
+            object_to(objection)
     scheme_of_page = page.evaluate("document.body.dataset.mdColorScheme")
     context.close()
     assert objections == []

@@ -271,6 +271,8 @@ def test_a_patch_whose_own_code_fails_is_alone(monkeypatch: MonkeyPatch) -> None
 
 HOOK = "megatron_rl_patches.hooks.on_megatron_init"
 OF_VERL = "megatron_rl_patches.hooks.verl"
+# Ray takes only text.
+NUMBERS = (f"python3 -m verl +a.env_vars.{NAME}=1", f"""python3 x --train-env-vars '{{"{NAME}": 1}}'""")
 IN_JSON = f"""ray submit --runtime-env-json='{{"env_vars": {{"{NAME}": "1", "{NAME}_STRICT": "1"}}}}'"""
 
 
@@ -280,6 +282,8 @@ IN_JSON = f"""ray submit --runtime-env-json='{{"env_vars": {{"{NAME}": "1", "{NA
         (f"python train.py --custom-megatron-init-path {HOOK}", {}, HOOK),
         (f"python3 -m verl x=1 a.external_lib={OF_VERL}", {}, OF_VERL),
         (f"{NAME}=all,-lean-loss torchrun train.py", {NAME: "all,-lean-loss"}, None),
+        (f"{NAME}=1 torchrun train.py", {NAME: "1"}, None),
+        *((command, {NAME: "1"}, None) for command in NUMBERS),
         (f"python train.py +ray.env_vars.{NAME}=all", {NAME: "all"}, None),
         ("python train.py +env_vars.MEGATRON_RL_PATCH=all", {"MEGATRON_RL_PATCH": "all"}, None),
         (f"""python train.py "+ray.env_vars.{NAME}='lean-loss,all'" """, {NAME: "lean-loss,all"}, None),
@@ -289,6 +293,8 @@ IN_JSON = f"""ray submit --runtime-env-json='{{"env_vars": {{"{NAME}": "1", "{NA
 )
 def test_what_a_command_line_switches_on(command: str, variables: dict[str, str], hook: str | None) -> None:
     assert doctor.read_command(command) == (variables, hook)
+    numbers = ["Ray takes only text" in problem.message for problem in doctor._numbers_in(command)]
+    assert numbers == [True] * (command in NUMBERS)
     with pytest.raises(InvalidInputError, match="no shell can read: No closing quotation"):
         doctor.read_command(f"{command} 'x")
 
@@ -307,21 +313,6 @@ def test_a_hook_needs_neither_variable_nor_startup_file(monkeypatch: MonkeyPatch
     assert named.hook == HOOK and "reentrant-train" in named.selected
     assert not [problem for problem in named.problems if "startup" in problem.message]
     assert [p for p in doctor.examine({NAME: "1"}).problems if "startup" in p.message]
-
-
-@pytest.mark.parametrize(
-    ("command", "is_number"),
-    [
-        (f"python3 -m verl +ray_kwargs.ray_init.runtime_env.env_vars.{NAME}=1", True),
-        (f"python3 -m verl +ray_kwargs.ray_init.runtime_env.env_vars.{NAME}=default", False),
-        (f"""python3 train.py --train-env-vars '{{"{NAME}": 1}}'""", True),
-        (f"""python3 train.py --train-env-vars '{{"{NAME}": "1"}}'""", False),
-        (f"{NAME}=1 torchrun train.py", False),
-    ],
-)
-def test_ray_takes_no_numbers(command: str, is_number: bool) -> None:
-    problems = [p.message for p in doctor._numbers_in(command)]
-    assert bool(problems) is is_number and all("Ray takes only text" in message for message in problems)
 
 
 FITS = SiteStatus("lean-loss", "slime", "slime.loss.log_probs", "fits", "has the bug that the patch fixes")
@@ -351,7 +342,7 @@ DIAGNOSIS = Diagnosis(
 )
 
 
-def screen(diagnosis: Diagnosis, width: int = 80, terminal: bool = False) -> list[str]:
+def screen(diagnosis: Diagnosis = DIAGNOSIS, width: int = 80, terminal: bool = False) -> list[str]:
     """Return the lines that are printed, without colors."""
     file = io.StringIO()
     console = Console(file=file, width=width, force_terminal=terminal, color_system=None)
@@ -359,15 +350,10 @@ def screen(diagnosis: Diagnosis, width: int = 80, terminal: bool = False) -> lis
     return file.getvalue().splitlines()
 
 
-NOT_SELECTED = ", ".join(
-    f"{name} ({registry.SELECTS[patch.selected_by]} selects it)"
-    for name, patch in registry.patches().items()
-    if name != "lean-loss"
-)
-
-
 def test_a_row_for_each_patch_and_framework_and_reasons_for_the_rest() -> None:
-    assert screen(DIAGNOSIS) == [
+    others = (patch for name, patch in registry.patches().items() if name != "lean-loss")
+    left_out = ", ".join(f"{one.name} ({registry.SELECTS[one.selected_by]} selects it)" for one in others)
+    assert screen() == [
         "megatron-rl-patches 0.2.0, Python 3.11.7, torch absent, wrapt 2.5.2",
         "python                        /venv/bin/python",
         "megatron_rl_patches           /venv/megatron_rl_patches",
@@ -377,7 +363,7 @@ def test_a_row_for_each_patch_and_framework_and_reasons_for_the_rest() -> None:
         "",
         "MEGATRON_RL_PATCHES_STRICT=1",
         "MEGATRON_RL_PATCHES=lean-loss selects lean-loss",
-        "not selected: " + NOT_SELECTED,
+        f"not selected: {left_out}",
         "",
         "patch      framework      patched functions",
         "lean-loss  slime          2 fit, 1 not needed",
@@ -389,22 +375,18 @@ def test_a_row_for_each_patch_and_framework_and_reasons_for_the_rest() -> None:
     ]
 
 
-def test_where_the_variable_does_not_reach_is_shown_where_it_does_not_fire() -> None:
+def test_what_is_wrong_is_shown_with_lines_to_copy(monkeypatch: MonkeyPatch) -> None:
+    """Of a variable that fires nowhere, the places that it does not reach; of problems, shared remedies."""
     dead = replace(DIAGNOSIS, startup=Startup(None, False, "why"))
-    assert "- python -S: startup files of site-packages are not read" in screen(dead)
-    assert not any("python -S" in line for line in screen(replace(dead, selected=())))
-
-
-def test_remedies_are_shared_and_not_broken_and_paths_shortened(monkeypatch: MonkeyPatch) -> None:
-    problems = [Problem("one", "unset A"), Problem("two", "unset B"), Problem("three", "unset A")]
-    shown = screen(replace(DIAGNOSIS, problems=tuple(problems)))
-    assert shown[-5:] == ["- one", "- three", "  unset A", "- two", "  unset B"]
+    unreachable = "- python -S: startup files of site-packages are not read"
+    assert unreachable in screen(dead) and unreachable not in screen(replace(dead, selected=()))
     remedy = "export MEGATRON_RL_PATCHES=all,-inference-only,-lean-head,-lean-loss"
-    found = replace(DIAGNOSIS, problems=(Problem("why", remedy),))
-    assert f"  {remedy}" in screen(found, width=40, terminal=True)
+    problems = Problem("one", remedy), Problem("two", "unset B"), Problem("three", remedy)
     monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
-    found = replace(DIAGNOSIS, executable="/home/me/[bold]/python")
-    assert "python                        ~/[bold]/python" in screen(found, terminal=True)
+    found = replace(DIAGNOSIS, executable="/home/me/[bold]/python", problems=problems)
+    lines = screen(found, width=40, terminal=True)
+    assert lines[-5:] == ["- one", "- three", f"  {remedy}", "- two", "  unset B"]
+    assert "  ~/[bold]/python" in lines
 
 
 @pytest.mark.parametrize("value", ["", "1"])
