@@ -54,7 +54,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Show the vers
 
 @app.command()
 def doctor(
-    command: Annotated[str, typer.Option(metavar="TEXT", help="A job's command line; it counts, too.")] = "",
+    command: Annotated[str, typer.Option(metavar="TEXT", help="Examine a job's command line, too.")] = "",
     json: Json = False,
 ) -> None:
     """Find out why patches do not take effect in this environment.

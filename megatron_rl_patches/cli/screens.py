@@ -121,8 +121,8 @@ def _show_components(diagnosis: Diagnosis, screen: Screen) -> None:
     ]
     # The folder of packages and the home folder are long, and known.
     packages, home = f"{sysconfig.get_path('purelib')}/", f"{Path.home()}/"
-    short = [path.replace(packages, "site-packages/").replace(home, "~/") for *_, path in rows]
-    screen.table([(*row[:2], path) for row, path in zip(rows, short, strict=True)], header=False)
+    short = [(*row[:2], row[2].replace(packages, "site-packages/").replace(home, "~/")) for row in rows]
+    screen.table(short, header=False)
     if absent := [framework.name for framework in diagnosis.frameworks if not framework.path]:
         screen.line(f"absent: {', '.join(absent)}", "dim")
 

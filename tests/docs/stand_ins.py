@@ -57,6 +57,7 @@ def samples() -> list[torch.Tensor]:
 
 
 LOSS_MASKS = [torch.ones(length) for length in RESPONSES]
+TRAIN_ON = partial(tiny_gpt.train, num_microbatches=[2], options=OPTIONS)
 
 
 def common() -> Names:
@@ -85,12 +86,17 @@ def common() -> Names:
     }
 
 
+def check_loss(result: tuple[torch.Tensor, Any, Any]) -> None:
+    """Of a loss function, on the two samples."""
+    loss, tokens, metrics = result
+    loss.backward()
+    assert loss.isfinite() and int(tokens) == sum(RESPONSES) and metrics
+
+
 def after_distillation(names: Names) -> None:
     for teacher in ("teacher_topk", "teacher_full"):
         names["teacher_topk"] = names[teacher]  # which the loss function reads
-        loss, tokens, metrics = names["loss_func"](logits_of(sum(LENGTHS))[None])
-        loss.backward()
-        assert loss.isfinite() and int(tokens) == sum(RESPONSES) and metrics
+        check_loss(names["loss_func"](logits_of(sum(LENGTHS))[None]))
 
 
 def losses() -> Names:
@@ -125,9 +131,7 @@ def after_losses(names: Names) -> None:
         return logits_of(input_ids.shape[1])[None]
 
     logits, loss_func = names["forward_step"](iter([names["_batch"]]), packed_model)
-    loss, tokens, _ = loss_func(logits)
-    loss.backward()
-    assert loss.isfinite() and int(tokens) == sum(RESPONSES)
+    check_loss(loss_func(logits))
 
 
 def after_activation(names: Names) -> None:
@@ -146,10 +150,6 @@ def own_loop() -> Names:
 
 def after_own_loop(names: Names) -> None:
     assert len(names["losses"]) == 3 and all(loss == loss for (loss,) in names["losses"])
-
-
-def reentry_page() -> Names:
-    return {"train_on": partial(tiny_gpt.train, num_microbatches=[2], options=OPTIONS)}
 
 
 def after_reentry_page(names: Names) -> None:
@@ -191,5 +191,5 @@ SETUPS = {
     "docs/inference.md": (common, lambda names: None),
     "docs/losses.md": (losses, after_losses),
     "docs/quickstart/own-loop.md": (own_loop, after_own_loop),
-    "docs/patches/reentrant-train.md": (reentry_page, after_reentry_page),
+    "docs/patches/reentrant-train.md": (partial(dict, train_on=TRAIN_ON), after_reentry_page),
 }

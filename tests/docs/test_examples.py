@@ -17,6 +17,7 @@ import pytest
 from tests.docs import pages
 from tests.docs.pages import ROOT
 from tests.worlds.environment import without_ours
+from tests.worlds.files import write
 
 EXAMPLES = ROOT / "examples"
 THIRD_PARTY = EXAMPLES / "third_party_patch"
@@ -108,12 +109,7 @@ def test_third_party_patch(tmp_path: Path) -> None:
 
 
 PAGE = "docs/adding-a-patch.md"
-FILES = {
-    block.head.removeprefix("# "): block.code
-    for block in pages.blocks("python", PAGE)
-    if block.head.endswith(".py")
-}
-ENTRY_POINT = pages.blocks("toml", PAGE)[0].code
+FILES = {one.head[2:]: one.code for one in pages.blocks("python", PAGE) if one.head.endswith(".py")}
 PATCH = "megatron_rl_patches/patches/quiet_eval.py"
 TEST = "tests/unit/patches/test_quiet_eval.py"
 OURS = "my_package/quiet_eval.py"
@@ -125,37 +121,30 @@ def _replace(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new))
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """A copy with the files of the page."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("megatron_rl_patches", "tests"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
-    for name in ("_megatron_rl_patches_startup.py", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / TEST).write_text(FILES[TEST])
-    (tmp_path / PATCH).write_text(FILES[OURS])
-    _replace(tmp_path / PATCH, "from megatron_rl_patches import Patch", "from ..engine.patch import Patch")
-    return tmp_path
-
-
 @pytest.mark.slow
-def test_the_example_is_a_patch_of_this_repository(repository: Path) -> None:
+def test_the_example_is_a_patch_of_this_repository(tmp_path: Path) -> None:
+    """In a copy with the files of the page."""
     assert set(FILES) == {TEST, OURS}
+    for name in ("megatron_rl_patches", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    startup = Path(shutil.copy(ROOT / "_megatron_rl_patches_startup.py", tmp_path))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    write(tmp_path, {TEST: FILES[TEST], PATCH: FILES[OURS]})
+    _replace(tmp_path / PATCH, "from megatron_rl_patches import Patch", "from ..engine.patch import Patch")
     files = (TEST, "tests/unit/test_every_patch.py", "tests/unit/test_architecture.py")
     pytest_on = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k")
-    output = run(*pytest_on, "root", cwd=repository, code=1)
+    output = run(*pytest_on, "root", cwd=tmp_path, code=1)
     assert "1 failed" in output and "test_the_startup_trigger_knows_every_root" in output, output
-    startup = repository / "_megatron_rl_patches_startup.py"
     _replace(startup, '_ROOTS = ("megatron", ', '_ROOTS = ("megatron", "framework", ')
-    output = run(*pytest_on, "quiet or evaluate or root or arrows", cwd=repository)
+    output = run(*pytest_on, "quiet or evaluate or root or arrows", cwd=tmp_path)
     assert re.search(r"^\d+ passed", output, re.MULTILINE), output
-    assert "quiet-eval" in run("-m", "megatron_rl_patches", "check", cwd=repository)
+    assert "quiet-eval" in run("-m", "megatron_rl_patches", "check", cwd=tmp_path)
 
 
 def test_a_package_of_ones_own_registers_it_as_the_example_does() -> None:
     tomllib = pytest.importorskip("tomllib")
-    example = tomllib.loads((ROOT / "examples" / "third_party_patch" / "pyproject.toml").read_text())
-    (group, entries), *others = tomllib.loads(ENTRY_POINT)["project"]["entry-points"].items()
+    example = tomllib.loads((THIRD_PARTY / "pyproject.toml").read_text())
+    [page] = pages.blocks("toml", PAGE)
+    (group, entries), *others = tomllib.loads(page.code)["project"]["entry-points"].items()
     assert not others and example["project"]["entry-points"].keys() == {group}
     assert entries == {"quiet-eval": "my_package.quiet_eval:patch"}

@@ -38,8 +38,7 @@ RECORDED = ("make", "pip", "pre-commit", "pytest", "ray", "torchrun", "uv")
 #: Training scripts of frameworks, which import Megatron and print the patches in place.
 PROGRAMS = (
     *("train.py", "train_async.py", "train_rl.py", "scripts/run_qwen3_dense.py", "examples/run_grpo.py"),
-    # In place of the example, which test_examples.py runs.
-    "examples/teacher_and_distillation.py",
+    "examples/teacher_and_distillation.py",  # in place of the example, which test_examples.py runs
     # Apart from the others: where a framework can be imported, its functions are checked.
     *("launched/train.py", "of_verl/verl/trainer/main_ppo.py"),
 )
@@ -151,8 +150,7 @@ def test_bash(page: str, sandbox: Sandbox) -> None:
             assert process["patched"] == switched_on, (block.place, process)
             if switched_on and HOOKS not in block.code:
                 patches, unknown = parse_selection(process["variables"][VARIABLE])
-                assert patches and not unknown
-                Settings.from_environment(process["variables"])
+                assert patches and not unknown and Settings.from_environment(process["variables"])
 
 
 @pytest.mark.parametrize("page", _pages_with("console"))
@@ -192,8 +190,7 @@ def _check_call(command: str, arguments: list[str]) -> None:
     if command in ("pip", "uv"):
         _check_pip(arguments)
     elif command == "make":
-        dry = ["make", "--dry-run", "--silent", *arguments]
-        subprocess.run(dry, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(["make", "-ns", *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     elif command == "torchrun":
         get_args_parser().parse_args(arguments)
     elif command == "pytest":
@@ -206,14 +203,11 @@ def _check_call(command: str, arguments: list[str]) -> None:
 
 def _check_pip(arguments: list[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    # Checkouts, and what is installed in place of dependencies and is among them.
+    checkouts = {"git+REPOSITORY@COMMIT", ".", *(f".[{extra}]" for extra in project["optional-dependencies"])}
     names = [a for a in arguments if not a.startswith("-") and a not in ("pip", "install")]
     assert "install" in arguments and names
-    for name in names:
-        own = re.fullmatch(r"\.(?:\[(\w+)\])?|git\+REPOSITORY@COMMIT", name)  # a checkout
-        if own:
-            assert own[1] is None or own[1] in project["optional-dependencies"]
-        else:  # what is installed in place of the dependencies is among them
-            assert name in project["dependencies"]
+    assert [name for name in names if name not in (*checkouts, *project["dependencies"])] == []
 
 
 def _pattern(printed: str) -> str:

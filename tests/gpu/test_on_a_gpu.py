@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ pytestmark = [
 ]
 ROWS, HIDDEN, VOCABULARY = (64, 32, 2048) if IS_DRY else (512, 256, 32768)
 TEMPERATURE = 0.8
+log_probs_and_entropy = partial(losses.vocab_parallel_log_probs_and_entropy, temperature=TEMPERATURE)
 # Gradients in bfloat16 have eight significant bits; those of hidden states and weight are sums of such.
 ROUNDING, OF_SUMS = 2**-8, 0.02
 
@@ -133,7 +135,7 @@ def test_deferred_logits(options: dict[str, Any], trains_weight: bool) -> None:
     for tensor in trained:
         tensor.requires_grad_()
     logits = losses.deferred_logits(hidden, weight, **options)
-    values = losses.vocab_parallel_log_probs_and_entropy(logits, targets, temperature=TEMPERATURE)
+    values = log_probs_and_entropy(logits, targets)
     gradients = torch.autograd.grad(values, trained, list(coefficients))
 
     *exact, logits = reference_logits(hidden.detach(), weight.detach())
@@ -155,9 +157,7 @@ def test_kept_and_recomputed_tiles_have_the_same_bits() -> None:
 
     def step(keep_bytes: int) -> list[Tensor]:
         logits = losses.deferred_logits(hidden, weight, tile_bytes=all_logits // 4, keep_bytes=keep_bytes)
-        values = losses.vocab_parallel_log_probs_and_entropy(
-            logits, random_ids(ROWS), temperature=TEMPERATURE
-        )
+        values = log_probs_and_entropy(logits, random_ids(ROWS))
         return [*values, *torch.autograd.grad(sum(value.sum() for value in values), [hidden, weight])]
 
     recomputed = step(0)

@@ -31,9 +31,7 @@ VARIABLES = re.compile("MEGATRON_RL_PATCHES|PYTHON|RAY_|COV_")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--artifacts", type=Path, metavar="FOLDER", help="test the sdist and the wheel in FOLDER"
-    )
+    parser.addoption("--artifacts", type=Path, metavar="FOLDER", help="test its sdist and its wheel")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -143,23 +141,21 @@ def interpreter(version: str) -> str:
     pytest.skip(f"no Python {version} on this machine")
 
 
-@pytest.fixture(
-    scope="session",
-    params=[
-        # The oldest and the newest Python. Tests with torch install the wheel for the one that runs them.
-        *(
-            pytest.param(f"{version}-wheel", marks=pytest.mark.nightly if version in VERSIONS[1:-1] else [])
-            for version in VERSIONS
-        ),
-        f"{CURRENT}-editable",
-    ],
-)
+# The oldest and the newest Python. Tests with torch install the wheel for the one that runs them.
+WHEELS = [
+    VERSIONS[0],
+    *(pytest.param(one, marks=pytest.mark.nightly) for one in VERSIONS[1:-1]),
+    VERSIONS[-1],
+]
+
+
+@pytest.fixture(scope="session", params=[*WHEELS, "editable"])
 def installed(
     request: pytest.FixtureRequest, artifacts: Artifacts, make_environment: Callable[..., Environment]
 ) -> Iterator[Environment]:
-    version, kind = request.param.split("-")
-    environment = make_environment(f"{kind}-{version}", version)
-    source = [artifacts.wheel] if kind == "wheel" else ["--editable", artifacts.tree]
+    is_editable = request.param == "editable"
+    environment = make_environment(f"of-{request.param}", CURRENT if is_editable else request.param)
+    source = ["--editable", artifacts.tree] if is_editable else [artifacts.wheel]
     environment.pip("install", "--quiet", "wrapt>=1.16,<3")
     environment.install(*source)
     yield environment

@@ -20,21 +20,20 @@ def objections(root: Path, environment: Mapping[str, str]) -> list[str]:
     Args:
         environment: GitHub's variables, which name the tag in a run that a tag started.
     """
-    version = re.search(r'^__version__ = "(.+)"$', _text(root, "megatron_rl_patches/__init__.py"), re.M)
-    assert version is not None
-    found = []
-    if re.search(r"\bOWNER\b", _text(root, "pyproject.toml").partition("[project.urls]")[2]):
-        found.append(
-            "pyproject.toml: put the owner of the repository in the place of OWNER in [project.urls]"
-        )
-    if not re.search(rf"^## {re.escape(version[1])} - \d{{4}}-\d\d-\d\d$", _text(root, "CHANGELOG.md"), re.M):
-        found.append(f"CHANGELOG.md: has no version {version[1]}: make changelog RELEASE=1 writes it")
-    if f"\nversion: {version[1]}\n" not in _text(root, "CITATION.cff"):
-        found.append(f"CITATION.cff: set version: {version[1]}")
+    [version] = re.findall(r'^__version__ = "(.+)"$', _text(root, "megatron_rl_patches/__init__.py"), re.M)
+    urls = _text(root, "pyproject.toml").partition("[project.urls]")[2]
+    released = re.search(rf"^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$", _text(root, "CHANGELOG.md"), re.M)
+    cited = f"\nversion: {version}\n" in _text(root, "CITATION.cff")
     tag = environment.get("GITHUB_REF_NAME") if environment.get("GITHUB_REF_TYPE") == "tag" else None
-    if tag and tag != f"v{version[1]}":
-        found.append(f"the tag {tag} is not v{version[1]}, the version in megatron_rl_patches/__init__.py")
-    return found
+    owner = "put the owner of the repository in the place of OWNER in [project.urls]"
+    to_do = {
+        f"pyproject.toml: {owner}": re.search(r"\bOWNER\b", urls),
+        f"CHANGELOG.md: has no version {version}: make changelog RELEASE=1 writes it": not released,
+        f"CITATION.cff: set version: {version}": not cited,
+        f"the tag {tag} is not v{version}, the version in megatron_rl_patches/__init__.py": tag
+        and tag != f"v{version}",
+    }
+    return [text for text, is_to_be_done in to_do.items() if is_to_be_done]
 
 
 def _text(root: Path, file: str) -> str:

@@ -19,11 +19,8 @@ from megatron_rl_patches import __version__
 from .conftest import ROOT, VERSIONS, check_call
 
 DIST_INFO = f"megatron_rl_patches-{__version__}.dist-info"
-STARTUP_FILES = {
-    "megatron_rl_patches_startup.pth",
-    "megatron_rl_patches_startup.start",
-    "_megatron_rl_patches_startup.py",
-}
+_STARTUP = "megatron_rl_patches_startup"
+STARTUP_FILES = {f"{_STARTUP}.pth", f"{_STARTUP}.start", f"_{_STARTUP}.py"}
 
 
 @pytest.fixture

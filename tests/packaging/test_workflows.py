@@ -92,11 +92,9 @@ def test_actions_are_pinned_by_commit_and_the_same_everywhere():
 def test_jobs_that_write_install_nothing():
     """What they run comes from this repository, or is one of the actions."""
     assert all(flow["permissions"] == {} for flow in WORKFLOWS.values())
-    scopes = {
-        name: {scope for scope, level in job["permissions"].items() if level == "write"}
-        for name, job in JOBS.items()
-    }
-    writing = {name: of_job for name, of_job in scopes.items() if of_job}
+    scopes = {name: [*job["permissions"].items()] for name, job in JOBS.items()}
+    writing = {name: {scope for scope, level in of if level == "write"} for name, of in scopes.items()}
+    writing = {name: written for name, written in writing.items() if written}
     assert writing == {
         "docs: deploy": {"pages", "id-token"},
         "nightly: report": {"contents", "pull-requests"},

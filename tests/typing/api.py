@@ -17,6 +17,7 @@ from megatron_rl_patches.reentry import TrainGuard, preserved_hooks, reentrant_t
 
 Model = Sequence[torch.nn.Module]
 LossResult = tuple[Tensor, Tensor, dict[str, Tensor]]
+Pair = tuple[Tensor, Tensor]
 TopK = losses.TopKDistribution
 MASKS = [torch.ones(3), torch.ones(5)]
 
@@ -119,17 +120,15 @@ def memory(model: Model) -> tuple[list[inference.MemoryEstimate], list[int]]:
     return [described, inference.estimate_memory(model, teachers=2, teacher_heads=True)], totals
 
 
-def of_logits(
-    logits: Tensor, targets: Tensor, group: dist.ProcessGroup
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def of_logits(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Pair]:
     topk: TopK = losses.vocab_parallel_topk(logits, 64, tp_group=group)
     at = losses.vocab_parallel_log_probs_at(logits, topk.indices, with_tail=True)
     tensors: tuple[Tensor, Tensor, Tensor] = topk.indices, topk.log_probs, topk.tail_log_prob
     whole: TopK = TopK.cat(topk.split([2, 2]))
     print(at, tensors, whole.k, len(whole), whole[1:])
-    layer = torch.zeros(8, 2, 4), torch.zeros(10, 4)
+    x, w = torch.zeros(8, 2, 4), torch.zeros(10, 4)
     lean: losses.DeferredLogits = losses.deferred_logits(
-        *layer, bias=None, tp_group=group, sequence_parallel=True
+        x, w, bias=None, tp_group=group, sequence_parallel=True
     )
     is_deferred: bool = lean.is_deferred
     both = losses.vocab_parallel_log_probs_and_entropy(
@@ -188,9 +187,7 @@ def distillation(
         losses.jensen_shannon(*student, mixed, beta=0.1),
         losses.importance_weighted_reverse_kl(*student, mixed, routed[0]),
         losses.opd_advantages(*student),
-        losses.full_vocabulary_divergence(
-            logits, [logits] * 2, divergence="forward_kl", teacher_weights=[1, 2]
-        ),
+        losses.full_vocabulary_divergence(logits, [logits], divergence="forward_kl", teacher_weights=[1]),
     ]
     return loss_func(logits), losses.distillation_loss(MASKS, MASKS, batch, options), divergences
 
@@ -206,8 +203,9 @@ def recomputed(logits: Tensor) -> Tensor:
 
 def on_a_rank(number: int, scale: float = 1.0) -> float:
     with testing.cpu_backend():
+        config = {"num_layers": 2}
         described: testing.TinyModel = testing.tiny_model(
-            "moe", tp=2, overlap_param_gather=False, config={"num_layers": 2}
+            "moe", tp=2, overlap_param_gather=False, config=config
         )
         described.initialize()
         chunks: list[Any] = described.chunks()
@@ -230,10 +228,9 @@ def normalization() -> tuple[bool, list[str], float]:
 
     split = testing.Split(dp=2, cp=2, microbatches=3, even=False)
     splits: dict[str, testing.Split] = {**testing.SPLITS, "DP 2, CP 2": split}
-    report: testing.NormalizationReport = testing.check_normalization(
-        loss, [], splits, calculate_per_token_loss=True
-    )
-    return report.same, report.different, report.differences["DP 2"]
+    report = testing.check_normalization(loss, [], splits, calculate_per_token_loss=True)
+    shown: testing.NormalizationReport = report
+    return shown.same, shown.different, shown.differences["DP 2"]
 
 
 def mocks() -> list[testing.MockBucketGroup]:
