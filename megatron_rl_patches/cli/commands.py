@@ -84,7 +84,7 @@ def check(
     markdown: Annotated[Path | None, _PAGE] = None,
     json: Json = False,
 ) -> None:
-    """Say whether the patches fit a release or checkout of a framework, by its code.
+    """Say whether the patches fit a release or checkout, by its code.
 
     Without a source, list the patches and check the frameworks of this environment. Neither the frameworks
     nor torch need be installed; nothing of them is imported.
@@ -133,9 +133,9 @@ def demo(
         bool, typer.Option("--without-patches", help="Show upstream's error.")
     ] = False,
 ) -> None:
-    """Train a small GPT on a checkable task with real Megatron-core, one train() call per rollout.
+    """Train a small GPT with real Megatron-core, on a checkable task.
 
-    Needs torch and megatron-core, and no GPU.
+    One train() call per rollout. Needs torch and megatron-core, and no GPU.
     """
     from ..demo import run_demo
 

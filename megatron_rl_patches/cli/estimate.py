@@ -51,6 +51,7 @@ _SET_HELP = (
 )
 _OPTIMIZER_HELP = "The distributed optimizer: its states are divided over the replicas."
 _TEACHERS_HELP = "Models of this shape that wait in host memory to score, one at a time."
+_HEADS_HELP = "Their output layers stay on the device, as exact distillation needs them."
 _PLOT_HELP = "Draw stacked bars; needs matplotlib."
 
 
@@ -67,14 +68,15 @@ def estimate(
     world_size: Annotated[Size, _size("--world-size", "All ranks, in place of --dp.")] = None,
     dist_opt: Annotated[bool, _option("--dist-opt --use-distributed-optimizer", _OPTIMIZER_HELP)] = False,
     teachers: Annotated[int, _option("--teachers", _TEACHERS_HELP, "N", min=0)] = 1,
-    teacher_heads: Annotated[bool, _option("--teacher-heads", "Their heads stay on the device.")] = False,
+    teacher_heads: Annotated[bool, _option("--teacher-heads", _HEADS_HELP)] = False,
     plot: Annotated[Path | None, _option("--plot", _PLOT_HELP, "FILE", callback=_check_plot)] = None,
     json: Annotated[bool, _option("--json", "Write JSON to stdout, all in bytes.")] = False,
 ) -> None:
-    """Say how much memory a model takes on each rank: training, inference-only, and training with teachers.
+    """Say how much memory a model takes on each rank.
 
-    Parameters are counted in the real GPTModel, built without memory for each pipeline stage. Needs torch and
-    megatron-core, but no GPU. Activations are not part of it.
+    For training, inference-only, and training with teachers. Parameters are counted in the real GPTModel,
+    built without memory for each pipeline stage. Needs torch and megatron-core, but no GPU. Activations are
+    not part of it.
 
     Exit code 0: the table. Exit code 2: values that are missing or do not fit together.
     """
