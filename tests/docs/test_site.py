@@ -40,14 +40,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")
     folder = tmp_path_factory.mktemp("site")
-    process = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        text=True,
-        capture_output=True,
-        timeout=200,
-    )
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    options = {"env": {**os.environ, "NO_MKDOCS_2_WARNING": "1"}, "text": True, "capture_output": True}
+    process = subprocess.run(command, cwd=ROOT, timeout=200, **options)
     assert process.returncode == 0, process.stdout + process.stderr
     return folder
 

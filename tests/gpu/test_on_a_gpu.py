@@ -145,8 +145,7 @@ def test_deferred_logits(options: dict[str, Any], trains_weight: bool) -> None:
     for found, value in zip(values, expected, strict=True):
         error = (found.cpu().double() - value).abs()
         # The products of tiles may add up in another order, so that a logit is rounded the other way.
-        assert error.median() < 5e-4
-        assert error.max() < 0.1
+        assert error.median() < 5e-4 and error.max() < 0.1
     for gradient, value in zip(gradients, expected_gradients, strict=True):
         assert relative_error(gradient.cpu(), value, value.abs().max()) < OF_SUMS
 
@@ -212,9 +211,8 @@ def test_divergence_from_a_teacher_in_host_memory() -> None:
 def test_losses_take_little_beyond_logits_and_gradients() -> None:
     rows, hidden_size, vocabulary = (512, 32, 16384) if IS_DRY else (8192, 512, 131072)
     of_device: dict[str, Any] = {"dtype": torch.bfloat16, "device": DEVICE}
-    hidden, weight = (
-        torch.randn(size, hidden_size, **of_device, requires_grad=True) for size in (rows, vocabulary)
-    )
+    sizes = (rows, hidden_size), (vocabulary, hidden_size)
+    hidden, weight = (torch.randn(size, **of_device, requires_grad=True) for size in sizes)
     targets = torch.randint(vocabulary, (rows,), device=DEVICE)
     options = {"tile_bytes": 1 << 20} if IS_DRY else {}
 

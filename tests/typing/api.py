@@ -130,14 +130,9 @@ def of_logits(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> tupl
     lean: losses.DeferredLogits = losses.deferred_logits(
         x, w, bias=None, tp_group=group, sequence_parallel=True
     )
-    is_deferred: bool = lean.is_deferred
+    lazy: bool = lean.is_deferred
     both = losses.vocab_parallel_log_probs_and_entropy(
-        logits,
-        targets,
-        rows=slice(2, 6),
-        keep_mask=logits > 0,
-        entropy_grad=is_deferred,
-        inplace_backward=True,
+        logits, targets, rows=slice(2, 6), keep_mask=logits > 0, entropy_grad=lazy, inplace_backward=True
     )
     rows = torch.arange(4)
     return losses.vocab_parallel_log_probs(logits, targets, tp_group=group, rows=rows, temperature=0.7), both

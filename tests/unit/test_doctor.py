@@ -101,10 +101,8 @@ DEFAULT = {*registry.patches_of("default")} - LEAN
 @pytest.mark.parametrize(
     ("value", "selected"),
     [
-        ("1", DEFAULT),
-        ("all,-inference-only", DEFAULT - {"inference-only"}),
-        ("lean-loss,reentrant-train", {"reentrant-train"}),
-        ("lean-loss", set()),
+        *(("1", DEFAULT), ("all,-inference-only", DEFAULT - {"inference-only"})),
+        *(("lean-loss,reentrant-train", {"reentrant-train"}), ("lean-loss", set())),
     ],
 )
 def test_one_line_leaves_out_all_patches_that_do_not_fit(value: str, selected: set[str]) -> None:
