@@ -119,7 +119,7 @@ def estimate(
             screen.line()
         screen.line(report.summary(result))
         if not dist_opt:
-            screen.line("--use-distributed-optimizer divides the states of the optimizer by the replicas")
+            screen.line("--use-distributed-optimizer divides the states of the optimizer over the replicas")
     if plot:
         report.plot(result, plot)
 

@@ -25,8 +25,8 @@ def invoke_json(*arguments: object, code: int = 0) -> Any:
 
 
 def refuse(*arguments: object) -> str:
-    """Return what an error of ours says; its exit code is 2."""
+    """Return what an error of ours says, in one line; its exit code is 2."""
     with redirect_stderr(io.StringIO()) as stderr, pytest.raises(SystemExit) as exit:
         main(list(map(str, arguments)))
-    assert exit.value.code == 2
+    assert exit.value.code == 2 and len(stderr.getvalue().splitlines()) == 1
     return stderr.getvalue()
