@@ -27,7 +27,7 @@ from torch import Tensor
 from ..errors import InvalidInputError
 from ..losses.objectives.distillation import DistillationBatch, DistillationOptions, comparison
 from ..losses.objectives.distributions import TopKDistribution, log1mexp
-from ..losses.sequences.layout import SequenceLayout
+from ..losses.sequences import SequenceLayout
 from . import microbatch_layout
 from .distillation_arguments import refuse_conflicts
 

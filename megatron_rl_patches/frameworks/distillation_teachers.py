@@ -34,7 +34,7 @@ from ..losses import (
 )
 from ..losses.objectives.distributions import Distribution
 from ..losses.output_layer import deferring
-from ..losses.sequences.layout import SequenceLayout
+from ..losses.sequences import SequenceLayout
 from .distillation_arguments import LOSS_PATH
 from .distillation_loss import KEYS, OLD, TEACHERS, layout_of, temperature_of
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..losses.sequences.layout import SequenceLayout
+from ..losses.sequences import SequenceLayout
 
 
 class Groups(NamedTuple):

@@ -22,7 +22,7 @@ from ..common.messages import Message
 from ..common.ranks import is_rank_0
 from ..engine.call import Call
 from ..errors import InvalidInputError
-from ..losses.sequences.layout import SequenceLayout
+from ..losses.sequences import SequenceLayout
 from ..losses.vocab.arguments import VocabParallelOptions, in_float32
 from ..losses.vocab.log_probs import log_probs_and_entropy
 from .log_probs import NO_TOKEN, in_vocabulary

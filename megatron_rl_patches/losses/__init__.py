@@ -18,7 +18,7 @@ from .objectives.topk_divergences import (
     opd_advantages,
     reverse_kl,
 )
-from .sequences.layout import SequenceLayout
+from .sequences import SequenceLayout
 from .vocab.at_ids import vocab_parallel_log_probs_at
 from .vocab.deferred import DeferredLogits, deferred_logits
 from .vocab.full_divergence import full_vocabulary_divergence

@@ -12,11 +12,11 @@ from ..errors import InvalidInputError
 from .checkpointing import checkpointed
 from .objectives.distillation import DistillationBatch, DistillationOptions, comparison, summed
 from .objectives.distributions import in_common
-from .objectives.policy import PolicyBatch, PolicyOptions, policy_loss
+from .objectives.policy import PolicyBatch, PolicyOptions, loss_of_tokens
 from .objectives.reduction import LossAndCount
-from .sequences.layout import SequenceLayout
-from .vocab.arguments import VocabParallelOptions, check_ids, check_instance, check_positive
-from .vocab.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+from .sequences import SequenceLayout
+from .vocab.arguments import VocabParallelOptions, check_ids, check_instance, check_one_device, check_positive
+from .vocab.log_probs import log_probs_and_entropy
 
 LossFunc = Callable[[torch.Tensor], LossAndCount]
 
@@ -55,19 +55,26 @@ def packed_log_probs_and_entropy(
             an id outside of the vocabulary on every context-parallel rank, whichever of them scores it.
     """
     check_instance("layout", layout, SequenceLayout)
-    logits_and_targets = layout.rows_of(logits), layout.response_targets(tokens)
-    rows, split = layout.response_slices, layout.split_responses
+    keep_mask = options.pop("keep_mask", None)
+    how = VocabParallelOptions(with_entropy=with_entropy, entropy_grad=entropy_grad, **options)
+    rows_nv, targets, split = layout.rows_of(logits), layout.targets(tokens), layout.split_responses
+    log_probs, entropies = _scored(rows_nv, targets, layout, keep_mask, how)
+    return split(log_probs), None if entropies is None else split(entropies)
+
+
+def _scored(
+    rows_nv: torch.Tensor,
+    targets: torch.Tensor,
+    layout: SequenceLayout,
+    keep_mask: torch.Tensor | None,
+    how: VocabParallelOptions,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return log-probs and perhaps entropies of this CP rank's tokens; ``targets`` are those of all ranks."""
     if layout.cp_size > 1:
         # A rank that refused its own ids alone would leave the others waiting for its values.
-        vocabulary = VocabParallelOptions(options.get("tp_group"), vocab_size=options.get("vocab_size"))
-        num_ids = vocabulary.num_ids(logits.shape[-1])
-        check_ids("targets", layout.targets(tokens), num_ids, vocabulary.ignore_index, "to ignore a row")
-    if not with_entropy:
-        return split(vocab_parallel_log_probs(*logits_and_targets, rows=rows, **options)), None
-    log_probs, entropies = vocab_parallel_log_probs_and_entropy(
-        *logits_and_targets, rows=rows, entropy_grad=entropy_grad, **options
-    )
-    return split(log_probs), split(entropies)
+        check_ids("targets", targets, how.num_ids(rows_nv.shape[1]), how.ignore_index, "to ignore a row")
+    mine = targets.index_select(0, layout.response_index)
+    return log_probs_and_entropy(rows_nv, mine, layout.response_slices, keep_mask, how)
 
 
 def make_loss_func(
@@ -119,34 +126,32 @@ def make_loss_func(
     check_instance("batch", batch, PolicyBatch)
     check_instance("options", options, PolicyOptions)
     batch.check_for(options)
-    vocabulary = VocabParallelOptions(tp_group, temperature, vocab_size=vocab_size)  # refuses bad ones now
+    how = VocabParallelOptions(
+        tp_group,
+        temperature,
+        inplace_backward,
+        with_entropy=with_entropy,
+        entropy_grad=options.entropy_coef != 0,
+        vocab_size=vocab_size,
+    )
     if options.entropy_coef and not with_entropy:
         raise InvalidInputError(f"entropy_coef is {options.entropy_coef}, which needs with_entropy=True")
     divisor = _checked_divisor(batch.response_lengths, layout, cp_group, normalizer)
+    masks, advantages = batch.loss_masks[0], batch.advantages[0]
+    check_one_device(layout=layout.response_rows, loss_masks=masks, advantages=advantages)
+    targets = layout.targets(tokens)
+    others = [batch.old_log_probs, batch.ref_log_probs, batch.rollout_log_probs]
 
     def loss_func(logits: torch.Tensor) -> LossAndCount:
-        others = [batch.old_log_probs, batch.ref_log_probs, batch.rollout_log_probs]
-        in_common(others, vocab_size=vocabulary.num_ids(layout.rows_of(logits).shape[1]))
-        log_probs, entropies = packed_log_probs_and_entropy(
-            logits,
-            tokens,
-            layout,
-            tp_group=tp_group,
-            temperature=temperature,
-            vocab_size=vocab_size,
-            with_entropy=with_entropy,
-            entropy_grad=options.entropy_coef != 0,
-            keep_mask=keep_mask,
-            inplace_backward=inplace_backward,
-        )
-        if entropies is None:
-            log_probs = layout.gather_responses(log_probs, cp_group)
-        elif layout.cp_size > 1:
+        rows_nv = layout.rows_of(logits)
+        in_common(others, vocab_size=how.num_ids(rows_nv.shape[1]))
+        log_probs_n, entropies_n = _scored(rows_nv, targets, layout, keep_mask, how)
+        if layout.cp_size > 1:
             # One tensor for both, so that there is one collective in forward and one in backward.
-            pairs = [torch.stack(pair, dim=-1) for pair in zip(log_probs, entropies, strict=True)]
-            gathered = layout.gather_responses(pairs, cp_group)
-            log_probs, entropies = ([pair_n2[:, i] for pair_n2 in gathered] for i in (0, 1))
-        loss, count, metrics = policy_loss(log_probs, batch, options, entropies)
+            values = [log_probs_n] if entropies_n is None else [log_probs_n, entropies_n]
+            log_probs_n, *more = layout.gathered(torch.stack(values, 1), cp_group).unbind(1)
+            entropies_n = more[0] if more else None
+        loss, count, metrics = loss_of_tokens(log_probs_n, batch, options, entropies_n)
         return loss / divisor, count if normalizer is None else torch.ones_like(count), metrics
 
     return checkpointed(loss_func, enabled=recompute)
@@ -188,8 +193,8 @@ def make_distillation_loss_func(
     compare = comparison(layout.response_rows, layout.response_index, batch, options, how)
 
     def loss_func(logits: torch.Tensor) -> LossAndCount:
-        values = layout.gather_responses(compare(layout.rows_of(logits)), cp_group)
-        loss, count, metrics = summed(torch.cat(values), batch, options)
+        values_n3 = layout.gathered(compare(layout.rows_of(logits)), cp_group)
+        loss, count, metrics = summed(values_n3, batch, options)
         return loss / divisor, count if normalizer is None else torch.ones_like(count), metrics
 
     return checkpointed(loss_func, enabled=recompute)

@@ -529,7 +529,7 @@ def _check_wrong_groups(cp2: dist.ProcessGroup, cp4: dist.ProcessGroup) -> None:
     with counting_all_reduces() as all_reduce:
         with pytest.raises(InvalidInputError, match=r"rank \d of 4, but .* rank \d of 2"):
             layout.gather_responses(values, cp4)
-        with pytest.raises(InvalidInputError, match="values have the lengths"):
+        with pytest.raises(InvalidInputError, match="values have the shapes"):
             layout.gather_responses([values], cp2)
         all_reduce.assert_not_called()
 

@@ -17,7 +17,7 @@ from ..vocab.arguments import (
     check_floats,
     check_ids,
     check_instance,
-    check_list,
+    check_lengths,
 )
 from ..vocab.at_ids import vocab_parallel_log_probs_at
 from ..vocab.divergences import Divergence, DivergenceName, divergence_named
@@ -31,11 +31,11 @@ from .distributions import NO_ENTRY, Distribution, TopKDistribution, check_same_
 from .reduction import (
     LossAndCount,
     Normalization,
-    check_lengths,
     check_masks,
     check_normalization,
+    check_responses,
     metrics_of,
-    token_weights,
+    weights_and_count,
 )
 from .teachers import FullDistribution, check_one_kind
 from .topk_divergences import bucket_divergence
@@ -115,8 +115,8 @@ class DistillationBatch:
         )
         in_common([one for distributions in scored.values() for one in distributions])
         for name, distributions in scored.items():
-            values = [one.tensors[0][:, 0] for one in distributions]
-            check_lengths(f"distributions of {name}", values, self.response_lengths)
+            values = [one.tensors[0] for one in distributions]
+            check_lengths(f"distributions of {name}", values, self.response_lengths, "the loss masks")
         if not self.is_full:
             for scores in zip(*scored.values(), strict=True):
                 check_same_indices(scores)
@@ -131,7 +131,7 @@ class DistillationBatch:
     @property
     def response_lengths(self) -> list[int]:
         """Number of tokens of each response, masked ones included."""
-        return [len(mask) for mask in self.loss_masks]
+        return list(map(len, self.loss_masks))
 
     def check_for(self, options: DistillationOptions) -> None:
         """Raise :class:`InvalidInputError` if the options do not fit the teachers, or lack ``old``."""
@@ -172,12 +172,11 @@ def distillation_loss(
     if batch.is_full:
         raise InvalidInputError("the teachers are full distributions: use make_distillation_loss_func")
     lengths = batch.response_lengths
-    check_lengths("tail_log_probs", check_list("tail_log_probs", tail_log_probs), lengths)
-    log_probs = check_list("log_probs", log_probs)
-    for values, tail in zip(log_probs, tail_log_probs, strict=False):
+    tail_log_probs = check_responses("tail_log_probs", tail_log_probs, lengths)
+    log_probs = check_lengths("log_probs", log_probs, lengths, "the loss masks")
+    for values, tail in zip(log_probs, tail_log_probs, strict=True):
         check_floats(log_probs=values, tail_log_probs=tail)
-    check_lengths("log_probs", [one.select(-1, 0) if one.dim() > 1 else one for one in log_probs], lengths)
-    log_probs_nk, tail_n = torch.cat(list(log_probs)), torch.cat(list(tail_log_probs))
+    log_probs_nk, tail_n = torch.cat(log_probs), torch.cat(tail_log_probs)
     tokens = _Tokens.selected(batch, tail_n.device, slice(None))
     return summed(_per_token(log_probs_nk, tail_n, tokens, options), batch, options)
 
@@ -185,7 +184,9 @@ def distillation_loss(
 def summed(values_n3: Tensor, batch: DistillationBatch, options: DistillationOptions) -> LossAndCount:
     """Return loss, count and metrics from divergence, and perhaps tails, of the full responses."""
     masks = each_on_device(batch.loss_masks, values_n3.device)
-    weights_n, count = token_weights(masks, options.normalization, options.constant_length, values_n3.dtype)
+    weights_n, count = weights_and_count(
+        masks, options.normalization, options.constant_length, values_n3.dtype
+    )
     names = ("divergence", "student_tail", "teacher_tail")
     averages = dict(zip(names, values_n3.unbind(1), strict=False))
     divergence_n = averages["divergence"]

@@ -23,21 +23,15 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ..vocab.arguments import (
-    check_floats,
-    check_instance,
-    check_list,
-    check_one_device,
-    is_number,
-)
+from ..vocab.arguments import check_floats, check_instance, check_one_device, is_number
 from .reduction import (
     LossAndCount,
     Normalization,
-    check_lengths,
     check_masks,
     check_normalization,
+    check_responses,
     metrics_of,
-    token_weights,
+    weights_and_count,
 )
 
 Objective = Literal["ppo", "gspo", "cispo"]
@@ -136,16 +130,16 @@ class PolicyBatch:
     rollout_log_probs: Sequence[Tensor] | None = None
 
     def __post_init__(self) -> None:
-        lengths = [len(mask) for mask in check_masks(self.loss_masks)]
-        check_list("advantages", self.advantages)
-        check_lengths("advantages", self.advantages, lengths, scalars=True)
+        lengths = list(map(len, check_masks(self.loss_masks)))
+        check_responses("advantages", self.advantages, lengths, scalars=True)
         for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs"):
-            check_lengths(name, getattr(self, name), lengths)
+            if (values := getattr(self, name)) is not None:
+                check_responses(name, values, lengths)
 
     @property
     def response_lengths(self) -> list[int]:
         """Number of tokens of each response, masked ones included."""
-        return [len(mask) for mask in self.loss_masks]
+        return list(map(len, self.loss_masks))
 
     def check_for(self, options: PolicyOptions) -> None:
         """Raise :class:`InvalidInputError` if the options need log-probs that this batch lacks."""
@@ -190,9 +184,10 @@ def policy_loss(
     check_instance("options", options, PolicyOptions)
     batch.check_for(options)
     lengths = batch.response_lengths
-    check_lengths("log_probs", check_list("log_probs", log_probs), lengths)
-    check_lengths("entropies", entropies, lengths)
-    if options.entropy_coef and entropies is None:
+    log_probs = check_responses("log_probs", log_probs, lengths)
+    if entropies is not None:
+        entropies = check_responses("entropies", entropies, lengths)
+    elif options.entropy_coef:
         raise InvalidInputError(f"entropy_coef is {options.entropy_coef}: entropies are needed, and missing")
     if (dtype := log_probs[0].dtype) not in (torch.float32, torch.float64):
         raise InvalidInputError(f"log_probs are {dtype}; pass float32 or float64, in which they are computed")
@@ -200,18 +195,28 @@ def policy_loss(
     check_one_device(
         log_probs=log_probs[0], **{name: one[0] for name, one in others.items() if one is not None}
     )
-    weights_n, count = token_weights(batch.loss_masks, options.normalization, options.constant_length, dtype)
-    mask_n = weights_n > 0
+    entropies_n = None if entropies is None else torch.cat(entropies)
+    return loss_of_tokens(torch.cat(log_probs), batch, options, entropies_n)
 
-    def masked(values: Sequence[Tensor]) -> Tensor:
+
+def loss_of_tokens(
+    log_probs_n: Tensor, batch: PolicyBatch, options: PolicyOptions, entropies_n: Tensor | None
+) -> LossAndCount:
+    """Return what :func:`policy_loss` does, without checks, from the tokens of all responses in a row."""
+    weights_n, count = weights_and_count(
+        batch.loss_masks, options.normalization, options.constant_length, log_probs_n.dtype
+    )
+    mask_n, lengths = weights_n > 0, batch.response_lengths
+
+    def masked(values_n: Tensor) -> Tensor:
         # Masked before anything is computed, since nan times zero is nan, in backward too.
-        return torch.where(mask_n, torch.cat(list(values)), 0.0)
+        return torch.where(mask_n, values_n, 0.0)
 
     def constant(values: Sequence[Tensor]) -> Tensor:
-        return masked(values).detach()
+        return masked(torch.cat(list(values))).detach()
 
-    log_probs_n = masked(log_probs)
-    old_n = constant(log_probs if batch.old_log_probs is None else batch.old_log_probs)
+    log_probs_n = masked(log_probs_n)
+    old_n = log_probs_n.detach() if batch.old_log_probs is None else constant(batch.old_log_probs)
     advantages_n = constant([a.expand(n) for a, n in zip(batch.advantages, lengths, strict=True)])
     log_ratio_n = log_probs_n - old_n
     per_token = {"approx_kl": estimate_kl(-log_ratio_n.detach(), "k3")}
@@ -230,8 +235,8 @@ def policy_loss(
         kl_n = estimate_kl(log_probs_n - constant(batch.ref_log_probs), options.kl_estimator)
         loss_n = loss_n + options.kl_coef * kl_n
         in_loss["kl_loss"] = kl_n
-    if entropies is not None:
-        per_token["entropy"] = masked(entropies)
+    if entropies_n is not None:
+        per_token["entropy"] = masked(entropies_n)
         if options.entropy_coef:
             loss_n = loss_n - options.entropy_coef * per_token["entropy"]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...common.agreement import agreed
 from ...errors import InvalidInputError
-from ..vocab.arguments import check_list, check_positive
+from ..vocab.arguments import check_lengths, check_list, check_positive
 
 Normalization = Literal["token", "sequence", "constant"]
 #: A loss as a sum, the count to divide it by, and metrics, as Megatron's schedules take them.
@@ -59,6 +59,13 @@ def token_weights(
     loss_masks = check_masks(loss_masks)
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InvalidInputError(f"dtype is {dtype}, expected a floating one")
+    return weights_and_count(loss_masks, normalization, constant_length, dtype)
+
+
+def weights_and_count(
+    loss_masks: Sequence[Tensor], normalization: str, constant_length: int | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return what :func:`token_weights` does, without checks."""
     weights = [(mask != 0).to(dtype) for mask in loss_masks]
     tokens_b = torch.stack([(mask != 0).sum() for mask in loss_masks])
     count = tokens_b.sum() if normalization == "token" else (tokens_b > 0).sum()
@@ -118,29 +125,25 @@ def check_normalization(normalization: str, constant_length: int | None) -> None
 def check_masks(loss_masks: Sequence[Tensor]) -> list[Tensor]:
     """Return the masks ``[response_length]`` as a list; refuse none at all."""
     masks = check_list("loss_masks", loss_masks)
-    if not masks or any(mask.dim() != 1 or mask.dtype.is_complex for mask in masks):
-        raise InvalidInputError(
-            f"loss_masks have the shapes {[tuple(mask.shape) for mask in masks]}, expected [response_length] "
-            "for each response, real; where there are no responses, pass one that is wholly masked"
-        )
+    for mask in masks or [torch.empty(())]:
+        if mask.dim() != 1 or mask.dtype.is_complex:
+            raise InvalidInputError(
+                f"loss_masks have the shapes {[tuple(mask.shape) for mask in masks]}, expected "
+                "[response_length] for each response, real; where there are no responses, pass one that is "
+                "wholly masked"
+            )
     return masks
 
 
-def check_lengths(
-    name: str, values: Sequence[Tensor] | None, lengths: Sequence[int], *, scalars: bool = False
-) -> None:
-    """Require ``None`` or a tensor ``[length]`` per response; with ``scalars`` it may also be ``[]``."""
-    if values is None:
-        return
-    values = check_list(name, values)
-    if wrong := [value.dtype for value in values if value.dtype == torch.bool or value.dtype.is_complex]:
-        raise InvalidInputError(f"{name} are {wrong[0]}, expected a floating dtype")
-    shapes = [tuple(value.shape) for value in values]
-    expected = [() if scalars and not shape else (n,) for shape, n in zip(shapes, lengths, strict=False)]
-    if shapes != expected or len(shapes) != len(lengths):
-        raise InvalidInputError(
-            f"{name} have the shapes {shapes}; the loss masks are of responses of the lengths {list(lengths)}"
-        )
+def check_responses(
+    name: str, values: Sequence[Tensor], lengths: Sequence[int], *, scalars: bool = False
+) -> list[Tensor]:
+    """Return tensors ``[length]``, one per response, as a list; with ``scalars`` some may be ``[]``."""
+    tensors = check_lengths(name, values, lengths, "the loss masks", most=1, scalars=scalars)
+    for tensor in tensors:
+        if tensor.dtype == torch.bool or tensor.dtype.is_complex:
+            raise InvalidInputError(f"{name} are {tensor.dtype}, expected a floating dtype")
+    return tensors
 
 
 def metrics_of(

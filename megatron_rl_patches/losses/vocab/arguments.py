@@ -25,7 +25,7 @@ RowIndex = slice | Runs | Tensor
 #: The same as callers pass them.
 Rows = Tensor | slice | Sequence[slice] | None
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_INTEGERS = (torch.int64, torch.int32)
+INTEGERS = (torch.int64, torch.int32)
 _SHORTEST_RUN = 16  # rows, on average: it takes longer to read shorter ones apart than to copy all
 
 
@@ -121,10 +121,12 @@ def integers(name: str, lengths: Any) -> tuple[int, ...]:
     values = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     if not isinstance(values, Iterable) or isinstance(values, str):
         raise InvalidInputError(f"{name} are {lengths!r}, expected a list of integers")
-    numbers = [x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for x in values]
-    for number in numbers:
-        if not is_integer(number):
-            raise InvalidInputError(f"{name} is {number!r}, expected integers")
+    numbers = tuple(values)
+    if set(map(type, numbers)) <= {int}:
+        return numbers
+    numbers = tuple(x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for x in numbers)
+    if wrong := [number for number in numbers if not is_integer(number)]:
+        raise InvalidInputError(f"{name} is {wrong[0]!r}, expected integers")
     return tuple(map(int, numbers))
 
 
@@ -168,14 +170,35 @@ def check_list(name: str, values: Any) -> list[Tensor]:
         raise InvalidInputError(f"{name}: expected a list of tensors, not {_shown(values)}")
     tensors = list(values)
     for number, tensor in enumerate(tensors):
-        check_instance(f"{name}[{number}]", tensor)
-    check_one_device(**{f"{name}[{number}]": tensor for number, tensor in enumerate(tensors)})
+        if not isinstance(tensor, Tensor) or tensor.device != tensors[0].device:
+            check_instance(f"{name}[{number}]", tensor)
+            check_one_device(**{f"{name}[0]": tensors[0], f"{name}[{number}]": tensor})
+    return tensors
+
+
+def check_lengths(
+    name: str, values: Any, lengths: Sequence[int], whose: str, *, most: int = 9, scalars: bool = False
+) -> list[Tensor]:
+    """Return tensors ``[length, ...]`` of ``most`` dimensions or fewer as a list; refuse other lengths.
+
+    Args:
+        whose: lengths these are, for the error.
+        scalars: a tensor may also be ``[]``.
+    """
+    tensors, fits = check_list(name, values), len(values) == len(lengths)
+    for tensor, length in zip(tensors, lengths, strict=False):
+        fits &= (tensor.shape[:1] == (length,) and tensor.dim() <= most) or (scalars and not tensor.dim())
+    if not fits:
+        shapes = [list(tensor.shape) for tensor in tensors]
+        raise InvalidInputError(
+            f"{name} have the shapes {shapes}, but {list(lengths)} are the lengths of {whose}"
+        )
     return tensors
 
 
 def check_one_device(**tensors: Tensor) -> None:
     """Refuse tensors on several devices."""
-    devices = {str(tensor.device): name for name, tensor in tensors.items()}
+    devices = {tensor.device: name for name, tensor in tensors.items()}
     if len(devices) > 1:
         places = " and ".join(f"{name} on {device}" for device, name in devices.items())
         raise InvalidInputError(f"{places}: expected one device")
@@ -252,7 +275,7 @@ def valid_ids(name: str, ids: Tensor, source: ReadRows, *, several: bool = False
     if several:
         shape, meaning = f"[{source.n}, K]: K token ids for each selected row, K at least 1", "for no entry"
         fits = ids.dim() == 2 and len(ids) == source.n and ids.shape[1] > 0
-    if not fits or ids.dtype not in _INTEGERS:
+    if not fits or ids.dtype not in INTEGERS:
         raise InvalidInputError(f"{name} are {ids.dtype} {list(ids.shape)}, expected torch.int64 {shape}")
     _check_device(name, ids, source.device)
     check_ids(name, ids, source.options.num_ids(source.width), source.options.ignore_index, meaning)
@@ -349,12 +372,14 @@ def as_slices(rows: Tensor) -> RowIndex:
         return rows
     if len(rows) == 0:
         return slice(0, 0)
-    ends = (rows.diff() != 1).nonzero().flatten()
-    starts, stops = rows[[0, *(ends + 1).tolist()]].tolist(), (rows[[*ends.tolist(), -1]] + 1).tolist()
-    are_ordered = all(stop < start for stop, start in zip(stops, starts[1:], strict=False))
-    if not are_ordered or len(starts) > 1 + len(rows) // _SHORTEST_RUN:
+    breaks = (rows.diff() != 1).nonzero().squeeze(1)
+    starts, stops = (
+        rows[torch.cat([breaks.new_zeros(1), breaks + 1])],
+        torch.cat([rows[breaks], rows[-1:]]) + 1,
+    )
+    if len(starts) > 1 + len(rows) // _SHORTEST_RUN or (stops[:-1] >= starts[1:]).any():
         return rows
-    runs = tuple(map(slice, starts, stops))
+    runs = tuple(map(slice, starts.tolist(), stops.tolist()))
     return runs[0] if len(runs) == 1 else runs
 
 

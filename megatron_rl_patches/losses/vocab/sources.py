@@ -306,7 +306,8 @@ class _LogitGradients(Gradients):
             self._gradient.index_fill_(0, unread, 0.0)
             return
         if isinstance(index, Tensor):  # on a CPU index_fill_ takes twice as long
-            index = tuple(slice(number, number + 1) for number in index.sort().values.tolist())
+            numbers = index.sort().values
+            index = tuple(map(slice, numbers.tolist(), (numbers + 1).tolist()))
         for run in (*((index,) if isinstance(index, slice) else index), slice(len(logits), None)):
             if stop < run.start:
                 self._gradient[stop : run.start].zero_()

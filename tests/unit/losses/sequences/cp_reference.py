@@ -9,7 +9,7 @@ import torch
 from hypothesis import example
 from hypothesis import strategies as st
 
-from megatron_rl_patches.losses.sequences.layout import SequenceLayout
+from megatron_rl_patches.losses.sequences import SequenceLayout
 
 Tensors = list[torch.Tensor]
 VOCAB = 6

@@ -1,1 +1,0 @@
-"""Positions of response tokens in the logits of a microbatch, and what is computed there."""
