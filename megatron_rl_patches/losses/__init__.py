@@ -6,10 +6,9 @@ Everything works with torch alone and without any patch.
 from .checkpointing import checkpointed
 from .loss_functions import make_distillation_loss_func, make_loss_func, packed_log_probs_and_entropy
 from .objectives.distillation import DistillationBatch, DistillationOptions, distillation_loss
-from .objectives.distributions import TopKDistribution, vocab_parallel_topk
+from .objectives.distributions import FullDistribution, TopKDistribution, mix_teachers, route_teachers
 from .objectives.policy import PolicyBatch, PolicyOptions, estimate_kl, group_advantages, policy_loss
 from .objectives.reduction import average_metrics, mean_count, token_weights
-from .objectives.teachers import FullDistribution, OutputHead, mix_teachers, route_teachers
 from .objectives.topk_divergences import (
     forward_kl,
     generalized_kl,
@@ -17,7 +16,9 @@ from .objectives.topk_divergences import (
     jensen_shannon,
     opd_advantages,
     reverse_kl,
+    vocab_parallel_topk,
 )
+from .output_layer import OutputHead
 from .sequences import SequenceLayout
 from .vocab.at_ids import vocab_parallel_log_probs_at
 from .vocab.deferred import DeferredLogits, deferred_logits

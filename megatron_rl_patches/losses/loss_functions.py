@@ -11,11 +11,17 @@ import torch.distributed
 from ..errors import InvalidInputError
 from .checkpointing import checkpointed
 from .objectives.distillation import DistillationBatch, DistillationOptions, comparison, summed
-from .objectives.distributions import in_common
 from .objectives.policy import PolicyBatch, PolicyOptions, loss_of_tokens
 from .objectives.reduction import LossAndCount
 from .sequences import SequenceLayout
-from .vocab.arguments import VocabParallelOptions, check_ids, check_instance, check_one_device, check_positive
+from .vocab.arguments import (
+    VocabParallelOptions,
+    check_ids,
+    check_instance,
+    check_one_device,
+    check_positive,
+    in_common,
+)
 from .vocab.log_probs import log_probs_and_entropy
 
 LossFunc = Callable[[torch.Tensor], LossAndCount]

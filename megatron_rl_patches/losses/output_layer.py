@@ -18,12 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..common.chunks import has_base
+from ..common.devices import copied_to
 from ..common.messages import Message
 from ..common.scopes import Scope, replaced
+from ..errors import InvalidInputError
+from .vocab.arguments import check_floats, check_integer
 from .vocab.autograd import sum_gradient
-from .vocab.deferred import DeferredLogits, defer
+from .vocab.deferred import DeferredLogits, defer, deferred_logits
 from .vocab.log_probs import vocab_parallel_log_probs
 from .vocab.output_layer import TileOptions, product
+from .vocab.reduction import all_gather
 
 _MATERIALIZED = Message(
     "the output layer materializes the logits: {reason}",
@@ -255,3 +259,78 @@ class _MainGradient:
         self._weight.grad_added_to_main_grad = True
         make = torch.zeros_like if getattr(self._weight, "zero_out_wgrad", False) else torch.empty_like
         return make(self._weight.detach())
+
+
+@dataclass(frozen=True, eq=False)
+class OutputHead:
+    """This rank's part of a model's output layer.
+
+    Attributes:
+        weight: ``[V / tp, h]``.
+        bias: ``[V / tp]``.
+        logit_dtype: of the logits, if the layer computes them in a more precise dtype; see
+            :func:`.deferred_logits`.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    logit_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_floats(weight=self.weight)
+        if self.weight.dim() != 2:
+            raise InvalidInputError(f"weight is {list(self.weight.shape)}, expected [V / tp, h]")
+        if self.bias is not None:
+            check_floats(bias=self.bias)
+            if self.bias.shape != self.weight.shape[:1] or self.bias.dtype != self.weight.dtype:
+                raise InvalidInputError(
+                    f"bias is {self.bias.dtype} {list(self.bias.shape)}, expected {self.weight.dtype} "
+                    f"{list(self.weight.shape[:1])} as weight has"
+                )
+
+    def copied_to(self, device: torch.device | str) -> OutputHead:
+        """Return a copy on the device; what comes from a GPU goes to pinned host memory."""
+        return self._mapped(lambda tensor: copied_to(tensor, device))
+
+    def resharded(self, width: int, tp_group: dist.ProcessGroup) -> OutputHead:
+        """Return a copy with ``width`` rows on each rank, as many as the student's output layer has there.
+
+        It is for a teacher whose vocabulary is padded to another size than the student's: under tensor
+        parallelism, a rank's rows stand for other ids in the two. Rows that the teacher lacks are zero, and
+        rows that are too many are left out: say with ``vocab_size`` how many ids there are.
+
+        Args:
+            width: ``V / tp`` of the student.
+            tp_group: ranks that hold the other rows. Each rank has all of them while this runs, on the device
+                of the weight; with NCCL that is a GPU.
+
+        Raises:
+            InvalidInputError: ``width`` is not a positive integer.
+        """
+        width = check_integer("width", width, 1, "the rows of the student's output layer on a rank")
+        start = dist.get_rank(tp_group) * width
+
+        def shard_of(tensor: Tensor) -> Tensor:
+            mine = all_gather(tensor.contiguous(), tp_group).flatten(0, 1)[start : start + width]
+            return torch.cat([mine, mine.new_zeros(width - len(mine), *mine.shape[1:])])
+
+        return self._mapped(shard_of)
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> OutputHead:
+        bias = None if self.bias is None else function(self.bias)
+        return OutputHead(function(self.weight), bias, self.logit_dtype)
+
+    def logits(self, hidden: Tensor) -> DeferredLogits:
+        """Return the deferred logits of hidden states, without a gradient for the weight."""
+        hidden, weight = hidden.to(self.weight.dtype), self.weight.detach()
+        return deferred_logits(hidden, weight, bias=self.bias, logit_dtype=self.logit_dtype)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Weight and bias, if there is one."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weight and bias."""
+        return sum(tensor.nbytes for tensor in self.tensors)

@@ -19,9 +19,8 @@ from ...losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from ...losses.objectives.distributions import LogProbs
 from ...losses.output_layer import is_column_parallel, logit_dtype_of
-from ...losses.vocab.arguments import is_integer
+from ...losses.vocab.arguments import LogProbs, is_integer
 from .microbatches import Forward, ScoreOptions, ScoringBatch, described, range_of_wrong_ids
 from .plan import Model, Plan
 

@@ -18,6 +18,7 @@ from ..vocab.arguments import (
     check_ids,
     check_instance,
     check_lengths,
+    in_common,
 )
 from ..vocab.at_ids import vocab_parallel_log_probs_at
 from ..vocab.divergences import Divergence, DivergenceName, divergence_named
@@ -27,7 +28,14 @@ from ..vocab.full_divergence import (
     normalize_weights,
     weighted,
 )
-from .distributions import NO_ENTRY, Distribution, TopKDistribution, check_same_indices, in_common
+from .distributions import (
+    NO_ENTRY,
+    Distribution,
+    FullDistribution,
+    TopKDistribution,
+    check_one_kind,
+    check_same_indices,
+)
 from .reduction import (
     LossAndCount,
     Normalization,
@@ -37,7 +45,6 @@ from .reduction import (
     metrics_of,
     weights_and_count,
 )
-from .teachers import FullDistribution, check_one_kind
 from .topk_divergences import bucket_divergence
 
 
@@ -110,10 +117,8 @@ class DistillationBatch:
             scored["old"] = self.old
         if not all(isinstance(distributions, Sequence) for distributions in scored.values()):
             raise InvalidInputError("teachers: expected a list of distributions for each, and for old")
-        check_one_kind(
-            "teachers and old", [one for distributions in scored.values() for one in distributions]
-        )
-        in_common([one for distributions in scored.values() for one in distributions])
+        check_one_kind("teachers and old", self.distributions)
+        in_common(self.distributions)
         for name, distributions in scored.items():
             values = [one.tensors[0] for one in distributions]
             check_lengths(f"distributions of {name}", values, self.response_lengths, "the loss masks")
@@ -122,6 +127,11 @@ class DistillationBatch:
                 check_same_indices(scores)
         elif any(len(one.tensors) != 1 for one in self.old or ()):
             raise InvalidInputError("old is a mixture: pass the distributions of the one policy that sampled")
+
+    @property
+    def distributions(self) -> list[Distribution]:
+        """Those of all teachers, and of the old policy."""
+        return [one for each in (*self.teachers, self.old or ()) for one in each]
 
     @property
     def is_full(self) -> bool:
@@ -184,9 +194,8 @@ def distillation_loss(
 def summed(values_n3: Tensor, batch: DistillationBatch, options: DistillationOptions) -> LossAndCount:
     """Return loss, count and metrics from divergence, and perhaps tails, of the full responses."""
     masks = each_on_device(batch.loss_masks, values_n3.device)
-    weights_n, count = weights_and_count(
-        masks, options.normalization, options.constant_length, values_n3.dtype
-    )
+    how = options.normalization, options.constant_length, values_n3.dtype
+    weights_n, count = weights_and_count(masks, *how)
     names = ("divergence", "student_tail", "teacher_tail")
     averages = dict(zip(names, values_n3.unbind(1), strict=False))
     divergence_n = averages["divergence"]
@@ -209,7 +218,7 @@ def comparison(
     """
     if batch.is_full:
         return _full_comparison(rows, index, batch, options, how)
-    scored = [one for each in (*batch.teachers, batch.old or ()) for one in each]
+    scored = batch.distributions
     in_common(scored, temperature=how["temperature"])
     vocabulary = VocabParallelOptions(how["tp_group"], vocab_size=how.get("vocab_size"))
     tokens = _Tokens.selected(batch, rows.device, index)
@@ -245,21 +254,16 @@ class _Tokens(NamedTuple):
     def selected(cls, batch: DistillationBatch, device: torch.device, index: Tensor | slice) -> _Tokens:
         """Select tokens from the concatenation of all responses and put them on ``device``."""
         counts = on_device(torch.cat(list(batch.loss_masks)), device) != 0
-        mask = counts[index]
-
-        def joined(distributions: Sequence[Distribution]) -> TopKDistribution:
-            return TopKDistribution.cat(cast("Sequence[TopKDistribution]", distributions)).to(device)
-
-        all_ids = joined(batch.teachers[0]).indices.masked_fill(~counts[:, None], NO_ENTRY)
+        scored = [*batch.teachers] if batch.old is None else [*batch.teachers, batch.old]
+        whole = [TopKDistribution.cat(cast("Sequence[TopKDistribution]", one)).to(device) for one in scored]
+        all_ids = whole[0].indices.masked_fill(~counts[:, None], NO_ENTRY)
         check_distinct("indices", all_ids)
-        ids = all_ids[index]
-
-        def selected(distributions: Sequence[Distribution]) -> TopKDistribution:
-            topk = joined(distributions)[index]
-            return topk.with_tensors([ids, _masked(topk.log_probs, mask), _masked(topk.tail_log_prob, mask)])
-
-        teachers = [selected(teacher) for teacher in batch.teachers]
-        return cls(teachers, None if batch.old is None else selected(batch.old), mask, all_ids)
+        ids, mask, chosen = all_ids[index], counts[index], []
+        for one in (distributions[index] for distributions in whole):
+            values = _masked(one.log_probs, mask), _masked(one.tail_log_prob, mask)
+            chosen.append(one.with_tensors([ids, *values]))
+        old = None if batch.old is None else chosen.pop()
+        return cls(chosen, old, mask, all_ids)
 
 
 def _masked(values: Tensor, mask_n: Tensor) -> Tensor:

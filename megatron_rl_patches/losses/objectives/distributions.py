@@ -1,36 +1,43 @@
-"""Next-token distributions of a teacher, token by token: what all kinds share, and those of k tokens."""
+"""Next-token distributions of teachers, known at k ids and a tail, or over the whole vocabulary.
+
+The latter are known by hidden states and an output layer; logits need not exist. Several teachers are a
+mixture of their distributions, or one for each sample. All must share the student's vocabulary. Those that
+are known at k ids must score the same ids, those of the *student's* top-k when it sampled. Mixture and
+divergences are then exact for the k ids and for the tail.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import register_pytree_node
 
 from ...common.devices import on_device
 from ...errors import InvalidInputError
+from ..output_layer import OutputHead
 from ..vocab.arguments import (
-    Rows,
-    VocabParallelOptions,
+    check_floats,
     check_instance,
     check_integer,
+    check_list,
     check_one_device,
     check_positive,
+    in_common,
 )
-from ..vocab.sources import rows_of
-from ..vocab.topk import TopK
+from ..vocab.deferred import DeferredLogits
+from ..vocab.full_divergence import check_weights, normalize_weights
 
 #: Stands in place of a token id where a row has fewer than k entries.
 NO_ENTRY = -100
 _FLOATS = (torch.float32, torch.float64)
 
 D = TypeVar("D", bound="Distribution")
+T = TypeVar("T")
 
 
 class Distribution(ABC):
@@ -83,14 +90,9 @@ class Distribution(ABC):
         parts = zip(*(distribution.tensors for distribution in distributions), strict=True)
         return distributions[0].with_tensors([torch.cat(part) for part in parts])
 
-    def to(self: D, device: torch.device | str, *, non_blocking: bool = False) -> D:
-        """Return a copy on the device, or ``self``'s tensors if they are there already.
-
-        What goes to a GPU is pinned first, and the CPU does not wait for it.
-        """
-        if torch.device(device).type == "cuda":
-            return self.with_tensors([on_device(tensor, device) for tensor in self.tensors])
-        return self.with_tensors([tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors])
+    def to(self: D, device: torch.device | str) -> D:
+        """Return the distributions on the device; the CPU does not wait for what goes to a GPU."""
+        return self.with_tensors([on_device(tensor, device) for tensor in self.tensors])
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,11 +132,8 @@ class TopKDistribution(Distribution):
             object.__setattr__(self, "temperature", check_positive("temperature", self.temperature))
         if self.vocab_size is not None:
             check_integer("vocab_size", self.vocab_size, 1, "the number of token ids, or None")
-        shapes_fit = (
-            indices.dim() == 2 and indices.shape == log_probs.shape and indices.shape[:1] == tail.shape
-        )
-        dtypes_fit = indices.dtype == torch.int64 and log_probs.dtype == tail.dtype in _FLOATS
-        if not shapes_fit or not dtypes_fit:
+        fits = indices.dim() == 2 and indices.shape == log_probs.shape and indices.shape[:1] == tail.shape
+        if not fits or indices.dtype != torch.int64 or not log_probs.dtype == tail.dtype in _FLOATS:
             actual = ", ".join(f"{name} {x.dtype} {list(x.shape)}" for name, x in named.items())
             raise InvalidInputError(
                 f"{actual}: expected torch.int64 [n, k], and torch.float32 or torch.float64 [n, k] and [n]"
@@ -181,84 +180,141 @@ class TopKDistribution(Distribution):
         return TopKDistribution(indices, *(mix(*values) for values in log_probs), **shared)
 
 
-@torch.no_grad()
-def vocab_parallel_topk(
-    logits: Tensor,
-    k: int,
-    *,
-    tp_group: dist.ProcessGroup | None = None,
-    rows: Rows = None,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
-    block_bytes: int | None = None,
-) -> TopKDistribution:
-    """Return the k most probable tokens of each selected row, in descending order; ties go to the lowest ids.
+@dataclass(frozen=True, eq=False)
+class FullDistribution(Distribution):
+    """Next-token distributions at ``n`` positions, exact: those of one teacher, or a mixture of several.
 
-    One all-gather over ``tp_group``: two numbers per candidate and two for the tail, ``16 * k + 16`` bytes
-    per row and rank. No autograd graph.
+    It takes ``2 * h`` bytes per position and teacher in bfloat16, while logits take ``2 * V``. ::
+
+        head = output_head(teacher)
+        hidden = forward_hidden_states(teacher, microbatches)
+        distributions = [FullDistribution.from_hidden(hidden_lh, head) for hidden_lh in hidden]
+
+    Attributes:
+        hidden: for each teacher what its output layer gets, ``[n, h]``, after the final norm.
+        heads: the output layer of each teacher; samples of the same teacher share one object.
+        weights: weight of each teacher in the mixture; they are divided by their sum.
+    """
+
+    hidden: tuple[Tensor, ...]
+    heads: tuple[OutputHead, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check_list("hidden", self.hidden)
+        counts = [0 if values is None else len(values) for values in (self.hidden, self.heads, self.weights)]
+        if len(set(counts)) > 1 or not counts[0]:
+            raise InvalidInputError(
+                f"there are {counts[0]} hidden states, {counts[1]} heads and {counts[2]} weights; pass one "
+                "each per teacher, and at least one teacher"
+            )
+        object.__setattr__(self, "weights", check_weights(self.weights))
+        for hidden, head in zip(self.hidden, self.heads, strict=True):
+            check_floats(hidden=hidden)
+            check_instance("heads", head, OutputHead)
+            n = len(self.hidden[0]) if self.hidden[0].dim() == 2 else "n"
+            if hidden.shape != (n, head.weight.shape[1]):
+                raise InvalidInputError(
+                    f"hidden states are {list(hidden.shape)}, expected [{n}, h] for an output layer "
+                    f"{list(head.weight.shape)} of [V / tp, h]"
+                )
+
+    @staticmethod
+    def from_hidden(hidden: Tensor, head: OutputHead) -> FullDistribution:
+        """Return the distributions of one teacher from its hidden states ``[n, h]``."""
+        return FullDistribution((hidden,), (head,), (1.0,))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.hidden
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> FullDistribution:
+        """Return distributions of the same teachers; the output layers stay where they are.
+
+        A loss copies the part of one tile after the other of an output layer to the device of the hidden
+        states, where there are at most two.
+        """
+        return FullDistribution(tuple(tensors), self.heads, self.weights)
+
+    @property
+    def source(self) -> tuple[object, ...]:
+        return *map(id, self.heads), *self.weights
+
+    @classmethod
+    def mixture(cls, distributions: Sequence[FullDistribution], weights: Sequence[float]) -> FullDistribution:
+        pairs = zip(distributions, weights, strict=True)
+        return FullDistribution(
+            tuple(hidden for one in distributions for hidden in one.hidden),
+            tuple(head for one in distributions for head in one.heads),
+            tuple(weight * share / sum(one.weights) for one, weight in pairs for share in one.weights),
+        )
+
+    def logits(self) -> list[DeferredLogits]:
+        """Return the deferred logits ``[n, V / tp]`` of each teacher."""
+        return [head.logits(hidden) for hidden, head in zip(self.hidden, self.heads, strict=True)]
+
+
+# --- several teachers
+
+
+def mix_teachers(teachers: Sequence[D], weights: Sequence[float] | None = None) -> D:
+    """Return the mixture ``sum of weight * probability`` of the teachers' distributions.
 
     Args:
-        logits: ``[T, V / tp]``; ``tp_group``, ``rows``, ``temperature``, ``vocab_size`` and ``block_bytes``
-            too are those of :func:`vocab_parallel_log_probs`.
-        k: number of tokens, from 1 to the size of the vocabulary.
-
-    Returns:
-        The distributions of ``n`` tokens, in float32 (float64 for float64 logits), the same bits on all ranks
-        of ``tp_group``. A row with NaN or +inf has any ids, each once, and NaN for all log-probabilities.
+        teachers: distributions of the same ``n`` positions, all :class:`TopKDistribution` at the same
+            indices, or all :class:`FullDistribution`. A mixture of these keeps the hidden states of all.
+        weights: one weight per teacher, not negative; they are divided by their sum. ``None`` weights all
+            teachers alike.
 
     Raises:
-        InvalidInputError: arguments do not fit; raised on every rank alike and before the collective.
+        InvalidInputError: there are no teachers, they are of different kinds or temperatures, the weights are
+            invalid, or the indices differ. An id that stands twice at a position is not refused here, since
+            the mixture is right for each entry and a loss mask may leave the position out; the losses that
+            read the mixture refuse it.
     """
-    options = VocabParallelOptions(tp_group, temperature, False, block_bytes, vocab_size=vocab_size)
-    source = rows_of(logits, rows, options)
-    if source.device.type == "meta":
-        raise InvalidInputError("logits are on the device meta, where they have no values: pass real ones")
-    size = options.num_ids(source.width)
-    k = check_integer("k", k, 1, f"from 1 to {size}, the size of the vocabulary", highest=size)
-    return TopKDistribution(*TopK(k)(source), temperature=options.temperature, vocab_size=size)
+    check_one_kind("teachers", teachers)
+    weights = normalize_weights(weights, len(teachers))
+    return type(teachers[0]).mixture(teachers, weights)
 
 
-class LogProbs(list[Tensor]):
-    """Log-probabilities of responses over a vocabulary of ``vocab_size`` token ids; a slice has it, too."""
-
-    def __init__(self, values: Iterable[Tensor], vocab_size: int | None) -> None:
-        super().__init__(values)
-        self.vocab_size = vocab_size
-
-    def __getitem__(self, index: Any) -> Any:
-        values = super().__getitem__(index)
-        return LogProbs(values, self.vocab_size) if isinstance(index, slice) else values
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return LogProbs, ([*self], self.vocab_size)
-
-
-# ``tree_map`` and ``torch.load``, with its default ``weights_only=True``, take them as they take plain lists.
-register_pytree_node(LogProbs, lambda x: ([*x], x.vocab_size), LogProbs)
-torch.serialization.add_safe_globals([LogProbs])
-
-
-def in_common(scored: Sequence[Any], **loss: float) -> dict[str, Any]:
-    """Return temperature and vocab_size of scores, ``None`` if that of one is not known; refuse several.
+def route_teachers(
+    names: Sequence[str], values: Mapping[str, Sequence[T | None] | Mapping[int, T]]
+) -> list[T]:
+    """Return, for each sample, the value of the teacher that the sample names.
 
     Args:
-        **loss: those of the loss, from which no known one may differ.
+        names: name of the teacher of each sample.
+        values: the teachers' values by name, distributions or anything else. A teacher has either one value
+            per sample, ``None`` for samples that it did not score, or a mapping from the sample's position.
+            :class:`InvalidInputError` is raised where a named teacher or its value is missing.
     """
-    shared: dict[str, Any] = {}
-    for name in ("temperature", "vocab_size"):
-        values = [getattr(one, name, None) for one in scored]
-        known = [float(number) for number in (loss.get(name), *values) if number is not None]
-        if any(not math.isclose(number, known[0], rel_tol=1e-7) for number in known):  # some are in float32
-            whose = "scores and loss" if name in loss else "scores"
-            numbers = " and ".join(f"{number:.9g}" for number in dict.fromkeys(known))
+    if names is None or not isinstance(values, Mapping):
+        raise InvalidInputError("names are a list of names, and values a mapping from these names")
+    if unknown := sorted(set(names) - set(values)):
+        raise InvalidInputError(f"samples name the teachers {unknown}, expected some of {sorted(values)}")
+    routed: list[T] = []
+    for sample, name in enumerate(names):
+        scored = values[name]
+        has_it = sample in scored if isinstance(scored, Mapping) else sample < len(scored)
+        if not has_it or (value := scored[sample]) is None:
             raise InvalidInputError(
-                f"{whose} differ in {name}, {numbers}: pass the same to the loss and to what scores for it"
+                f"sample {sample} names the teacher {name!r}, which has nothing for it: score it with that"
             )
-        shared[name] = None if None in values else values[0]
-    return shared
+        routed.append(value)
+    return routed
 
 
-def check_same_indices(distributions: Sequence[Any]) -> None:
+def check_one_kind(name: str, distributions: Sequence[Distribution]) -> None:
+    """Raise :class:`InvalidInputError` unless there are distributions, all of one kind."""
+    kinds = {type(distribution) for distribution in distributions or ()}
+    if len(kinds) != 1 or not all(issubclass(kind, Distribution) for kind in kinds):
+        names = " and ".join(sorted(kind.__name__ for kind in kinds)) or "missing"
+        raise InvalidInputError(
+            f"the distributions of {name} are {names}; pass one kind, TopKDistribution or FullDistribution"
+        )
+
+
+def check_same_indices(distributions: Sequence[TopKDistribution]) -> None:
     """Raise :class:`InvalidInputError` if the indices of :class:`TopKDistribution` differ."""
     first = distributions[0].indices
     for number, distribution in enumerate(distributions[1:], 1):

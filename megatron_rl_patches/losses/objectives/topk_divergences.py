@@ -23,12 +23,60 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ..vocab.arguments import check_floats, check_instance, check_one_device
+from ..vocab.arguments import (
+    Rows,
+    VocabParallelOptions,
+    check_floats,
+    check_instance,
+    check_integer,
+    check_one_device,
+    in_common,
+)
 from ..vocab.divergences import RULED_OUT, Compared, Divergence, Normalizer, divergence_named
-from .distributions import TopKDistribution, in_common
+from ..vocab.sources import rows_of
+from ..vocab.topk import TopK
+from .distributions import TopKDistribution
+
+
+@torch.no_grad()
+def vocab_parallel_topk(
+    logits: Tensor,
+    k: int,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    rows: Rows = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    block_bytes: int | None = None,
+) -> TopKDistribution:
+    """Return the k most probable tokens of each selected row, in descending order; ties go to the lowest ids.
+
+    One all-gather over ``tp_group``: two numbers per candidate and two for the tail, ``16 * k + 16`` bytes
+    per row and rank. No autograd graph.
+
+    Args:
+        logits: ``[T, V / tp]``; ``tp_group``, ``rows``, ``temperature``, ``vocab_size`` and ``block_bytes``
+            too are those of :func:`vocab_parallel_log_probs`.
+        k: number of tokens, from 1 to the size of the vocabulary.
+
+    Returns:
+        The distributions of ``n`` tokens, in float32 (float64 for float64 logits), the same bits on all ranks
+        of ``tp_group``. A row with NaN or +inf has any ids, each once, and NaN for all log-probabilities.
+
+    Raises:
+        InvalidInputError: arguments do not fit; raised on every rank alike and before the collective.
+    """
+    options = VocabParallelOptions(tp_group, temperature, False, block_bytes, vocab_size=vocab_size)
+    source = rows_of(logits, rows, options)
+    if source.device.type == "meta":
+        raise InvalidInputError("logits are on the device meta, where they have no values: pass real ones")
+    size = options.num_ids(source.width)
+    k = check_integer("k", k, 1, f"from 1 to {size}, the size of the vocabulary", highest=size)
+    return TopKDistribution(*TopK(k)(source), temperature=options.temperature, vocab_size=size)
 
 
 def reverse_kl(log_probs: Tensor, tail_log_prob: Tensor, teacher: TopKDistribution) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
 from ...common.devices import on_device
 from ...errors import InvalidInputError
@@ -381,6 +382,49 @@ def as_slices(rows: Tensor) -> RowIndex:
         return rows
     runs = tuple(map(slice, starts.tolist(), stops.tolist()))
     return runs[0] if len(runs) == 1 else runs
+
+
+# --- scores that know their vocabulary
+
+
+class LogProbs(list[Tensor]):
+    """Log-probabilities of responses over a vocabulary of ``vocab_size`` token ids; a slice has it, too."""
+
+    def __init__(self, values: Iterable[Tensor], vocab_size: int | None) -> None:
+        super().__init__(values)
+        self.vocab_size = vocab_size
+
+    def __getitem__(self, index: Any) -> Any:
+        values = super().__getitem__(index)
+        return LogProbs(values, self.vocab_size) if isinstance(index, slice) else values
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LogProbs, ([*self], self.vocab_size)
+
+
+# ``tree_map`` and ``torch.load``, with its default ``weights_only=True``, take them as they take plain lists.
+register_pytree_node(LogProbs, lambda x: ([*x], x.vocab_size), LogProbs)
+torch.serialization.add_safe_globals([LogProbs])
+
+
+def in_common(scored: Sequence[Any], **loss: float) -> dict[str, Any]:
+    """Return temperature and vocab_size of scores, ``None`` if that of one is not known; refuse several.
+
+    Args:
+        **loss: those of the loss, from which no known one may differ.
+    """
+    shared: dict[str, Any] = {}
+    for name in ("temperature", "vocab_size"):
+        values = [getattr(one, name, None) for one in scored]
+        known = [float(number) for number in (loss.get(name), *values) if number is not None]
+        if any(not math.isclose(number, known[0], rel_tol=1e-7) for number in known):  # some are in float32
+            whose = "scores and loss" if name in loss else "scores"
+            numbers = " and ".join(f"{number:.9g}" for number in dict.fromkeys(known))
+            raise InvalidInputError(
+                f"{whose} differ in {name}, {numbers}: pass the same to the loss and to what scores for it"
+            )
+        shared[name] = None if None in values else values[0]
+    return shared
 
 
 DEFAULT = VocabParallelOptions()

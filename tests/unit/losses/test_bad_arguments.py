@@ -1,12 +1,14 @@
 """Each argument of each public function, in turn of a wrong shape, dtype, device or value.
 
-Either an error names it, or the result is right: :data:`RIGHT` lists what may be passed.
+Either an error names it, or the result is right: :data:`RIGHT` lists what may be passed. :data:`TOGETHER` has
+each message about several arguments.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -119,6 +121,11 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (LAYOUT.split_responses, {"values": random(4)}),
     (LAYOUT.local_parts, {"responses": VALUES}),
     (LAYOUT.gather_responses, {"values": VALUES}),
+]
+#: What these return is called with logits above.
+FUNCS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    (losses.make_loss_func, {"layout": LAYOUT, "tokens": TOKENS, "batch": POLICY_BATCH}),
+    (losses.make_distillation_loss_func, {"layout": LAYOUT, "batch": BATCH}),
 ]
 #: What may be passed as an argument of a name, or of one function: not a number and dtypes are used as they
 #: are, and defaults may be said.
@@ -252,6 +259,16 @@ DEFERRED, DIVERGENCE = losses.deferred_logits, losses.full_vocabulary_divergence
 OF_ALL_LOGITS = LOG_PROBS_OF, AT, losses.vocab_parallel_topk, DIVERGENCE
 POLICY_OPTIONS, DISTRIBUTION = losses.PolicyOptions, losses.TopKDistribution
 OF_TWO_ROWS = {"rows": slice(0, 2), "targets": TARGETS[:2]}
+OF_FLOAT64 = {"hidden": ZEROS.double(), "weight": ZEROS.double(), "bias": None}
+LOSS_FUNC, ROUTE, MIX = losses.make_loss_func, losses.route_teachers, losses.mix_teachers
+WITH_ENTROPY, BARE = POLICY_OPTIONS(entropy_coef=0.1), losses.PolicyBatch(VALUES, MASKS)
+OF_OTHER_IDS = DISTRIBUTION(IDS.flip(0), LOG_PROBS, TAIL)
+OF_TEMPERATURES = [replace(TOPK, temperature=temperature) for temperature in (2.0, 1.0)]
+FULL, MASK_OF_N = losses.FullDistribution.from_hidden(random(N, 3), HEAD), {"loss_masks": [torch.ones(N)]}
+OF_FULL, NO_OLD = losses.DistillationBatch([[FULL]], **MASK_OF_N), replace(BATCH, old=None)
+AT_K, OF_OLD = map(losses.DistillationOptions, ("generalized_kl", "importance_weighted_reverse_kl"))
+build = losses.SequenceLayout.build
+OF_TWO_RANKS = build([4, 3], [2, 2], cp_size=2)
 #: What several arguments say together, and what a message says of the value that was found.
 TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (LOG_PROBS_OF, {"logits": ZEROS[None]}, r"\[T, vocab / tp\], not \[1, 4, 7\]: flatten"),
@@ -298,12 +315,54 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (DISTRIBUTION, {"log_probs": torch.zeros(N, 1)}, r"\[4, 1\]"),
     (DISTRIBUTION, {"tail_log_prob": TAIL.double()}, "float64"),
     (DISTRIBUTION, {"log_probs": LOG_PROBS.clone().requires_grad_()}, "require grad"),
+    (DISTRIBUTION.cat, {"distributions": []}, "of different teachers, or of different k, or there are none"),
+    (losses.checkpointed, {"loss_fn": None}, "loss_fn is None, expected a function"),
+    (LOG_PROBS_OF, {"rows": {0}}, "rows are a set, expected slices or a tensor of numbers"),
+    (DEFERRED, {"logit_dtype": torch.float16}, "logit_dtype is torch.float16"),
+    (DEFERRED, {**OF_FLOAT64, "logit_dtype": torch.float32}, "hidden is torch.float64: leave it out"),
+    (DIVERGENCE, {"divergence": "generalized_kl"}, "is over k ids: use 'reverse_kl'"),
+    (DIVERGENCE, {"student": ZEROS, "teacher": ZEROS, "inplace_backward": True}, "pass a copy"),
+    (LOSS_FUNC, {"layout": build([4, 3], [2, 1])}, "lengths .*; pass the full responses"),
+    (LOSS_FUNC, {"layout": OF_TWO_RANKS}, "pass cp_group"),
+    (LOSS_FUNC, {"layout": build([4, 3], [2, 2], device="meta")}, "layout on meta .* expected one device"),
+    (LOSS_FUNC, {"normalizer": 0.0}, "normalizer is 0.0, expected a positive"),
+    (LOSS_FUNC, {"options": WITH_ENTROPY, "with_entropy": False}, "needs with_entropy=True"),
+    (LOSS_FUNC, {"batch": BARE, "options": POLICY_OPTIONS(kl_coef=0.1)}, "ref_log_probs are needed"),
+    (LOSS_FUNC, {"batch": BARE, "options": POLICY_OPTIONS(tis_clip=2)}, "rollout_log_probs are needed"),
+    (losses.policy_loss, {"options": WITH_ENTROPY, "entropies": None}, "entropies are needed, and missing"),
+    (losses.group_advantages, dict.fromkeys(("rewards", "groups"), ZEROS.to("meta")), "device meta"),
+    (losses.group_advantages, {"groups": torch.full((4,), math.nan)}, "groups have NaN"),
+    (ROUTE, {"names": ["math"], "values": None}, "values a mapping from these names"),
+    (ROUTE, {"names": ["math"], "values": {"code": [1]}}, r"\['math'\], expected some of \['code'\]"),
+    (ROUTE, {"names": ["math"], "values": {"math": [None]}}, "which has nothing for it: score it with that"),
+    (
+        MIX,
+        {"teachers": [TOPK, OF_OTHER_IDS]},
+        "0 and 1 have different indices .*: score every teacher at the",
+    ),
+    (MIX, {"teachers": [TOPK, FULL]}, "FullDistribution and TopKDistribution; pass one kind"),
+    (MIX, {"teachers": OF_TEMPERATURES}, "scores differ in temperature, 2 and 1: pass the same to the loss"),
+    (
+        losses.DistillationBatch,
+        {"teachers": [[FULL]], "old": [MIX([FULL, FULL])], **MASK_OF_N},
+        "is a mixture",
+    ),
+    (losses.DistillationBatch, {"teachers": [None]}, "off the last pipeline stage"),
+    (losses.DistillationBatch, {"teachers": [3]}, "expected a list of distributions for each"),
+    (losses.distillation_loss, {"batch": OF_FULL}, "use make_distillation_loss_func"),
+    (losses.distillation_loss, {"batch": NO_OLD, "options": OF_OLD}, "old is needed, and missing"),
+    (losses.make_distillation_loss_func, {"batch": OF_FULL, "options": AT_K}, "over k ids: use 'reverse_kl'"),
+    (LAYOUT.response_targets, {"tokens": TOKENS[1:]}, r"tokens have the shapes \[\[3\]\], but \[4, 3\] are"),
+    (LAYOUT.response_targets, {"tokens": [torch.ones(4), torch.ones(3)]}, "tokens are torch.float32"),
+    (LAYOUT.to_zigzag, {"responses": MASKS[1:]}, r"responses have the shapes \[\[2\]\], but \[2, 2\] are"),
+    (LAYOUT.split_responses, {"values": random(5)}, r"\[\[5\]\], but \[4\] are .* rank 0 of 1; pass values"),
+    (OF_TWO_RANKS.gather_responses, {"values": random(2)}, "cp_group is None, .* of 2 .*; pass cp_group"),
 ]
 
 
 @pytest.mark.parametrize(("function", "changes", "message"), TOGETHER)
 def test_refused(function: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
-    [arguments] = [arguments for one, arguments in CALLS if one == function]
+    arguments = next((arguments for one, arguments in [*CALLS, *FUNCS] if one == function), {})
     functions = [function, losses.vocab_parallel_log_probs_and_entropy]
     for one in functions[: 1 + (function == LOG_PROBS_OF)]:
         with pytest.raises(InvalidInputError, match=message):

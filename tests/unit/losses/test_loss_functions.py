@@ -99,22 +99,6 @@ def test_entropy_has_a_gradient_only_when_it_has_a_coefficient(coefficient: floa
     assert spy.spy_return[1].requires_grad is bool(coefficient)
 
 
-def test_what_does_not_fit_is_refused_before_the_forward() -> None:
-    batch, tokens, _ = batch_tokens_and_logits()
-    bare = replace(batch, ref_log_probs=None)
-    of_other = losses.SequenceLayout.build(TOTALS, [3, 1, 8])
-    of_two_ranks = losses.SequenceLayout.build(TOTALS, RESPONSES, cp_size=2)
-    for layout, data, others, message in (
-        (of_other, batch, {}, "pass the full responses"),
-        (of_two_ranks, batch, {}, "pass cp_group"),
-        (LAYOUT, batch, {"normalizer": 0.0}, "normalizer is 0.0, expected a positive"),
-        (LAYOUT, bare, {"options": OPTIONS}, "ref_log_probs are needed"),
-        (LAYOUT, batch, {"options": OPTIONS, "with_entropy": False}, "needs with_entropy=True"),
-    ):
-        with pytest.raises(InvalidInputError, match=message):
-            losses.make_loss_func(tokens, layout, data, **others)
-
-
 def test_the_entropy_can_be_left_out_and_sampling_has_its_mask() -> None:
     batch, tokens, logits = batch_tokens_and_logits()
     rows_nv = logits[0, LAYOUT.response_rows]

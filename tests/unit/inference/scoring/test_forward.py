@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference.scoring.microbatches import Limits, ScoreOptions, parse_microbatches
-from megatron_rl_patches.losses.objectives.distributions import LogProbs
+from megatron_rl_patches.losses.vocab.arguments import LogProbs
 
 PADDED: dict[str, Any] = {"tokens": torch.arange(12).reshape(2, 6), "lengths": [6, 4]}
 PACKED: dict[str, Any] = {"tokens": torch.arange(8)[None], "lengths": [3, 4], "response_lengths": [1, 2]}

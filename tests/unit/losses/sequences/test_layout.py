@@ -115,17 +115,3 @@ def test_what_does_not_fit_together_is_refused_by_every_rank(wrong: dict[str, An
     for rank in range(2):
         with pytest.raises(InvalidInputError, match=message):
             SequenceLayout.build(**{"cp_rank": rank, **arguments})
-
-
-def test_tensors_of_another_microbatch_are_refused() -> None:
-    layout = SequenceLayout.build([6, 5], [2, 3], cp_size=2)
-    with pytest.raises(InvalidInputError, match=r"tokens have the shapes \[\[6\], \[4\]\], but \[6, 5\]"):
-        layout.response_targets([torch.zeros(6), torch.zeros(4)])
-    with pytest.raises(InvalidInputError, match=r"responses have the shapes \[\[2\]\], but \[2, 3\] are"):
-        layout.to_zigzag([torch.zeros(2)])
-    with pytest.raises(
-        InvalidInputError, match=r"values have the shapes \[\[5\]\], but \[1\] are .* CP rank 0 of 2"
-    ):
-        layout.split_responses(torch.zeros(5))
-    with pytest.raises(InvalidInputError, match=r"cp_group is None, .* of 2 .* ranks; pass cp_group"):
-        layout.gather_responses(torch.zeros(1))
