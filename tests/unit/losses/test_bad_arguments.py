@@ -27,25 +27,18 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
-def both(make: Callable[[], Any]) -> list[Any]:
-    """One for each of two responses of two tokens."""
-    return [make(), make()]
-
-
 IDS = torch.tensor([[0, 3], [1, 2], [6, 5], [4, 0]])
 LOG_PROBS, TAIL = losses.vocab_parallel_log_probs_at(random(N, V), IDS, with_tail=True)
 TOPK = losses.TopKDistribution(IDS, LOG_PROBS, TAIL)
 LAYOUT = losses.SequenceLayout.build([4, 3], [2, 2])
-MASKS, VALUES = both(lambda: torch.ones(2)), both(lambda: random(2))
-POLICY = {
-    "advantages": VALUES,
-    "loss_masks": MASKS,
-    **dict.fromkeys(("old_log_probs", "ref_log_probs", "rollout_log_probs"), VALUES),
-}
+MASKS, VALUES = [torch.ones(2), torch.ones(2)], [random(2), random(2)]  # of two responses of two tokens
+OTHER_LOG_PROBS = dict.fromkeys(("old_log_probs", "ref_log_probs", "rollout_log_probs"), VALUES)
+POLICY = {"advantages": VALUES, "loss_masks": MASKS, **OTHER_LOG_PROBS}
 DISTILLATION = {"teachers": [TOPK.split([2, 2])], "loss_masks": MASKS, "old": TOPK.split([2, 2])}
 OF_LOGITS = {"logits": random(N, V), "temperature": 1.0, "vocab_size": V, "block_bytes": 8}
-OF_MICROBATCH = {"logits": random(1, 7, V), "layout": LAYOUT, "temperature": 1.0, "normalizer": 2.0}
-OF_MICROBATCH["vocab_size"] = V
+OF_MICROBATCH = {"layout": LAYOUT, "temperature": 1.0, "normalizer": 2.0, "vocab_size": V}
+BYTES = {"tile_bytes": 8, "keep_bytes": 8}
+OF_LAYER = {"hidden": random(N, 3), "weight": random(V, 3), "bias": random(V), **BYTES}
 OF_BUCKETS = {"log_probs": LOG_PROBS, "tail_log_prob": TAIL, "teacher": TOPK}
 CONSTANT = {"normalization": "constant", "constant_length": 5}
 
@@ -60,42 +53,32 @@ def distillation_loss_func(logits: Any, **arguments: Any) -> Any:
 
 TOKENS = [IDS.flatten()[:4], IDS.flatten()[:3]]
 OF_STUDENT = {"student": random(N, V), "teacher": random(N, V), "old": random(N, V), "temperature": 1.0}
+OF_TEACHERS = {"divergence": "importance_weighted_reverse_kl", "beta": 0.5, "teacher_weights": [1.0]}
+OF_ROWS = {"log_probs": list(LOG_PROBS.split(2)), "tail_log_probs": list(TAIL.split(2))}
+OPTIONS, DISTILLATION_OPTIONS = losses.PolicyOptions(), losses.DistillationOptions()
 KL = {"kl_coef": 0.1, "kl_estimator": "k3", "tis_clip": 2.0}
 CLIPS = {"objective": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 2.0, "entropy_coef": 0.1}
 LENGTHS = {"total_lengths": [4, 3], "response_lengths": [2, 2], "padded_lengths": [4, 4], "num_rows": 8}
 OF_CP = {"cp_rank": 0, "cp_size": 1, "allgather_cp": False, "own_rows": False}
 MASK, POLICY_BATCH = torch.ones(N, V, dtype=torch.bool), losses.PolicyBatch(**POLICY)
 BATCH, HEAD = losses.DistillationBatch(**DISTILLATION), losses.OutputHead(random(V, 3))
+OF_RESPONSES = {"log_probs": VALUES, "entropies": VALUES}
+#: Functions whose results are called with logits.
+MADE: dict[Callable[..., Any], dict[str, Any]] = {
+    losses.make_loss_func: {**OF_MICROBATCH, "tokens": TOKENS, "batch": POLICY_BATCH},
+    losses.make_distillation_loss_func: {**OF_MICROBATCH, "batch": BATCH},
+}
 CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (losses.vocab_parallel_log_probs, {**OF_LOGITS, "targets": IDS[:, 0], "ignore_index": -100}),
     (losses.vocab_parallel_log_probs_and_entropy, {**OF_LOGITS, "targets": IDS[:, 0], "keep_mask": MASK}),
     (losses.vocab_parallel_log_probs_at, {**OF_LOGITS, "indices": IDS}),
     (losses.vocab_parallel_topk, {**OF_LOGITS, "k": 2}),
-    (
-        losses.deferred_logits,
-        {"hidden": random(N, 3), "weight": random(V, 3), "bias": random(V), "tile_bytes": 8, "keep_bytes": 8},
-    ),
-    (
-        losses.full_vocabulary_divergence,
-        {
-            "divergence": "importance_weighted_reverse_kl",
-            "beta": 0.5,
-            "vocab_size": V,
-            "teacher_weights": [1.0],
-        }
-        | OF_STUDENT,
-    ),
-    (policy_loss_func, {**OF_MICROBATCH, "tokens": TOKENS, "batch": POLICY_BATCH}),
-    (distillation_loss_func, {**OF_MICROBATCH, "batch": BATCH}),
-    (
-        losses.policy_loss,
-        {"log_probs": VALUES, "batch": POLICY_BATCH, "options": losses.PolicyOptions(), "entropies": VALUES},
-    ),
-    (
-        losses.distillation_loss,
-        {"log_probs": list(LOG_PROBS.split(2)), "tail_log_probs": list(TAIL.split(2)), "batch": BATCH}
-        | {"options": losses.DistillationOptions()},
-    ),
+    (losses.deferred_logits, OF_LAYER),
+    (losses.full_vocabulary_divergence, {**OF_TEACHERS, "vocab_size": V, **OF_STUDENT}),
+    (policy_loss_func, {"logits": random(1, 7, V), **MADE[losses.make_loss_func]}),
+    (distillation_loss_func, {"logits": random(1, 7, V), **MADE[losses.make_distillation_loss_func]}),
+    (losses.policy_loss, {**OF_RESPONSES, "batch": POLICY_BATCH, "options": OPTIONS}),
+    (losses.distillation_loss, {**OF_ROWS, "batch": BATCH, "options": DISTILLATION_OPTIONS}),
     (losses.estimate_kl, {"log_ratio": random(3), "estimator": "k3"}),
     (losses.group_advantages, {"rewards": random(4), "groups": torch.tensor([0, 0, 1, 1]), "eps": 1e-6}),
     (losses.token_weights, {"loss_masks": MASKS, **CONSTANT, "dtype": torch.float32}),
@@ -112,20 +95,12 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (losses.PolicyBatch, POLICY),
     (losses.DistillationBatch, DISTILLATION),
     (losses.PolicyOptions, {**CLIPS, **KL, **CONSTANT}),
-    (
-        losses.DistillationOptions,
-        {"divergence": "forward_kl", "beta": 0.5, "teacher_weights": (1.0,), **CONSTANT},
-    ),
+    (losses.DistillationOptions, {**OF_TEACHERS, "teacher_weights": (1.0,), **CONSTANT}),
     (losses.SequenceLayout.build, {**LENGTHS, "qkv_format": "thd", **OF_CP}),
     (LAYOUT.rows_of, {"logits": random(1, 7, V)}),
     (LAYOUT.split_responses, {"values": random(4)}),
     (LAYOUT.local_parts, {"responses": VALUES}),
     (LAYOUT.gather_responses, {"values": VALUES}),
-]
-#: What these return is called with logits above.
-FUNCS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
-    (losses.make_loss_func, {"layout": LAYOUT, "tokens": TOKENS, "batch": POLICY_BATCH}),
-    (losses.make_distillation_loss_func, {"layout": LAYOUT, "batch": BATCH}),
 ]
 #: What may be passed as an argument of a name, or of one function: not a number and dtypes are used as they
 #: are, and defaults may be said.
@@ -245,12 +220,10 @@ def test_masks_may_be_padded() -> None:
         assert torch.equal(weights[padded.flatten() != 0], of_each[0]) and count == of_each[1]
         assert not weights[padded.flatten() == 0].any()
     assert losses.mean_count(padded, 2, "token") == 1.5
-    batch = losses.PolicyBatch(padded.float(), padded, padded.float())
-    values = losses.policy_loss(list(torch.zeros(3, 3)), batch, losses.PolicyOptions())
-    in_list = losses.PolicyBatch(list(padded.float()), list(padded), list(padded.float()))
-    assert torch.equal(
-        values[0], losses.policy_loss(list(torch.zeros(3, 3)), in_list, losses.PolicyOptions())[0]
-    )
+    of_tensors = padded.float(), padded, padded.float()
+    batches = losses.PolicyBatch(*of_tensors), losses.PolicyBatch(*map(list, of_tensors))
+    loss, of_lists = (losses.policy_loss(torch.zeros(3, 3), batch, OPTIONS)[0] for batch in batches)
+    assert torch.equal(loss, of_lists)
 
 
 ZEROS, TARGETS = torch.zeros(N, V), torch.zeros(N, dtype=torch.int64)
@@ -267,7 +240,7 @@ OF_TEMPERATURES = [replace(TOPK, temperature=temperature) for temperature in (2.
 FULL, MASK_OF_N = losses.FullDistribution.from_hidden(random(N, 3), HEAD), {"loss_masks": [torch.ones(N)]}
 OF_FULL, NO_OLD = losses.DistillationBatch([[FULL]], **MASK_OF_N), replace(BATCH, old=None)
 AT_K, OF_OLD = map(losses.DistillationOptions, ("generalized_kl", "importance_weighted_reverse_kl"))
-build = losses.SequenceLayout.build
+build, MIXED = losses.SequenceLayout.build, [MIX([FULL, FULL])]
 OF_TWO_RANKS = build([4, 3], [2, 2], cp_size=2)
 #: What several arguments say together, and what a message says of the value that was found.
 TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
@@ -335,18 +308,10 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (ROUTE, {"names": ["math"], "values": None}, "values a mapping from these names"),
     (ROUTE, {"names": ["math"], "values": {"code": [1]}}, r"\['math'\], expected some of \['code'\]"),
     (ROUTE, {"names": ["math"], "values": {"math": [None]}}, "which has nothing for it: score it with that"),
-    (
-        MIX,
-        {"teachers": [TOPK, OF_OTHER_IDS]},
-        "0 and 1 have different indices .*: score every teacher at the",
-    ),
+    (MIX, {"teachers": [TOPK, OF_OTHER_IDS]}, "0 and 1 have different indices .*: score every teacher at"),
     (MIX, {"teachers": [TOPK, FULL]}, "FullDistribution and TopKDistribution; pass one kind"),
     (MIX, {"teachers": OF_TEMPERATURES}, "scores differ in temperature, 2 and 1: pass the same to the loss"),
-    (
-        losses.DistillationBatch,
-        {"teachers": [[FULL]], "old": [MIX([FULL, FULL])], **MASK_OF_N},
-        "is a mixture",
-    ),
+    (losses.DistillationBatch, {"teachers": [[FULL]], "old": MIXED, **MASK_OF_N}, "old is a mixture: pass"),
     (losses.DistillationBatch, {"teachers": [None]}, "off the last pipeline stage"),
     (losses.DistillationBatch, {"teachers": [3]}, "expected a list of distributions for each"),
     (losses.distillation_loss, {"batch": OF_FULL}, "use make_distillation_loss_func"),
@@ -362,7 +327,7 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("function", "changes", "message"), TOGETHER)
 def test_refused(function: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
-    arguments = next((arguments for one, arguments in [*CALLS, *FUNCS] if one == function), {})
+    arguments = next((arguments for one, arguments in [*CALLS, *MADE.items()] if one == function), {})
     functions = [function, losses.vocab_parallel_log_probs_and_entropy]
     for one in functions[: 1 + (function == LOG_PROBS_OF)]:
         with pytest.raises(InvalidInputError, match=message):
@@ -375,10 +340,9 @@ def test_accepted() -> None:
     of_integers = {"logits": ZEROS, "targets": TARGETS.int(), "temperature": 2}
     for changes in ({}, {"rows": slice(-9, 99)}, {"fused": False}):
         assert losses.vocab_parallel_log_probs(**of_integers, **changes).shape == (N,)
-    ignored = losses.vocab_parallel_log_probs(ZEROS, TARGETS.int() - 1, ignore_index=-1)
-    assert ignored.tolist() == [0.0] * N
+    assert not losses.vocab_parallel_log_probs(ZEROS, TARGETS.int() - 1, ignore_index=-1).any()
     assert losses.vocab_parallel_topk(ZEROS, four).k == 4
-    assert losses.full_vocabulary_divergence(ZEROS, ZEROS, vocab_size=four).tolist() == [0.0] * N
+    assert not losses.full_vocabulary_divergence(ZEROS, ZEROS, vocab_size=four).any()
     logits = losses.deferred_logits(ZEROS, ZEROS, tile_bytes=four, keep_bytes=one)
     assert losses.vocab_parallel_log_probs(logits, TARGETS, block_bytes=four).shape == (N,)
 
