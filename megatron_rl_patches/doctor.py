@@ -16,7 +16,7 @@ from pathlib import Path
 import _megatron_rl_patches_startup as startup_trigger
 
 from . import __version__
-from .common.distributions import version_of
+from .common.lazy import version_of
 from .engine import registry
 from .engine.judge import judge_all
 from .engine.patch import third_party

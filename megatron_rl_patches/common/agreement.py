@@ -15,12 +15,12 @@ T = TypeVar("T")
 Group = dist.ProcessGroup | None
 
 
-def world() -> dist.ProcessGroup | None:
+def world() -> Group:
     """Return the group of all ranks of the job; ``None``: this rank is alone."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
+def gathered(value: T, group: Group) -> list[T]:
     """Return the values of all ranks of a group, in their order; of this rank without one. One collective."""
     values = [value]
     if group is not None and dist.get_world_size(group) > 1:
@@ -57,7 +57,7 @@ def _difference(ranks: Iterable[tuple[int, Any]]) -> str | None:
     return None
 
 
-def agreed(value: T, problem: str | None, group: dist.ProcessGroup | None) -> list[T]:
+def agreed(value: T, problem: str | None, group: Group) -> list[T]:
     """Return what :func:`gathered` does; all raise the first problem that a rank has in place of a value."""
     values, problems = zip(*gathered((value, problem), group), strict=True)
     if any(problems):

@@ -19,7 +19,7 @@ from multiprocessing.context import SpawnContext
 from pathlib import Path
 
 from ..common.lazy import require_megatron
-from ..common.ranks import is_rank_0
+from ..common.messages import is_rank_0
 from ..doctor import examine_startup
 from ..engine.settings import VARIABLE, variable_of
 from ..errors import MegatronRLPatchesError

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ..common.distributions import version_of
-from ..common.messages import Message, log
-from ..common.ranks import is_rank_0
+from ..common.lazy import version_of
+from ..common.messages import Message, is_rank_0, log
 from .statuses import SiteStatus, grouped
 
 _SKIPPED = Message(

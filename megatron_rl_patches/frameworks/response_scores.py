@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..common.agreement import gathered
-from ..common.messages import Message
-from ..common.ranks import is_rank_0
+from ..common.messages import Message, is_rank_0
 from ..engine.call import Call
 from ..errors import InvalidInputError
 from ..losses.sequences import SequenceLayout

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..common.messages import Message
-from ..common.ranks import is_rank_0
+from ..common.messages import Message, is_rank_0
 from ..engine.call import Call
 from ..reentry import training_warnings
 

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..common.agreement import raise_on_all
-from ..common.messages import Message
-from ..common.ranks import is_first_of_stage
+from ..common.messages import Message, is_first_of_stage
 from ..common.scopes import Scope, replaced
 from ..common.text import listed
 from ..engine.call import Call

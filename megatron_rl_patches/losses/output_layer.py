@@ -26,7 +26,7 @@ from .vocab.arguments import check_floats, check_integer
 from .vocab.autograd import sum_gradient
 from .vocab.deferred import DeferredLogits, defer, deferred_logits
 from .vocab.log_probs import vocab_parallel_log_probs
-from .vocab.output_layer import TileOptions, product
+from .vocab.output_layer import MainGradient, TileOptions, product
 from .vocab.reduction import all_gather
 
 _MATERIALIZED = Message(
@@ -183,7 +183,7 @@ def _deferred_output(
         logits = torch.matmul(hidden, weight.t())
         return logits if bias is None else logits + bias
 
-    main = _MainGradient(weight) if getattr(layer, "gradient_accumulation_fusion", False) else None
+    main = MainGradient(weight) if getattr(layer, "gradient_accumulation_fusion", False) else None
     options = TileOptions(deferral.tile_bytes, deferral.keep_bytes, main, dtype)
     return defer(whole, weight, bias, options, own_product), layer.bias if layer.skip_bias_add else None
 
@@ -237,28 +237,6 @@ def _tensor_parallel_group(layer: Any) -> dist.ProcessGroup | None:
 
         group = parallel_state.get_tensor_model_parallel_group()
     return group
-
-
-class _MainGradient:
-    """The buffer to which Megatron's layers add a weight's gradient with ``gradient_accumulation_fusion``."""
-
-    def __init__(self, weight: Any) -> None:
-        self._weight = weight
-
-    def buffer(self) -> Tensor | None:
-        main: Tensor | None = getattr(self._weight, "main_grad", None)
-        return main
-
-    def added(self) -> Tensor | None:
-        """Return a placeholder for the weight's gradient, which ``main_grad`` holds; ``None`` without DDP."""
-        if not hasattr(self._weight, "grad_added_to_main_grad"):
-            return None
-        # DDP's hook requires a gradient, and ignores its values if this attribute is set. Where an embedding
-        # shares the weight (zero_out_wgrad), autograd adds the embedding's gradient to the placeholder and
-        # DDP adds both to main_grad, so the placeholder must be zero.
-        self._weight.grad_added_to_main_grad = True
-        make = torch.zeros_like if getattr(self._weight, "zero_out_wgrad", False) else torch.empty_like
-        return make(self._weight.detach())
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,7 @@ from itertools import islice
 from typing import Any
 
 from ..common.chunks import Model, as_chunks
-from ..common.messages import Message
-from ..common.ranks import is_rank_0
+from ..common.messages import Message, is_rank_0
 from ..common.scopes import replaced
 from ..common.text import one_line
 from ..errors import NonFiniteGradients

@@ -19,8 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..common.chunks import Model, bucket_groups, config_of, distinct_configs, unwrap
-from ..common.messages import Message
-from ..common.ranks import is_first_of_stage, is_rank_0
+from ..common.messages import Message, is_first_of_stage, is_rank_0
 from ..common.text import one_line
 from .forward_pre_hooks import is_stale
 

@@ -17,8 +17,7 @@ import torch
 
 from ...common.agreement import all_or_none, gathered, world
 from ...common.chunks import as_chunks, unwrap
-from ...common.messages import Message
-from ...common.ranks import is_rank_0
+from ...common.messages import Message, is_rank_0
 from ...common.text import listed
 from ...errors import CheckpointError, InvalidInputError
 from ..weights import Differences, describe, is_of_output_head, named_weights

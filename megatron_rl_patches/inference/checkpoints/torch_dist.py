@@ -29,8 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from ...common.messages import Message
-from ...common.ranks import is_rank_0
+from ...common.messages import Message, is_rank_0
 from ...common.text import one_line
 from ...errors import CheckpointError
 from ..weights import MAX_PADDING, Differences, differences, is_of_output_head

@@ -310,7 +310,16 @@ def valid_rows(rows: Rows, logits: Tensor) -> RowIndex:
             return slice(row_range.start, row_range.stop)
         return torch.arange(row_range.start, row_range.stop, row_range.step, device=logits.device)
     if isinstance(rows, Sequence):
-        return _valid_slices(rows, size)
+        end = 0
+        for part in rows:
+            bounds = [part.start, part.stop] if isinstance(part, slice) and part.step in (None, 1) else []
+            if not bounds or not all(map(is_integer, bounds)) or not end <= bounds[0] < bounds[1] <= size:
+                raise InvalidInputError(
+                    f"rows have {part!r}, expected slices of the {size} rows with start and stop, none of "
+                    "them empty, each behind the one before it"
+                )
+            end = part.stop
+        return tuple(rows) if len(rows) > 1 else rows[0] if rows else slice(0, 0)
     if not isinstance(rows, Tensor):
         raise InvalidInputError(f"rows are a {type(rows).__name__}, expected slices or a tensor of numbers")
     if rows.dim() != 1 or rows.dtype != torch.int64:
@@ -325,19 +334,6 @@ def valid_rows(rows: Rows, logits: Tensor) -> RowIndex:
     expected = "rows: each at most once, since gradients of a row are written, not added up"
     _require(uses <= 1, expected, torch.arange(size, device=rows.device))
     return as_slices(rows)
-
-
-def _valid_slices(rows: Sequence[Any], size: int) -> RowIndex:
-    end = 0
-    for part in rows:
-        bounds = [part.start, part.stop] if isinstance(part, slice) and part.step in (None, 1) else []
-        if not bounds or not all(map(is_integer, bounds)) or not end <= bounds[0] < bounds[1] <= size:
-            raise InvalidInputError(
-                f"rows have {part!r}, expected slices of the {size} rows with start and stop, none of them "
-                "empty, each behind the one before it"
-            )
-        end = part.stop
-    return tuple(rows) if len(rows) > 1 else rows[0] if rows else slice(0, 0)
 
 
 def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:

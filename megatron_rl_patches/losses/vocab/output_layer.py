@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,14 +41,26 @@ _CONVERTED_COLUMNS = 512
 _PRODUCT_BYTES = 128 << 20
 
 
-class MainGradient(Protocol):
-    """A buffer of its own for a weight's gradient, as Megatron's ``main_grad``."""
+class MainGradient:
+    """The buffer to which Megatron's layers add a weight's gradient with ``gradient_accumulation_fusion``."""
+
+    def __init__(self, weight: Any) -> None:
+        self._weight = weight
 
     def buffer(self) -> Tensor | None:
-        """Return the tensor ``[V / tp, h]`` to add to, or ``None`` if the gradient goes to autograd."""
+        main: Tensor | None = getattr(self._weight, "main_grad", None)
+        return main
 
     def added(self) -> Tensor | None:
-        """Return what autograd gets in place of the gradient, which has been added to the buffer."""
+        """Return a placeholder for the weight's gradient, which ``main_grad`` holds; ``None`` without DDP."""
+        if not hasattr(self._weight, "grad_added_to_main_grad"):
+            return None
+        # DDP's hook requires a gradient, and ignores its values if this attribute is set. Where an embedding
+        # shares the weight (zero_out_wgrad), autograd adds the embedding's gradient to the placeholder and
+        # DDP adds both to main_grad, so the placeholder must be zero.
+        self._weight.grad_added_to_main_grad = True
+        make = torch.zeros_like if getattr(self._weight, "zero_out_wgrad", False) else torch.empty_like
+        return make(self._weight.detach())
 
 
 class TileOptions(NamedTuple):

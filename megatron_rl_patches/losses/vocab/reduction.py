@@ -429,7 +429,7 @@ def all_gather(values: Tensor, group: dist.ProcessGroup | None, claim: Any = Non
     With a claim that ranks have asked for, check that all of them can overwrite their logits.
     """
     size = 1 if group is None else dist.get_world_size(group)
-    marker = claim.marker(values) if claim is not None and claim.asked_for else None
+    marker = values.new_full((1,), claim.reason) if claim is not None and claim.asked_for else None
     if size > 1:
         sent = values if marker is None else torch.cat([values.flatten(), marker])
         received = sent.new_empty((size * len(sent), *sent.shape[1:]))

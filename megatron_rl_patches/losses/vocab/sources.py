@@ -24,6 +24,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import Any, ClassVar, NamedTuple
@@ -256,7 +257,13 @@ class SelectedRows(Source):
         return _LogitGradients(self)
 
     def claim(self) -> StorageClaim:
-        return claim_storage(self.logits, super().claim(), self.options.inplace_backward)
+        claim, logits = super().claim(), self.logits
+        if self.options.inplace_backward and torch.is_grad_enabled() and logits.requires_grad:
+            reason = _reason_against(logits)
+            claim.reason = _REASONS.index(reason)
+            if reason is None:
+                setattr(logits.untyped_storage(), _CLAIM, weakref.ref(claim))
+        return claim
 
     def saved(self) -> tuple[Tensors, Callable[..., SelectedRows]]:
         options = self.options
@@ -353,6 +360,7 @@ _CLAIMED = (
 _REASONS = (None, _LEAF, _PART, _CLAIMED)
 
 
+@dataclass(eq=False)
 class StorageClaim:
     """The right of a backward to overwrite the logits; it lives as long as the graph of the loss.
 
@@ -365,11 +373,8 @@ class StorageClaim:
         reason: why the logits of this rank cannot be overwritten, as an index into ``_REASONS``; 0: they can.
     """
 
-    def __init__(self, asked_for: bool, reason: int = 0) -> None:
-        self.asked_for, self.reason = asked_for, reason
-
-    def marker(self, like: Tensor) -> Tensor:
-        return like.new_full((1,), self.reason)
+    asked_for: bool
+    reason: int = 0
 
     def check(self, gathered: Tensor) -> None:
         """Raise if the marker of any rank, in ``gathered`` ``[tp]``, names a reason.
@@ -386,16 +391,6 @@ class StorageClaim:
         if ranks:
             where = f" (of ranks {listed(ranks)} of tp_group)" if len(reasons) > 1 else ""
             raise InvalidInputError(f"{_REASONS[self.reason or reasons[ranks[0]]]}{where}")
-
-
-def claim_storage(logits: Tensor, claim: StorageClaim, inplace_backward: bool) -> StorageClaim:
-    """Claim the logits' storage for a backward, if one will overwrite it."""
-    if inplace_backward and torch.is_grad_enabled() and logits.requires_grad:
-        reason = _reason_against(logits)
-        claim.reason = _REASONS.index(reason)
-        if reason is None:
-            setattr(logits.untyped_storage(), _CLAIM, weakref.ref(claim))
-    return claim
 
 
 def _reason_against(logits: Tensor) -> str | None:

@@ -14,7 +14,7 @@ import pytest
 from pytest import CaptureFixture, LogCaptureFixture, MonkeyPatch
 
 from megatron_rl_patches import __version__, apply
-from megatron_rl_patches.common.ranks import is_rank_0
+from megatron_rl_patches.common.messages import is_rank_0
 from megatron_rl_patches.engine import announce, registry
 from megatron_rl_patches.engine.announce import Announcer, summary
 from megatron_rl_patches.engine.statuses import SiteStatus
