@@ -57,8 +57,7 @@ def gradients_of_inputs(
     if all(gradient is None for gradient in gradients):
         return (None,) * len(sources[0].inputs)
     with torch.no_grad():
-        needed = ctx.needs_input_grad[before:]
-        results: Inputs = compute(sources, others, needed, *gradients)
+        results: Inputs = compute(sources, others, ctx.needs_input_grad[before:], *gradients)
     if not torch.is_grad_enabled():  # without create_graph=True
         return results
     computed_from = *sources[0].inputs, *gradients
@@ -74,9 +73,7 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
         return ctx.saved_tensors
     except RuntimeError as error:
         current = [(name, reference(), version) for name, reference, version in ctx.versions]
-        names = [
-            name for name, tensor, version in current if tensor is not None and tensor._version != version
-        ]
+        names = [name for name, t, version in current if t is not None and t._version != version]
         if not names:
             raise
         raise InvalidInputError(
@@ -94,8 +91,7 @@ class _DifferentiableOnce(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *sources: Tensor | None) -> Tensor:
-        """``sources`` are the tensors that the gradient was computed from."""
+    def forward(ctx: Any, gradient: Tensor, *computed_from: Tensor | None) -> Tensor:
         return gradient
 
     @staticmethod

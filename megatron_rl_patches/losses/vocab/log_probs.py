@@ -141,11 +141,7 @@ def vocab_parallel_log_probs_and_entropy(
 
 
 def log_probs_and_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    rows: Rows,
-    keep_mask: Tensor | None,
-    options: VocabParallelOptions,
+    logits: Tensor, targets: Tensor, rows: Rows, keep_mask: Tensor | None, options: VocabParallelOptions
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities and entropies, or ``None``, of selected rows; see the functions above."""
     source = rows_of(logits, rows, options)
@@ -212,20 +208,13 @@ class LogProbsAndEntropy(Loss):
         return self._results(source, ids, keep_mask, torch.split(total, [*sizes, 1]), derivative)
 
     def _results(
-        self,
-        source: Source,
-        ids: Tensor,
-        keep_mask: Tensor | None,
-        total: Sequence[Tensor],
-        derivative: Any,
+        self, source: Source, ids: Tensor, keep_mask: Tensor | None, total: Sequence[Tensor], derivative: Any
     ) -> tuple[tuple[Tensor, Tensor | None], Tensors]:
         """Return the results from the statistics of each pass and the targets' logits, ``[m, n]`` each."""
         options, is_ignored = source.options, ids == source.options.ignore_index
         *statistics, (target_logit,) = total
-        # Of the columns that log-probabilities see, and of all columns.
-        masked = unmasked = _Softmax(statistics[0], options)
-        if len(statistics) > 1:
-            unmasked = _Softmax(statistics[1], options)
+        # Of the columns that log-probabilities see, and of all columns; without a mask these are the same.
+        masked, unmasked = _Softmax(statistics[0], options), _Softmax(statistics[-1], options)
         exact, entropy = masked.log_prob(target_logit), None
         log_prob = exact.masked_fill(is_ignored, 0.0).to(source.dtype)
         if options.with_entropy:
@@ -328,10 +317,9 @@ class _Softmax:
 
 def _divisors(sizes: Sequence[int], source: Source) -> Tensor | None:
     """Return what statistics ``[m, n]`` are divided by to be in the units of the caller; ``None`` for 1."""
-    if source.options.divisor == 1:
+    if (divisor := source.options.divisor) == 1:
         return None
-    divisor, ones = source.options.divisor, [1.0, 1.0]
-    divisors = [number for size in sizes for number in (divisor, *ones[: size - 1])]
+    divisors = [number for size in sizes for number in (divisor, 1.0, 1.0)[:size]]
     return torch.tensor([[*divisors, divisor]], dtype=torch.float64, device=source.device).T
 
 

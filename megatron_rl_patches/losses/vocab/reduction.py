@@ -235,19 +235,13 @@ def grid_of(sources: Sequence[Source]) -> Grid:
     if cut := [source for source in sources if source.computes_tiles]:
         shapes = [source.shape_of_tiles(width, len(sources)) for source in cut]
         rows, columns = (min(sizes) for sizes in zip(*shapes, strict=True))
-    return Grid(ranges(0, first.n, rows) or [slice(0, 0)], columns_of(first, columns), len(sources))
-
-
-def columns_of(source: Source, step: int) -> list[slice]:
-    """Cut the columns that have a token id into ranges of so many; one column, if this rank has no id.
-
-    Where padding follows, what exceeds a multiple of a stretch is a range of its own, and all others can be
-    cut into stretches. It comes first where tiles are computed, since backward begins with the last tile.
-    """
-    count = source.num_columns
-    rest = count % STRETCH if count < source.width else 0
-    end = rest if source.computes_tiles else count - rest
-    return [*ranges(0, end, step), *ranges(end, count, step)] or [slice(0, 1)]
+    # Where padding follows, what exceeds a multiple of a stretch is a range of its own, and all others can be
+    # cut into stretches. It comes first where tiles are computed, since backward begins with the last tile.
+    count = first.num_columns
+    rest = count % STRETCH if count < first.width else 0
+    end = rest if first.computes_tiles else count - rest
+    cut_columns = [*ranges(0, end, columns), *ranges(end, count, columns)]  # none, if this rank has no id
+    return Grid(ranges(0, first.n, rows) or [slice(0, 0)], cut_columns or [slice(0, 1)], len(sources))
 
 
 def ranges(start: int, stop: int, step: int) -> list[slice]:

@@ -179,11 +179,7 @@ def block_gradient(
 
 
 def _contribution(
-    x: Tensor,
-    softmax: SoftmaxGradient,
-    scale: Tensor | None,
-    z_out: Tensor | None,
-    exp_out: Tensor | None,
+    x: Tensor, softmax: SoftmaxGradient, scale: Tensor | None, z_out: Tensor | None, exp_out: Tensor | None
 ) -> Tensor:
     """Return ``exp(z) * (a + b * z)``. Both buffers may be the same tensor if ``b`` is ``None``."""
     max_logit, a, b = softmax
