@@ -132,14 +132,8 @@ def make_loss_func(
     check_instance("batch", batch, PolicyBatch)
     check_instance("options", options, PolicyOptions)
     batch.check_for(options)
-    how = VocabParallelOptions(
-        tp_group,
-        temperature,
-        inplace_backward,
-        with_entropy=with_entropy,
-        entropy_grad=options.entropy_coef != 0,
-        vocab_size=vocab_size,
-    )
+    entropy = {"with_entropy": with_entropy, "entropy_grad": options.entropy_coef != 0}
+    how = VocabParallelOptions(tp_group, temperature, inplace_backward, vocab_size=vocab_size, **entropy)
     if options.entropy_coef and not with_entropy:
         raise InvalidInputError(f"entropy_coef is {options.entropy_coef}, which needs with_entropy=True")
     divisor = _checked_divisor(batch.response_lengths, layout, cp_group, normalizer)
@@ -192,9 +186,9 @@ def make_distillation_loss_func(
     check_instance("batch", batch, DistillationBatch)
     check_instance("options", options, DistillationOptions)
     batch.check_for(options)
-    VocabParallelOptions(tp_group, temperature, vocab_size=vocab_size)
+    how: dict[str, Any] = {"tp_group": tp_group, "temperature": temperature, "vocab_size": vocab_size}
+    VocabParallelOptions(**how)  # refuses bad ones now
     divisor = _checked_divisor(batch.response_lengths, layout, cp_group, normalizer)
-    how = {"tp_group": tp_group, "temperature": temperature, "vocab_size": vocab_size}
     how["inplace_backward"] = inplace_backward
     compare = comparison(layout.response_rows, layout.response_index, batch, options, how)
 

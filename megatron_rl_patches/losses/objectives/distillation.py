@@ -22,12 +22,7 @@ from ..vocab.arguments import (
 )
 from ..vocab.at_ids import vocab_parallel_log_probs_at
 from ..vocab.divergences import Divergence, DivergenceName, divergence_named
-from ..vocab.full_divergence import (
-    check_weights,
-    full_vocabulary_divergence,
-    normalize_weights,
-    weighted,
-)
+from ..vocab.full_divergence import check_weights, full_vocabulary_divergence, normalize_weights, weighted
 from .distributions import (
     NO_ENTRY,
     Distribution,
@@ -291,8 +286,8 @@ def _full_comparison(
 ) -> Callable[[Tensor], Tensor]:
     """Return what :func:`comparison` does, for full distributions.
 
-    Samples of the same teachers are compared together. Masked tokens are not compared. Hidden states go to
-    the device of the logits when the function is called.
+    Samples of the same teachers are compared together, masked tokens not at all. Hidden states go to the
+    device of the logits when the function is called.
     """
     index, device = index.cpu(), rows.device
     counts = (torch.cat([mask.cpu() for mask in batch.loss_masks]) != 0)[index]
@@ -332,15 +327,11 @@ def _full_comparison(
 def _groups(
     distributions: Sequence[FullDistribution], index: Tensor, counts: Tensor
 ) -> list[tuple[Tensor, Tensor, FullDistribution]]:
-    """Return for each teacher, or mixture, the tokens that it is compared at.
+    """Return for each teacher, or mixture, the tokens that it is compared at: one group or more.
 
-    Args:
-        index: ``[n]``, position of each token of this rank in the concatenation of all responses.
-        counts: bool ``[n]``, the tokens that count.
-
-    Returns:
-        The tokens, as numbers from 0 to ``n - 1``; their positions in the distribution; and the distribution
-        of all samples of this teacher. At least one group, whose tokens may be none.
+    These are the tokens, as numbers from 0 to ``n - 1``; their positions in the distribution; and the
+    distribution of all samples of this teacher. ``index`` ``[n]`` are their positions in the concatenation of
+    all responses, ``counts`` ``[n]`` says which count.
     """
     groups = []
     for source in dict.fromkeys(one.source for one in distributions):

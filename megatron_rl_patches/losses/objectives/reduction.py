@@ -179,15 +179,14 @@ def average_metrics(
     Raises:
         InvalidInputError: metrics of some microbatch have other names, or are no pairs; on every rank.
     """
-    reports = list(reports or ())
-    are_named = all(isinstance(report, Mapping) for report in reports)
-    names = sorted(reports[0]) if reports and are_named else []
-    values, problem = torch.zeros(0), None if are_named else "reports: expected a dict per microbatch"
-    for number, report in enumerate(reports if are_named else ()):
+    reports, values, problem = list(reports or ()), torch.zeros(0), None
+    if not all(isinstance(report, Mapping) for report in reports):
+        reports, problem = [], "reports: expected a dict per microbatch"
+    names = sorted(reports[0]) if reports else []
+    for number, report in enumerate(reports):
         if sorted(report) != names:
-            problem = (
-                f"reports: that of microbatch {number} has {sorted(report)}, that of microbatch 0 {names}"
-            )
+            has = f"that of microbatch {number} has {sorted(report)}"
+            problem = f"reports: {has}, that of microbatch 0 {names}"
         elif wrong := [name for name in names if getattr(report[name], "shape", ()) != (2,)]:
             problem = f"reports: {wrong[0]!r} is {report[wrong[0]]!r}, expected a tensor [sum, count]"
     if names and problem is None:

@@ -149,8 +149,7 @@ def bucket_divergence(
     """Return the divergence of each token, ``[n]``.
 
     Args:
-        log_probs: the student's, ``[n, k]``.
-        tail_log_prob: the student's, ``[n]``.
+        log_probs: the student's, ``[n, k]``; ``tail_log_prob`` too, ``[n]``.
         old: the policy that sampled, at the same ids, if the divergence needs it.
     """
     check_floats(log_probs=log_probs, tail_log_prob=tail_log_prob)

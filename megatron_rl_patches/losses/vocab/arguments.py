@@ -74,14 +74,11 @@ class VocabParallelOptions:
         if self.vocab_size is not None:
             check_integer("vocab_size", self.vocab_size, 1, "the number of token ids, or None")
         check_group(self.tp_group)
-        has_group, temperature = self.tp_group is not None, float(self.temperature)
-        for name, value in {
-            "temperature": temperature,
-            "scale": temperature * self.divisor,
-            "tp_rank": dist.get_rank(self.tp_group) if has_group else 0,
-            "tp_size": dist.get_world_size(self.tp_group) if has_group else 1,
-        }.items():
-            object.__setattr__(self, name, value)
+        group, temperature = self.tp_group, float(self.temperature)
+        rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        vars(self).update(
+            temperature=temperature, scale=temperature * self.divisor, tp_rank=rank, tp_size=size
+        )
 
     def num_ids(self, width: int) -> int:
         """Return how many token ids there are; refuse more than logits of so many columns per rank have."""

@@ -108,11 +108,11 @@ def deferred_logits(
     check_group(tp_group)
     check_integer("tile_bytes", 1 if tile_bytes is None else tile_bytes, 1, "a number of bytes")
     check_integer("keep_bytes", keep_bytes, 0, "a number of bytes")
-    shapes, expected = [list(hidden.shape), list(weight.shape)], "[..., h] and [vocab / tp, h]"
+    shapes = f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}"
     if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or len(weight) == 0:
-        raise InvalidInputError(f"hidden is {shapes[0]} and weight {shapes[1]}, expected {expected}")
+        raise InvalidInputError(f"{shapes}, expected [..., h] and [vocab / tp, h]")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise InvalidInputError(f"bias is {list(bias.shape)}, expected {shapes[1][:1]}")
+        raise InvalidInputError(f"bias is {list(bias.shape)}, expected {[len(weight)]}")
     has_gradient = any(tensor.requires_grad for tensor in (hidden, *layer.values()))
     for name, tensor in layer.items():
         fits = tensor.device == hidden.device or not (has_gradient or tensor.is_meta)
@@ -149,7 +149,7 @@ def defer(
     hidden_th = hidden.flatten(0, -2)
     if hidden_th.is_inference():  # torch counts no writes to it
         hidden_th = hidden_th.clone()
-    layer = OutputLayer(hidden_th, weight, bias, tiling, hidden.shape[:-1], product)
+    layer = OutputLayer((hidden_th, weight, bias), tiling, hidden.shape[:-1], product)
     logits: DeferredLogits = Defer.apply(layer, *layer.source.inputs)  # type: ignore[no-untyped-call]
     # Without grad mode they have no graph. They may get that of an autograd function of other code later.
     logits._has_gradient = logits._contents.has_gradient = logits.requires_grad

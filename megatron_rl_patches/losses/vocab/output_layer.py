@@ -27,6 +27,7 @@ from .reduction import STRETCH, TORCH, Block, Blocks, each_block, ranges
 from .softmax import NO_SOFTMAX, block_gradient, exp_floor, finite
 from .sources import Gradients, Grid, Inputs, Source, Tensors, Tile
 
+LayerInputs = tuple[Tensor, Tensor, Tensor | None]  # hidden states, weight and bias
 Product = Callable[[Tensor], Tensor]
 #: By which numbers logits have been divided, each with what holds it, perhaps a tensor.
 Divisions = tuple[tuple[float, Tensor | float], ...]
@@ -303,20 +304,12 @@ class OutputLayer:
     has_hooks = has_losses = False
     materialized: Tensor | None = None
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        tiling: TileOptions,
-        shape: torch.Size,
-        product: Product,
-    ) -> None:
-        self.shape, self._product = shape, product
-        self.numbers, self.lock = torch.arange(len(hidden)), threading.RLock()
-        counted = [t for t in (hidden, weight, bias) if t is not None and not t.is_inference()]
+    def __init__(self, inputs: LayerInputs, tiling: TileOptions, shape: torch.Size, product: Product) -> None:
+        n, self.shape, self._product = len(inputs[0]), shape, product
+        self.numbers, self.lock = torch.arange(n), threading.RLock()
+        counted = [t for t in inputs if t is not None and not t.is_inference()]
         self._versions = [(t, t._version, t.data_ptr()) for t in counted]
-        self.source = OutputLayerRows(hidden, weight, bias, slice(0, len(hidden)), tiling)
+        self.source = OutputLayerRows(*inputs, slice(0, n), tiling)
 
     @property
     def is_unchanged(self) -> bool:
