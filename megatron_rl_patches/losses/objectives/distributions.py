@@ -90,9 +90,14 @@ class Distribution(ABC):
         parts = zip(*(distribution.tensors for distribution in distributions), strict=True)
         return distributions[0].with_tensors([torch.cat(part) for part in parts])
 
-    def to(self: D, device: torch.device | str) -> D:
-        """Return the distributions on the device; the CPU does not wait for what goes to a GPU."""
-        return self.with_tensors([on_device(tensor, device) for tensor in self.tensors])
+    def to(self: D, device: torch.device | str, *, non_blocking: bool = False) -> D:
+        """Return a copy on the device, or ``self``'s tensors if they are there already.
+
+        What goes to a GPU is pinned first, and the CPU does not wait for it.
+        """
+        if torch.device(device).type == "cuda":
+            return self.with_tensors([on_device(tensor, device) for tensor in self.tensors])
+        return self.with_tensors([tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors])
 
 
 @dataclass(frozen=True, eq=False)
