@@ -231,11 +231,11 @@ LOG_PROBS_OF, AT = losses.vocab_parallel_log_probs, losses.vocab_parallel_log_pr
 DEFERRED, DIVERGENCE = losses.deferred_logits, losses.full_vocabulary_divergence
 OF_ALL_LOGITS = LOG_PROBS_OF, AT, losses.vocab_parallel_topk, DIVERGENCE
 POLICY_OPTIONS, DISTRIBUTION = losses.PolicyOptions, losses.TopKDistribution
-OF_TWO_ROWS = {"rows": slice(0, 2), "targets": TARGETS[:2]}
+OF_TWO_ROWS, IN_PLACE = {"rows": slice(0, 2), "targets": TARGETS[:2]}, {"inplace_backward": True}
 OF_FLOAT64 = {"hidden": ZEROS.double(), "weight": ZEROS.double(), "bias": None}
 LOSS_FUNC, ROUTE, MIX = losses.make_loss_func, losses.route_teachers, losses.mix_teachers
 WITH_ENTROPY, BARE = POLICY_OPTIONS(entropy_coef=0.1), losses.PolicyBatch(VALUES, MASKS)
-OF_OTHER_IDS = DISTRIBUTION(IDS.flip(0), LOG_PROBS, TAIL)
+OF_OTHER_IDS, LEAF = DISTRIBUTION(IDS.flip(0), LOG_PROBS, TAIL), torch.zeros(N, V, requires_grad=True)
 OF_TEMPERATURES = [replace(TOPK, temperature=temperature) for temperature in (2.0, 1.0)]
 FULL, MASK_OF_N = losses.FullDistribution.from_hidden(random(N, 3), HEAD), {"loss_masks": [torch.ones(N)]}
 OF_FULL, NO_OLD = losses.DistillationBatch([[FULL]], **MASK_OF_N), replace(BATCH, old=None)
@@ -293,8 +293,11 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (LOG_PROBS_OF, {"rows": {0}}, "rows are a set, expected slices or a tensor of numbers"),
     (DEFERRED, {"logit_dtype": torch.float16}, "logit_dtype is torch.float16"),
     (DEFERRED, {**OF_FLOAT64, "logit_dtype": torch.float32}, "hidden is torch.float64: leave it out"),
+    (losses.DeferredLogits.data.fset, {"self": DEFERRED(ZEROS, ZEROS), "value": 0}, "write to the logits"),
+    (LOG_PROBS_OF, {"logits": LEAF, **IN_PLACE}, "would overwrite a leaf that requires grad: pass the"),
+    (LOG_PROBS_OF, {"logits": (LEAF * 1)[:2], **OF_TWO_ROWS, **IN_PLACE}, "a part of something larger: pass"),
     (DIVERGENCE, {"divergence": "generalized_kl"}, "is over k ids: use 'reverse_kl'"),
-    (DIVERGENCE, {"student": ZEROS, "teacher": ZEROS, "inplace_backward": True}, "pass a copy"),
+    (DIVERGENCE, {"student": ZEROS, "teacher": ZEROS, **IN_PLACE}, "pass a copy"),
     (LOSS_FUNC, {"layout": build([4, 3], [2, 1])}, "lengths .*; pass the full responses"),
     (LOSS_FUNC, {"layout": OF_TWO_RANKS}, "pass cp_group"),
     (LOSS_FUNC, {"layout": build([4, 3], [2, 2], device="meta")}, "layout on meta .* expected one device"),
