@@ -29,7 +29,7 @@ from ...common.chunks import (
     unwrap,
 )
 from ...common.devices import copied_together, on_device
-from ...common.ranks import is_rank_0
+from ...common.messages import is_rank_0
 from ...common.scopes import replaced
 from ...errors import InvalidInputError
 from ...losses.output_layer import deferring
