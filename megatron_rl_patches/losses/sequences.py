@@ -27,7 +27,6 @@ from torch import Tensor
 from ..common.devices import on_device
 from ..errors import InvalidInputError
 from .vocab.arguments import (
-    INTEGERS,
     RowIndex,
     as_slices,
     check_instance,
@@ -167,7 +166,7 @@ class SequenceLayout:
         """Return the response tokens of all samples in a row, also those that other ranks predict."""
         samples = self._checked("tokens", tokens, self.total_lengths, most=1)
         for sample in samples:
-            if sample.dtype not in INTEGERS:
+            if sample.dtype == torch.bool or sample.is_floating_point() or sample.is_complex():
                 raise InvalidInputError(f"tokens are {sample.dtype}, expected torch.int64 [total_length]")
         pairs = zip(samples, self.total_lengths, self.response_lengths, strict=True)
         return torch.cat([sample[total - response :] for sample, total, response in pairs]).long()
