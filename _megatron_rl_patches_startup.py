@@ -133,7 +133,9 @@ class Finder:
     def find_spec(self, fullname, path=None, target=None):
         import sys
 
-        self._half_imported.intersection_update(sys.modules)  # those whose import failed are forgotten
+        # Those whose import failed are forgotten. Walking over all of `sys.modules` would cost 0.1 ms here.
+        failed = [name for name in tuple(self._half_imported) if name not in sys.modules]
+        self._half_imported.difference_update(failed)
         # While a module is half imported, any other import is an occasion to look whether its own has ended.
         is_awaited = self._listeners.get(fullname) or self._half_imported
         if not is_awaited and fullname.partition(".")[0] not in (self._roots or ()):

@@ -21,7 +21,7 @@ from .engine import registry
 from .engine.judge import judge_all
 from .engine.patch import third_party
 from .engine.settings import ROOTS_VARIABLE, VARIABLE, Settings, items, parse_selection, variables
-from .engine.sources import Environment, find_spec
+from .engine.sources import Environment
 from .engine.statuses import SiteStatus
 from .errors import InvalidInputError, PatchError
 
@@ -251,7 +251,7 @@ def _problems_of_roots(choice: Choice, selected: Iterable[SiteStatus]) -> Iterat
     known = startup_trigger._roots() | {"megatron_rl_patches"}
     needed = {s.target.partition(".")[0] for s in selected if s.state in ("fits", "not needed")}
     named = choice.variables.get(ROOTS_VARIABLE, "")
-    absent = [root for root in items(named) if find_spec(root) is None]
+    absent = [root for root in items(named) if Environment().find_spec(root) is None]
     present = items(_without(named, absent))
     remedy = _export(ROOTS_VARIABLE, ",".join([*present, *sorted(needed - known - {*present})]))
     for root in absent:

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from _megatron_rl_patches_startup import Listener, finder
@@ -22,6 +23,7 @@ from .judge import all_or_nothing, refuse_faults
 from .patch import Patch, Site, imported, third_party
 from .records import ApplyCall, Moves, Record, rebind
 from .settings import Settings
+from .sources import Environment
 from .statuses import SiteStatus, Statuses, status_of
 
 _INTERNAL_ERROR = Message(
@@ -100,7 +102,9 @@ class Installer(Listener):
                     record.apply_calls.add(apply_call)
                 self.options |= chosen
                 skipped = self._apply_ready(r for r in records if r.is_open and r.is_imported)
-                refuse_faults(record.current() for record in records if apply_call.required)
+                if apply_call.required:
+                    environment = Environment()
+                    refuse_faults(record.current(environment) for record in records)
             except BaseException:
                 self.release(apply_call)
                 self._records = before
@@ -147,7 +151,7 @@ class Installer(Listener):
             if record.wrapper is None:  # it was never put in place, so there is nothing to report
                 del self._records[record.site.patch, record.site.target]
             self._moved += record.unwrap()
-            record.status = status_of(record.site, "reverted", "reverted", record.status.fingerprint)
+            record.status = replace(record.status, state="reverted", reason="reverted")
         self._rebind_copies()
         awaited = {record.site.module for record in self._records.values() if not record.is_reverted}
         for module in {record.site.module for record in records} - awaited:
@@ -157,7 +161,8 @@ class Installer(Listener):
         """Return the states of all selected sites, read from the live objects."""
         self._apply_missed()
         with self._lock:
-            return Statuses(record.current() for record in self._records.values())
+            environment = Environment()
+            return Statuses(record.current(environment) for record in self._records.values())
 
     # --- called by hooks
 
@@ -240,8 +245,9 @@ class Installer(Listener):
         is judged and wrapped again.
         """
         group = [r for r in self._records.values() if r.group == name and not r.is_reverted]
-        imported = {record for record in group if record.is_imported}
-        statuses = all_or_nothing({record.site: record.judge(record in imported) for record in group})
+        environment, imported = Environment(), {record for record in group if record.is_imported}
+        judged = {record.site: record.judge(environment, record in imported) for record in group}
+        statuses = all_or_nothing(judged)
         fitting = [r for r in group if statuses[r.site].state == "fits" and r in imported]
         try:
             for record in fitting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from types import ModuleType
 
 from ..errors import PatchError
@@ -11,23 +12,31 @@ from .patch import Patch, Site, third_party
 from .settings import Settings
 from .sources import Source
 from .statuses import SiteStatus, State, status_of
-from .target_source import TargetSource, from_source
+from .target_source import TargetSource, from_source, layers, resolve, runs_when_called
 
 
-def _judge(site: Site, target: TargetSource) -> tuple[State, str]:
+@lru_cache(maxsize=256)
+def _judge_text(site: Site, text: str) -> tuple[State, str, str, str]:
+    """Judge a site by the text of its module: state, reason, fingerprint, and a property's decorator.
+
+    A site is judged again whenever a module of its group is imported, and its text is the same every time.
+    """
+    target = from_source(site.module, site.qualname, text)
     if target.function is None:
         if target.imported_from is not None:
-            return "drifted", f"moved: {site.module} imports it from {target.imported_from}"
+            return "drifted", f"moved: {site.module} imports it from {target.imported_from}", "", ""
         if site.introduced_with and not target.mentions(site.introduced_with, in_module=True):
-            return "not needed", f"{site.module} does not contain {site.introduced_with}"
-        return "missing", f"{site.module} does not define {site.qualname}"
-    if target.replaced_by:
-        return "conflict", (
-            f"replaced by {target.replaced_by}, which has no __wrapped__ to say what it stands for; "
-            "put this patch in place before it, give it functools.wraps, or exclude this patch"
-        )
-    if target.descriptor:
-        return "drifted", f"it is a {target.descriptor}, which runs when it is read and not when it is called"
+            return "not needed", f"{site.module} does not contain {site.introduced_with}", "", ""
+        return "missing", f"{site.module} does not define {site.qualname}", "", ""
+    try:
+        with third_party("checking it"):
+            state, reason = _judge_code(site, target)
+    except PatchError as error:
+        state, reason = "failed", str(error)
+    return state, reason, target.fingerprint, target.descriptor
+
+
+def _judge_code(site: Site, target: TargetSource) -> tuple[State, str]:
     if site.skip_if and (reason := site.skip_if(target)):
         return "not needed", reason
     if not target.runs_when_called:
@@ -41,29 +50,50 @@ def _judge(site: Site, target: TargetSource) -> tuple[State, str]:
     return "fits", "has the bug that the patch fixes"
 
 
+def _read_object(module: ModuleType, qualname: str) -> tuple[str, str]:
+    """Return where the live function comes from, if not from its module, and what runs when it is read.
+
+    Raises:
+        AttributeError: the module does not define the target.
+    """
+    owner, name = resolve(module, qualname)
+    all_layers = list(layers(vars(owner)[name]))
+    original = all_layers[-1]
+    namespace = getattr(original, "__globals__", None)  # that of the module that the function is made in
+    is_foreign = namespace is not None and namespace.get("__name__") != module.__name__
+    home = f"{getattr(original, '__module__', None)}.{getattr(original, '__qualname__', '?')}"
+    descriptors = [type(layer).__name__ for layer in all_layers if not runs_when_called(layer)]
+    return home if is_foreign else "", "".join(descriptors[:1])
+
+
 def judge_site(site: Site, source: Source, module: ModuleType | None = None) -> SiteStatus:
     """Judge a site by the text of its module and, where that is imported, by the live module too."""
+    replaced_by = ""
     try:
         text = source.read(site.module)
-        target = from_source(site.module, site.qualname, text or "")
-        for other in site.elsewhere if target.function is None else ():
+        state, reason, fingerprint, descriptor = _judge_text(site, text or "")
+        if fingerprint and module is not None:
+            replaced_by, descriptor = _read_object(module, site.qualname)
+        for other in () if fingerprint else site.elsewhere:
             if from_source(other, site.qualname, source.read(other) or "").function is not None:
                 return status_of(site, "not needed", f"this release has it in {other}")
-        if text is None:
-            state: State = "not needed" if site.optional_module else "missing"
-            return status_of(site, state, f"no source of module {site.module} is found")
-        if module is not None and target.function is not None:
-            target = target.with_live(module, site.qualname)
     except (SyntaxError, UnicodeError, ImportError) as error:  # written for another Python, say
         return status_of(site, "failed", f"{site.module} cannot be parsed: {error}")
     except AttributeError as error:
         return status_of(site, "missing", f"{site.target} is in the source but not in the module: {error}")
-    try:
-        with third_party("checking it"):
-            state, reason = _judge(site, target)
-    except PatchError as error:
-        state, reason = "failed", str(error)
-    return status_of(site, state, reason, target.fingerprint)
+    if text is None:
+        state = "not needed" if site.optional_module else "missing"
+        reason = f"no source of module {site.module} is found"
+    elif replaced_by:
+        state = "conflict"
+        reason = (
+            f"replaced by {replaced_by}, which has no __wrapped__ to say what it stands for; "
+            "put this patch in place before it, give it functools.wraps, or exclude this patch"
+        )
+    elif descriptor:
+        state = "drifted"
+        reason = f"it is a {descriptor}, which runs when it is read and not when it is called"
+    return status_of(site, state, reason, fingerprint)
 
 
 def judge_all(source: Source, patches: Iterable[Patch], settings: Settings) -> list[SiteStatus]:

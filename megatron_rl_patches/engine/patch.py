@@ -45,6 +45,8 @@ class Site:
         detail: returns what the adapter has done so far, which ``status()`` shows; empty if nothing.
         elsewhere: modules that have the function in other releases; :class:`Patch` fills it in, as the next.
         patch: name of the patch.
+        framework: the package whose sites take effect together: ``slime``, ``megatron.core``, ...
+        target: the full name of the function.
     """
 
     module: str
@@ -59,21 +61,18 @@ class Site:
     detail: Callable[[], str] | None = None
     elsewhere: tuple[str, ...] = ()
     patch: str = ""
+    framework: str = field(init=False)
+    target: str = field(init=False)
 
     def __post_init__(self) -> None:
+        parts = self.module.split(".")
+        framework = ".".join(
+            parts[: 2 if parts[0] == "megatron" else 1]
+        )  # several distributions share that one
+        vars(self).update(framework=framework, target=f"{self.module}.{self.qualname}")
         for name in ("parameters", "requires_names", "helps"):  # one name as text, and lists, will do
             names = getattr(self, name)
-            object.__setattr__(self, name, (names,) if isinstance(names, str) else tuple(names))
-
-    @property
-    def framework(self) -> str:
-        """The package whose sites take effect together: ``slime``, ``megatron.core``, ..."""
-        parts = self.module.split(".")
-        return ".".join(parts[: 2 if parts[0] == "megatron" else 1])  # several distributions share that one
-
-    @property
-    def target(self) -> str:
-        return f"{self.module}.{self.qualname}"
+            vars(self)[name] = (names,) if isinstance(names, str) else tuple(names)
 
 
 @dataclass

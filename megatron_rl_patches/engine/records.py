@@ -85,9 +85,9 @@ class Record:
         """Whether the patch may have to be put in place here: it is not in place, reverted or unneeded."""
         return self.status.state not in ("reverted", "not needed") and not self.is_in_place
 
-    def current(self) -> SiteStatus:
-        """Return the status, read from the live object."""
-        site, status, environment = self.site, self.status, Environment()
+    def current(self, environment: Environment) -> SiteStatus:
+        """Return the status, read from the live object, and where there is none from the environment."""
+        site, status = self.site, self.status
         if self.wrapper is not None and not self.is_in_place:
             return status_of(site, "lost", self._reason_lost(), status.fingerprint)
         if status.state == "applied":
@@ -95,11 +95,14 @@ class Record:
                 reason = f"{status.reason}, under code of {module}; in force only if that calls what it wraps"
                 status = replace(status, reason=reason)
             return replace(status, detail=self._detail())
-        if status.state != "waiting" or site.module in sys.modules or environment.file_of(site.module):
+        if status.state != "waiting" or site.module in sys.modules:
             return status
-        if environment.has_package(site.framework):
+        has_module, has_framework = map(environment.has_package, (site.module, site.framework))
+        if has_module:
+            return status
+        if has_framework:
             return judge_site(site, environment)
-        return status_of(site, "absent", f"{site.framework} is not installed")
+        return replace(status, state="absent", reason=f"{site.framework} is not installed")
 
     def _detail(self) -> str:
         try:
@@ -108,11 +111,11 @@ class Record:
         except PatchError as error:
             return str(error)
 
-    def judge(self, is_imported: bool) -> SiteStatus:
+    def judge(self, environment: Environment, is_imported: bool) -> SiteStatus:
         """Judge the site anew, unless it is in place."""
         if self.is_in_place:
             return self.status
-        status = judge_site(self.site, Environment(), sys.modules[self.site.module] if is_imported else None)
+        status = judge_site(self.site, environment, sys.modules[self.site.module] if is_imported else None)
         if status.state == "conflict" and self.wrapper is not None and self._live()[0] is self.wrapper.owner:
             # The code that overwrote it may call it. So it stays as it is, and is reported as lost.
             return status_of(self.site, "applied", "in place", status.fingerprint)

@@ -24,9 +24,12 @@ Source: TypeAlias = "Environment | Files"
 
 
 class Environment:
-    """What ``import`` would find in this process, without importing it."""
+    """What ``import`` would find in this process, without importing it. It looks for each module once."""
 
     name = "this environment"
+
+    def __init__(self) -> None:
+        self._specs: dict[str, ModuleSpec | None] = {}
 
     def has_package(self, package: str) -> bool:
         """Return whether the package or module is there. A bare folder is not: any checkout would be one."""
@@ -34,12 +37,12 @@ class Environment:
 
     def file_of(self, module: str) -> str | None:
         """Return the file that ``import`` would execute."""
-        spec = find_spec(module)
+        spec = self.find_spec(module)
         return spec.origin if spec is not None and spec.has_location else None
 
     def read(self, module: str) -> str | None:
         """Return the module's source text, ``None`` when there is no such module."""
-        spec = find_spec(module)
+        spec = self.find_spec(module)
         get_source = getattr(spec.loader, "get_source", None) if spec else None
         if spec and get_source:
             return get_source(spec.name)
@@ -48,29 +51,28 @@ class Environment:
             return importlib.util.decode_source(Path(str(spec.origin)).read_bytes())
         return None
 
-
-def find_spec(module: str) -> ModuleSpec | None:
-    """Return what ``import`` would find, a bare folder included."""
-    # importlib.util.find_spec would import the parents of a dotted name; this walk does not.
-    spec: ModuleSpec | None = None
-    parent = ""
-    for part in module.split("."):
-        locations = spec.submodule_search_locations if spec else None
-        if parent and locations is None:
-            return None
-        name = f"{parent}.{part}" if parent else part
-        spec = getattr(sys.modules.get(name), "__spec__", None) or _search(name, parent, locations)
-        parent = name
-    return spec
+    def find_spec(self, module: str) -> ModuleSpec | None:
+        """Return what ``import`` would find, a bare folder included."""
+        # importlib.util.find_spec would import the parents of a dotted name; this does not.
+        if module not in self._specs:
+            parent = module.rpartition(".")[0]
+            above = self.find_spec(parent) if parent else None
+            locations = above.submodule_search_locations if above else None
+            spec: ModuleSpec | None = None
+            if not parent or locations is not None:
+                spec = getattr(sys.modules.get(module), "__spec__", None) or _search(module, locations)
+            self._specs[module] = spec
+        return self._specs[module]
 
 
-def _search(name: str, parent: str, locations: list[str] | None) -> ModuleSpec | None:
+def _search(name: str, locations: list[str] | None) -> ModuleSpec | None:
     """Ask those finders of which it is certain that they import nothing.
 
     Classes, such as ``PathFinder`` and the finders of setuptools' editable installs, look a name up. So do
     some instances (the editable installs of scikit-build-core, Bazel), but others are import hooks, which ask
     the rest through ``importlib.util.find_spec`` and so import the parents of a name. These must be there.
     """
+    parent = name.rpartition(".")[0]
     for finder in list(sys.meta_path):
         spec = None
         if finder is PathFinder and locations is not None:

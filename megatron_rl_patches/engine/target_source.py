@@ -53,15 +53,13 @@ class TargetSource:
         function: syntax tree of the function; ``None`` when the module does not define it.
         imported_from: set when the module binds the name by an import instead of defining it.
         module: syntax tree of the whole module.
-        replaced_by: where the live function comes from, when that is not the module itself.
-        descriptor: what takes the function's place if reading the attribute runs it, such as ``property``.
+        descriptor: the decorator that makes a property of the function, or ``""``.
     """
 
     target: str
     function: FunctionNode | None = None
     imported_from: str | None = None
     module: ast.Module | None = None
-    replaced_by: str | None = None
     descriptor: str = ""
 
     @property
@@ -132,21 +130,6 @@ class TargetSource:
         dump = "".join(map(ast.dump, (self.function.args, *code)))
         return hashlib.sha256(dump.encode()).hexdigest()[:12]
 
-    def with_live(self, module: ModuleType, qualname: str) -> TargetSource:
-        """Return a copy that also describes the live object in the imported module.
-
-        Raises:
-            AttributeError: the module does not define the target.
-        """
-        owner, name = resolve(module, qualname)
-        all_layers = list(layers(vars(owner)[name]))
-        original = all_layers[-1]
-        namespace = getattr(original, "__globals__", None)  # that of the module that the function is made in
-        foreign = namespace is not None and namespace.get("__name__") != module.__name__
-        home = f"{getattr(original, '__module__', None)}.{getattr(original, '__qualname__', '?')}"
-        descriptors = [type(layer).__name__ for layer in all_layers if not _runs_when_called(layer)]
-        return replace(self, replaced_by=home if foreign else None, descriptor="".join(descriptors[:1]))
-
 
 def from_source(module: str, qualname: str, text: str) -> TargetSource:
     """Read the target from the text of its module, which need not be importable."""
@@ -191,7 +174,8 @@ def layers(function: Any) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
-def _runs_when_called(value: Any) -> bool:
+def runs_when_called(value: Any) -> bool:
+    """Return whether the attribute of a class or module runs when it is called, and not when it is read."""
     if hasattr(type(value), "__set__"):  # a property, say
         return False
     return callable(value) or isinstance(

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 import megatron_rl_patches
-from megatron_rl_patches import losses
+from megatron_rl_patches import apply, losses, revert
 from megatron_rl_patches.inference import build_inference_model, forward_log_probs
 from megatron_rl_patches.testing import cpu_backend, tiny_model
 from tests.unit.frameworks.test_slime_losses import Framework
@@ -112,12 +112,14 @@ WALKS: dict[str, Callable[[], Any]] = {
     "slime, deferred": lambda: _slime(FRAMEWORK, _deferred(11)[None]),
     "teacher's build": lambda: _on_one_rank(_teacher),
     "teacher's scores": lambda: _on_one_rank(_scores_of_a_teacher),
+    # All patches, for frameworks that are installed and not imported yet, or not installed.
+    "apply": lambda: (apply("all"), revert()),
 }
 
 
 #: How many stays a walk may have. A commit lowers a number or leaves it.
 MOST = {"dense": 37, "deferred": 55, "sliced": 61, "divergence": 68, "slime": 68, "slime, deferred": 97}
-MOST |= {"teacher's build": 44, "teacher's scores": 196}
+MOST |= {"teacher's build": 44, "teacher's scores": 196, "apply": 620}
 
 
 if __name__ == "__main__":

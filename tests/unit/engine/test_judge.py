@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from megatron_rl_patches.engine.api import activate_from_environment
 from megatron_rl_patches.engine.judge import judge_all, judge_site
 from megatron_rl_patches.engine.patch import Patch, Site
 from megatron_rl_patches.engine.records import ApplyCall
-from megatron_rl_patches.engine.sources import open_source
+from megatron_rl_patches.engine.sources import Environment, open_source
 from megatron_rl_patches.engine.target_source import TargetSource, from_source, resolve
 from tests.worlds.files import write
 
@@ -123,12 +124,33 @@ def test_where_a_definition_is_found() -> None:
 
 def test_where_a_live_function_comes_from(framework: Framework) -> None:
     module = framework().model
-    found = from_source(module.__name__, "train", MODEL)
-    for live, replaced_by in ((module.train, None), (read, f"{__name__}.read"), (len, None)):
+    site = Site(module.__name__, "train", tag)
+    for live, reason in (
+        (module.train, "has the bug that the patch fixes"),
+        (read, f"replaced by {__name__}.read, which has no __wrapped__"),
+        (len, "has the bug that the patch fixes"),  # nobody can say where a function in C is from
+    ):
         module.train = live
-        assert found.with_live(module, "train").replaced_by == replaced_by
+        assert judge_site(site, Environment(), module).reason.startswith(reason)
     with pytest.raises(AttributeError, match=r"Trainer'> does not define 'fit'"):
         resolve(module, "Trainer.fit")  # which is inherited
+
+
+def test_a_file_is_parsed_once_for_all_its_sites_and_judged_again_when_it_changes(
+    tagged: Framework, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    asked = Mock(return_value=None)
+    package = tagged("train", "save", files={"model": f"{MODEL}\n# not parsed before"}, skip_if=asked)
+    parse = Mock(side_effect=ast.parse)
+    monkeypatch.setattr(ast, "parse", parse)
+    for _ in range(3):
+        apply("tagging")
+        assert package.actor and package.model
+        revert()
+    assert (parse.call_count, asked.call_count) == (1, 2)
+    (tmp_path / package.name / "model.py").write_text(f"{MODEL}\n# changed")
+    apply("tagging")
+    assert (parse.call_count, asked.call_count) == (2, 4)
 
 
 def test_the_source_and_the_module_differ_or_do_not_parse(framework: Framework, tmp_path: Path) -> None:
