@@ -22,12 +22,6 @@ def _judge_text(site: Site, text: str) -> tuple[State, str, str, str]:
     A site is judged again whenever a module of its group is imported, and its text is the same every time.
     """
     target = from_source(site.module, site.qualname, text)
-    if target.function is None:
-        if target.imported_from is not None:
-            return "drifted", f"moved: {site.module} imports it from {target.imported_from}", "", ""
-        if site.introduced_with and not target.mentions(site.introduced_with, in_module=True):
-            return "not needed", f"{site.module} does not contain {site.introduced_with}", "", ""
-        return "missing", f"{site.module} does not define {site.qualname}", "", ""
     try:
         with third_party("checking it"):
             state, reason = _judge_code(site, target)
@@ -37,6 +31,12 @@ def _judge_text(site: Site, text: str) -> tuple[State, str, str, str]:
 
 
 def _judge_code(site: Site, target: TargetSource) -> tuple[State, str]:
+    if target.function is None:
+        if target.imported_from is not None:
+            return "drifted", f"moved: {site.module} imports it from {target.imported_from}"
+        if site.introduced_with and not target.mentions(site.introduced_with, in_module=True):
+            return "not needed", f"{site.module} does not contain {site.introduced_with}"
+        return "missing", f"{site.module} does not define {site.qualname}"
     if site.skip_if and (reason := site.skip_if(target)):
         return "not needed", reason
     if not target.runs_when_called:
@@ -45,9 +45,8 @@ def _judge_code(site: Site, target: TargetSource) -> tuple[State, str]:
         return "drifted", f"it no longer takes {', '.join(absent)}"
     if absent := [name for name in site.requires_names if not target.mentions(name)]:
         return "drifted", f"its body no longer uses {', '.join(absent)}"
-    if site.helps:
-        return "fits", f"helps {', '.join(site.helps)}"
-    return "fits", "has the bug that the patch fixes"
+    helped = f"helps {', '.join(site.helps)}" if site.helps else ""
+    return "fits", helped or "has the bug that the patch fixes"
 
 
 def _read_object(module: ModuleType, qualname: str) -> tuple[str, str]:

@@ -116,11 +116,6 @@ class TargetSource:
         nodes = _nodes(self.function, ast.Assign)
         return [ast.unparse(node.value) for node in nodes if [*map(ast.unparse, node.targets)] == [name]]
 
-    def defines(self, name: str) -> bool:
-        """Return whether the module itself defines the function."""
-        body = self.module.body if self.module else ()
-        return any(isinstance(node, ast.FunctionDef) and node.name == name for node in body)
-
     @property
     def fingerprint(self) -> str:
         """Twelve hex digits of the function's code; formatting, comments and docstring do not count."""

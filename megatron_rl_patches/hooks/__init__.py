@@ -26,10 +26,7 @@ def on_megatron_init(args: Any = None) -> None:
 
     The frameworks call it after Megatron is initialized and before the model is built. By then they have
     copied functions from module to module, and the copies are patched too. ``distillation`` also changes the
-    command line, which is parsed in another process, so it needs the variable.
-
-    Args:
-        args: those of the framework; they are not used.
+    command line, which is parsed in another process, so it needs the variable. ``args`` are not used.
 
     Raises:
         PatchError: only with ``MEGATRON_RL_PATCHES_STRICT=1``, for a patch that cannot take effect.
@@ -45,10 +42,7 @@ def pre_wrap(model: list[Any]) -> list[Any]:
     """Do the same in a program on Megatron-Bridge, and return the list of model chunks unchanged.
 
     Megatron-Bridge calls it when the model has been built, and before DDP is put around it. That is early
-    enough for all patches but ``inference-only``, which decides about DDP before.
-
-    Raises:
-        PatchError: as :func:`on_megatron_init`.
+    enough for all patches but ``inference-only``, which decides about DDP before. It raises the same errors.
     """
     on_megatron_init()
     return model

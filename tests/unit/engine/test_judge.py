@@ -102,7 +102,6 @@ def test_questions_of_the_function_and_of_its_module() -> None:
         ("step()\n    if a: return", {}),
     ):
         assert read(f"def train(model):\n    {text}").tests_before("step") == [expected], text
-    assert target.defines("save") and not target.defines("enable")
     [call] = target.calls("step")
     assert (call.function, call.keywords) == ("optimizer.step", {"wait": ...})
     assert [call.keywords for call in target.calls("scale", in_module=True)] == [{"wide": True}]
