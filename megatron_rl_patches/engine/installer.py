@@ -21,9 +21,8 @@ from .announce import Announcer
 from .call import Call
 from .judge import all_or_nothing, refuse_faults
 from .patch import Patch, Site, imported, third_party
-from .records import ApplyCall, Moves, Record, rebind
+from .records import ApplyCall, Moves, Record, current, rebind
 from .settings import Settings
-from .sources import Environment
 from .statuses import SiteStatus, Statuses, status_of
 
 _INTERNAL_ERROR = Message(
@@ -59,9 +58,7 @@ class Installer(Listener):
     ) -> None:
         """Put the patches in place, now or when their frameworks are imported.
 
-        Args:
-            apply_call: on behalf of what; one that does not last is for :meth:`release`.
-            replace_options: patches that are selected already take the options of these settings, too.
+        With ``replace_options``, patches that are selected already take the options of these settings, too.
 
         Raises:
             PatchError: a patch is in a running block with other options, or does not fit and is required.
@@ -102,9 +99,7 @@ class Installer(Listener):
                     record.apply_calls.add(apply_call)
                 self.options |= chosen
                 skipped = self._apply_ready(r for r in records if r.is_open and r.is_imported)
-                if apply_call.required:
-                    environment = Environment()
-                    refuse_faults(record.current(environment) for record in records)
+                refuse_faults(current(records) if apply_call.required else ())
             except BaseException:
                 self.release(apply_call)
                 self._records = before
@@ -161,8 +156,7 @@ class Installer(Listener):
         """Return the states of all selected sites, read from the live objects."""
         self._apply_missed()
         with self._lock:
-            environment = Environment()
-            return Statuses(record.current(environment) for record in self._records.values())
+            return Statuses(current(self._records.values()))
 
     # --- called by hooks
 
@@ -245,9 +239,8 @@ class Installer(Listener):
         is judged and wrapped again.
         """
         group = [r for r in self._records.values() if r.group == name and not r.is_reverted]
-        environment, imported = Environment(), {record for record in group if record.is_imported}
-        judged = {record.site: record.judge(environment, record in imported) for record in group}
-        statuses = all_or_nothing(judged)
+        imported = {record for record in group if record.is_imported}
+        statuses = all_or_nothing({record.site: record.judge(record in imported) for record in group})
         fitting = [r for r in group if statuses[r.site].state == "fits" and r in imported]
         try:
             for record in fitting:

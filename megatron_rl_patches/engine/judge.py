@@ -14,13 +14,16 @@ from .sources import Source
 from .statuses import SiteStatus, State, status_of
 from .target_source import TargetSource, from_source, layers, resolve, runs_when_called
 
+_REPLACED = (
+    "replaced by {}, which has no __wrapped__ to say what it stands for; "
+    "put this patch in place before it, give it functools.wraps, or exclude this patch"
+)
+
 
 @lru_cache(maxsize=256)
 def _judge_text(site: Site, text: str) -> tuple[State, str, str, str]:
-    """Judge a site by the text of its module: state, reason, fingerprint, and a property's decorator.
-
-    A site is judged again whenever a module of its group is imported, and its text is the same every time.
-    """
+    """Judge a site by the text of its module: state, reason, fingerprint, and a property's decorator."""
+    # It is asked whenever a module of the site's group is imported, and the text is the same every time.
     target = from_source(site.module, site.qualname, text)
     try:
         with third_party("checking it"):
@@ -50,19 +53,15 @@ def _judge_code(site: Site, target: TargetSource) -> tuple[State, str]:
 
 
 def _read_object(module: ModuleType, qualname: str) -> tuple[str, str]:
-    """Return where the live function comes from, if not from its module, and what runs when it is read.
-
-    Raises:
-        AttributeError: the module does not define the target.
-    """
+    """Return where the live function comes from, if not from its module, and what runs when it is read."""
     owner, name = resolve(module, qualname)
     all_layers = list(layers(vars(owner)[name]))
     original = all_layers[-1]
+    descriptor = next((type(layer).__name__ for layer in all_layers if not runs_when_called(layer)), "")
     namespace = getattr(original, "__globals__", None)  # that of the module that the function is made in
-    is_foreign = namespace is not None and namespace.get("__name__") != module.__name__
-    home = f"{getattr(original, '__module__', None)}.{getattr(original, '__qualname__', '?')}"
-    descriptors = [type(layer).__name__ for layer in all_layers if not runs_when_called(layer)]
-    return home if is_foreign else "", "".join(descriptors[:1])
+    if namespace is None or namespace.get("__name__") == module.__name__:
+        return "", descriptor
+    return f"{getattr(original, '__module__', None)}.{getattr(original, '__qualname__', '?')}", descriptor
 
 
 def judge_site(site: Site, source: Source, module: ModuleType | None = None) -> SiteStatus:
@@ -84,11 +83,7 @@ def judge_site(site: Site, source: Source, module: ModuleType | None = None) -> 
         state = "not needed" if site.optional_module else "missing"
         reason = f"no source of module {site.module} is found"
     elif replaced_by:
-        state = "conflict"
-        reason = (
-            f"replaced by {replaced_by}, which has no __wrapped__ to say what it stands for; "
-            "put this patch in place before it, give it functools.wraps, or exclude this patch"
-        )
+        state, reason = "conflict", _REPLACED.format(replaced_by)
     elif descriptor:
         state = "drifted"
         reason = f"it is a {descriptor}, which runs when it is read and not when it is called"

@@ -43,8 +43,7 @@ class Site:
         helps: qualified names of other sites of the same patch and framework, without which this one has no
             work: where none of them is needed, this one is ``not needed`` either.
         detail: returns what the adapter has done so far, which ``status()`` shows; empty if nothing.
-        elsewhere: modules that have the function in other releases; :class:`Patch` fills it in, as the next.
-        patch: name of the patch.
+        elsewhere, patch: other releases' modules of the function, and the patch; :class:`Patch` sets them.
         framework: the package whose sites take effect together: ``slime``, ``megatron.core``, ...
         target: the full name of the function.
     """
@@ -148,12 +147,9 @@ def imported(path: str) -> Adapter:
 def third_party(what: str, passing: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     """Raise ``PatchError`` in place of whatever the block raises, ``sys.exit()`` included.
 
-    Ctrl-C, and what the handler of a signal raises, ends the program as ever. An adapter is not run in such a
-    block: it runs in a call of the framework, which gets what it raises.
-
-    Args:
-        what: what the block does; the message is ``{what} raised SystemExit: 0``.
-        passing: exceptions that stay as they are.
+    Ctrl-C, and what the handler of a signal raises, ends the program as ever. The message is
+    ``{what} raised SystemExit: 0``; exceptions that are ``passing`` stay as they are. An adapter does not run
+    in such a block, but in a call of the framework, which gets what it raises.
     """
     try:
         yield

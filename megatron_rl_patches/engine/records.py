@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -30,15 +30,10 @@ Moves = list[tuple[Any, Any]]
 
 @dataclass(eq=False)
 class ApplyCall:
-    """What a call of ``apply()``, or an ``applied()`` block, asked for.
+    """What a call of ``apply()``, or an ``applied()`` block, asked for."""
 
-    Attributes:
-        required: a site that does not fit is an error.
-        lasts: it stays until it is reverted, and not for the length of a block.
-    """
-
-    required: bool
-    lasts: bool
+    required: bool  # a site that does not fit is an error
+    lasts: bool  # it stays until it is reverted, and not for the length of a block
 
 
 class Record:
@@ -111,11 +106,11 @@ class Record:
         except PatchError as error:
             return str(error)
 
-    def judge(self, environment: Environment, is_imported: bool) -> SiteStatus:
+    def judge(self, is_imported: bool) -> SiteStatus:
         """Judge the site anew, unless it is in place."""
         if self.is_in_place:
             return self.status
-        status = judge_site(self.site, environment, sys.modules[self.site.module] if is_imported else None)
+        status = judge_site(self.site, Environment(), sys.modules[self.site.module] if is_imported else None)
         if status.state == "conflict" and self.wrapper is not None and self._live()[0] is self.wrapper.owner:
             # The code that overwrote it may call it. So it stays as it is, and is reported as lost.
             return status_of(self.site, "applied", "in place", status.fingerprint)
@@ -142,8 +137,7 @@ class Record:
     def leave(self) -> None:
         """Let go of a wrapper that is not in place, as its module has been executed anew.
 
-        It stays in force until :meth:`unwrap` in copies and in objects of the old classes, which go on with
-        the old code.
+        Copies and objects of the old classes go on with the old code, and it stays in force there.
         """
         if self.wrapper is not None and not self.is_in_place:
             self._former.append(weakref.ref(self.wrapper))
@@ -218,6 +212,12 @@ class Record:
             return f"{self.site.module} was imported anew; call apply() again"
         home = f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', '?')}"
         return f"overwritten by {home}; in force only if that calls what it replaced"
+
+
+def current(records: Iterable[Record]) -> list[SiteStatus]:
+    """Return the statuses of these records, for which each module is looked for once."""
+    environment = Environment()
+    return [record.current(environment) for record in records]
 
 
 def _waiting(site: Site, fingerprint: str = "") -> SiteStatus:

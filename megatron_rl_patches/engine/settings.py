@@ -87,33 +87,30 @@ class Settings:
         """Read the settings from their variables; unset and empty ones leave the defaults.
 
         Raises:
-            PatchError: values do not fit.
+            PatchError: a value does not fit.
         """
-        settings, refused = cls.without_bad_values(environ)
-        if refused:
-            raise PatchError("; ".join(refused.values()))
-        return settings
+        types = {"strict": bool}
+        for declared in registry.option_types().values():
+            types |= registry.field_types(declared)
+        texts = {name: environ.get(variable_of(name), "") for name in types}
+        chosen = {name: text for name, text in texts.items() if text.strip()}
+        return cls(**{n: convert(variable_of(n), text, types[n], is_text=True) for n, text in chosen.items()})
 
     @classmethod
     def without_bad_values(cls, environ: Mapping[str, str] = os.environ) -> tuple[Settings, dict[str, str]]:
         """Read the settings without values that are refused; return the reasons, too, by variable."""
-        types = {"strict": bool}
-        for declared in registry.option_types().values():
-            types |= registry.field_types(declared)
-        settings, accepted, refused = cls(), dict[str, Any](), dict[str, str]()
-        for name in (*types, *types):  # twice: an option may need another one, which is read after it
-            variable = variable_of(name)
-            text = environ.get(variable, "")
+        settings, accepted, refused = cls(), dict[str, str](), dict[str, str]()
+        names = [STRICT_VARIABLE, *map(variable_of, registry.option_types())]
+        for name in (*names, *names):  # twice: an option may need another one, which is read after it
+            text = environ.get(name, "")
             if text.strip() and name not in accepted:
                 try:
-                    value = convert(variable, text, types[name], is_text=True)
-                    settings = cls(**{**accepted, name: value})
+                    settings = cls.from_environment({**accepted, name: text})
                 except PatchError as error:
-                    refused[variable] = str(error)
+                    refused[name] = str(error)
                 else:
-                    accepted[name] = value
-                    refused.pop(variable, None)
-        return settings, refused
+                    accepted[name] = text
+        return settings, {name: refused[name] for name in refused if name not in accepted}
 
     def __repr__(self) -> str:
         values = (f"{name}={value!r}" for name, value in vars(self).items() if name != "_options")

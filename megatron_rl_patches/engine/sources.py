@@ -58,10 +58,9 @@ class Environment:
             parent = module.rpartition(".")[0]
             above = self.find_spec(parent) if parent else None
             locations = above.submodule_search_locations if above else None
-            spec: ModuleSpec | None = None
-            if not parent or locations is not None:
-                spec = getattr(sys.modules.get(module), "__spec__", None) or _search(module, locations)
-            self._specs[module] = spec
+            is_possible = not parent or locations is not None
+            loaded = getattr(sys.modules.get(module), "__spec__", None) if is_possible else None
+            self._specs[module] = loaded or (_search(module, locations) if is_possible else None)
         return self._specs[module]
 
 

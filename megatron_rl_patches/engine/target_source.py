@@ -99,12 +99,10 @@ class TargetSource:
 
     def looks_up_unchecked(self, name: str) -> bool:
         """Return whether a ``for`` loop reads ``name[...]``, and no ``if`` about the name decides on it."""
-        for loop in _nodes(self.function, ast.For):
-            for node in _nodes(loop, ast.Subscript):
-                tests = (test for test, _ in _tests_before(self.function, node))
-                if _mentions(node.value, name) and not any(_mentions(test, name) for test in tests):
-                    return True
-        return False
+        read = (node for loop in _nodes(self.function, ast.For) for node in _nodes(loop, ast.Subscript))
+        look_ups = [node for node in read if _mentions(node.value, name)]
+        tests = ([test for test, _ in _tests_before(self.function, node)] for node in look_ups)
+        return not all(any(_mentions(test, name) for test in before) for before in tests)
 
     def calls(self, name: str = "", in_module: bool = False) -> list[CallNode]:
         """Return the calls of what has this name, or all calls, in the function or in its module."""
@@ -146,11 +144,7 @@ def from_source(module: str, qualname: str, text: str) -> TargetSource:
 
 
 def resolve(module: ModuleType, qualname: str) -> tuple[Any, str]:
-    """Return the module or class that defines the target, and the target's name in it.
-
-    Raises:
-        AttributeError: some part of the name does not exist, or is inherited.
-    """
+    """Return the owner that defines the target, and the name in it; ``AttributeError`` if there is none."""
     *owners, name = qualname.split(".")
     owner: Any = module
     for part in owners:
