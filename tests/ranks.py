@@ -18,15 +18,12 @@ from megatron_rl_patches import testing
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 from tests import layers as layers  # before Megatron
 
-#: Gives ranks interpreters of their own: forked ones have imported Megatron, and the stand-in of
-#: TransformerEngine has to be in place before.
-FRESH = {"PYTHONWARNINGS": "ignore"}
-
 
 def on_ranks(
     ranks: int | Callable[..., int],
     *,
     megatron: bool = True,
+    transformer_engine: bool | str = False,
     timeout: float = 120,
     env: Mapping[str, str] | None = None,
     **sizes: Any,
@@ -38,8 +35,10 @@ def on_ranks(
 
     Args:
         ranks: how many, or a function of parameters of the test that returns it.
-        megatron: run inside ``cpu_backend()``. If the test has a parameter ``layers`` with the value
-            ``"transformer_engine"``, the stand-in of TransformerEngine is in place there.
+        megatron: run inside ``cpu_backend()``.
+        transformer_engine: the option of ``cpu_backend()``, which is also on if the test has a parameter
+            ``layers`` with the value ``"transformer_engine"``. Ranks then have new interpreters: forked ones
+            have imported Megatron, and the stand-in has to be in place before.
         timeout: in seconds.
         env: environment variables, which need new interpreters instead of forks.
         sizes: options of ``tiny_model()``; with any of them, Megatron's groups are initialized.
@@ -51,10 +50,12 @@ def on_ranks(
             count = ranks
             if callable(ranks):
                 count = ranks(**{name: arguments[name] for name in inspect.signature(ranks).parameters})
+            stand_in = transformer_engine or arguments.get("layers") == "transformer_engine"
+            variables = env or ({"PYTHONWARNINGS": "ignore"} if stand_in else None)
+            options = {"transformer_engine": stand_in} if megatron else None
             name = test.__module__, test.__qualname__
-            variables = env or (FRESH if _has_stand_in(arguments) else None)
             skipped = spawn_ranks(
-                _run_test, count, *name, arguments, megatron, sizes, timeout=timeout, env=variables
+                _run_test, count, *name, arguments, options, sizes, timeout=timeout, env=variables
             )
             if skipped[0]:
                 pytest.skip(skipped[0])
@@ -77,17 +78,13 @@ def everywhere(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
-def _has_stand_in(arguments: Mapping[str, Any]) -> bool:
-    return arguments.get("layers") == "transformer_engine"
-
-
 def _run_test(
-    module: str, name: str, arguments: dict[str, Any], megatron: bool, sizes: dict[str, Any]
+    module: str, name: str, arguments: dict[str, Any], backend: dict[str, Any] | None, sizes: dict[str, Any]
 ) -> str:
     """Run the test in the process of a rank; return why it is skipped, if it is."""
     with ExitStack() as stack:
-        if megatron:
-            stack.enter_context(cpu_backend(transformer_engine=_has_stand_in(arguments)))
+        if backend is not None:
+            stack.enter_context(cpu_backend(**backend))
         if sizes:
             testing.tiny_model(**sizes).initialize()
         test = getattr(import_module(module), name).__wrapped__

@@ -19,9 +19,8 @@ from megatron_rl_patches.inference import TeacherPool, build_inference_model
 from megatron_rl_patches.losses import PolicyBatch, PolicyOptions, SequenceLayout
 from megatron_rl_patches.testing import TinyModel
 from tests.docs.pages import ROOT, public_names
-from tests.real import checkpoints
 from tests.references import tiny_gpt
-from tests.worlds.passes import fill_at_random
+from tests.worlds.model import fill_at_random, save
 
 TEACHERS = ("math", "code")
 LENGTHS, RESPONSES = [6, 9], [3, 5]
@@ -42,7 +41,7 @@ def teacher_model(seed: int) -> list[Any]:
 def save_teachers(folder: Path) -> None:
     """Checkpoints of two teachers, as Megatron-LM lays them out with ``--ckpt-format torch_dist``."""
     for seed, name in enumerate(TEACHERS):
-        checkpoints.save_torch_dist(teacher_model(seed), None, folder / "checkpoints" / name, 3)
+        save(teacher_model(seed), folder / "checkpoints" / name)
 
 
 def logits_of(rows: int) -> torch.Tensor:

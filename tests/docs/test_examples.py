@@ -16,8 +16,8 @@ import pytest
 
 from tests.docs import pages
 from tests.docs.pages import ROOT
-from tests.worlds.environment import without_ours
 from tests.worlds.files import write
+from tests.worlds.program import without_ours
 
 EXAMPLES = ROOT / "examples"
 THIRD_PARTY = EXAMPLES / "third_party_patch"

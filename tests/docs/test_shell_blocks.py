@@ -28,8 +28,8 @@ from megatron_rl_patches.engine.settings import VARIABLE, Settings, parse_select
 from tests.docs import pages
 from tests.docs.pages import ROOT
 from tests.references.hugging_face import GEMMA_3_27B
-from tests.worlds.environment import without_ours
 from tests.worlds.files import write
+from tests.worlds.program import without_ours
 
 tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
 

@@ -30,10 +30,10 @@ from megatron_rl_patches import applied
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import TeacherPool
 from megatron_rl_patches.reentry import recovery
-from megatron_rl_patches.testing import RanksFailed, TinyModel
-from tests.ranks import everywhere, on_ranks
+from megatron_rl_patches.testing import RanksFailed
+from tests.ranks import on_ranks
 from tests.real.faults import STAGES, Trainee, counting_updates, fault, interrupt
-from tests.real.test_interruption import SETTINGS
+from tests.real.test_reentry import SETTINGS
 from tests.references.live_bytes import reachable_bytes
 
 Call = tuple[str, int]  # the n-th call of a function, from 0
@@ -98,33 +98,12 @@ PARTS = (
 )
 
 
-class Interrupted(Trainee):
-    """A model whose training is interrupted again and again, and goes on for a step after each interrupt."""
-
-    def __init__(self) -> None:
-        super().__init__(TinyModel())
-        self._losses: dict[str, tuple[int, float]] = {}  # after the interrupt at a place
-
-    def go_on(self, place: object) -> None:
-        self.train(1)
-        self._losses[str(place)] = self.done - 1, self.losses[-1]
-
-    def assert_same_as_undisturbed(self) -> None:
-        undisturbed = Trainee(TinyModel())
-        undisturbed.train(self.done)
-        for place, (step, loss) in self._losses.items():
-            assert loss == undisturbed.losses[step], f"{place}: step {step}"
-        assert self.checksums() == undisturbed.checksums()
-        first, second = everywhere((list(self._losses), self.checksums().params))
-        assert first == second
-
-
 @pytest.mark.slow
 @on_ranks(2, timeout=200)
 def test_interrupted_at_every_call() -> None:
     with applied("reentrant-train", settings=SETTINGS):
-        trainee = Interrupted()
-        trainee.train(1)
+        trainee = Trainee()
+        trainee.train()
         with watched(*PARTS) as calls:
             trainee.train(2)
         counts = Counter(function for function, _ in calls)
@@ -136,15 +115,15 @@ def test_interrupted_at_every_call() -> None:
             with updates as done, pytest.raises(KeyboardInterrupt), watched(*PARTS, at=place):
                 trainee.train(2)
             trainee.done += len(done)
-            trainee.go_on(place)
-        trainee.assert_same_as_undisturbed()
+            trainee.train()
+        trainee.assert_as_undisturbed()
 
 
 @on_ranks(2)
 def test_interrupted_again_while_cleaning_up() -> None:
     with applied("reentrant-train", settings=SETTINGS):
-        trainee = Interrupted()
-        trainee.train(1)
+        trainee = Trainee()
+        trainee.train()
         for name in ("_close_abandoned_no_sync", "_reset_bucket_group"):  # cleaning up
             for stage, step in (("backward 1", 1), ("after step", 0)):
                 with (
@@ -154,13 +133,13 @@ def test_interrupted_again_while_cleaning_up() -> None:
                 ):
                     trainee.train(2)
                 trainee.done += 1
-                trainee.go_on((stage, name))
+                trainee.train()
         for name in ("_any_rank_was", "_gather_parameters"):  # the next entry
             trainee.fail("after step", 0, interrupt)
             with pytest.raises(KeyboardInterrupt), interrupted_after(recovery, name):
-                trainee.train(1)
-            trainee.go_on(("entry", name))
-        trainee.assert_same_as_undisturbed()
+                trainee.train()
+            trainee.train()
+        trainee.assert_as_undisturbed()
 
 
 @on_ranks(2)
@@ -169,11 +148,11 @@ def _terminated(exits: bool) -> None:
     with applied("reentrant-train", settings=SETTINGS):
         if exits:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        trainee = Trainee(TinyModel())
-        trainee.train(1)
+        trainee = Trainee()
+        trainee.train()
         if dist.get_rank() == 1:
             trainee.fail("backward 1", 0, lambda stage: os.kill(os.getpid(), signal.SIGTERM))
-        trainee.train(1)
+        trainee.train()
 
 
 @pytest.mark.parametrize("exits", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -280,14 +259,14 @@ ROUND = [("before forward", 0), *IN_SECOND_STEP, ("backward 1", 0), ("after step
 def test_forty_failing_calls() -> None:
     assert 4 * len(ROUND) == 40
     with applied("reentrant-train", settings=SETTINGS):
-        trainee, sizes = Interrupted(), []  # after the first call of every stage, and 20 and 40 calls later
+        trainee, sizes = Trainee(), []  # after the first call of every stage, and 20 and 40 calls later
         for done in range(1 + 4):
             for stage, step in ROUND:
                 trainee.fail(stage, step)
             if done % 2 == 0:
                 sizes.append(held(trainee.model))
-        trainee.go_on("the last call")
-        trainee.assert_same_as_undisturbed()
+        trainee.train()
+        trainee.assert_as_undisturbed()
     warm, *later = sizes
     assert warm["hooks"] > 0 and warm["live bytes"] > 0
     assert later == [warm, warm]

@@ -20,7 +20,7 @@ import pytest
 from tests.frameworks.checkouts import Checkouts
 from tests.frameworks.packages import TENSORDICT, Packages
 from tests.lab.conformance import runs
-from tests.worlds.environment import without_ours
+from tests.worlds.program import without_ours
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(3600)]
 

@@ -21,7 +21,7 @@ from tests.frameworks.import_stubs import job_of
 from tests.frameworks.packages import VERL, Packages
 from tests.frameworks.rollouts import FINE, NO_SYNC, outcome
 from tests.ranks import on_ranks
-from tests.worlds.environment import without_ours
+from tests.worlds.program import without_ours
 
 pytestmark = pytest.mark.slow
 

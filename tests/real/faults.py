@@ -16,10 +16,10 @@ import torch
 from megatron.core.transformer import TransformerLayer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron_rl_patches.testing import TinyModel
+from tests.ranks import everywhere
 from tests.references import tiny_gpt
+from tests.worlds.model import World
 
-MICROBATCHES = 2
 Strike = Callable[[str], None]  # raises, and gets the stage
 
 # Before the update, a retry of the step gives what an undisturbed run gives. In the step the update is half
@@ -141,22 +141,8 @@ def counting_updates(optimizer: Any) -> Iterator[list[None]]:
         yield updates
 
 
-class Trainee:
-    """A model that is trained by several calls, each of which goes on after the steps done so far."""
-
-    def __init__(self, options: TinyModel) -> None:
-        self._options = options
-        self.model, self.optimizer = options.build()
-        self._data = tiny_gpt.data_iterators(options)
-        self.done = 0
-        self.losses: list[float] = []
-
-    def train(self, steps: int) -> None:
-        for iterator in self._data:
-            iterator._microbatch = self.done * MICROBATCHES
-        numbers = [MICROBATCHES] * steps
-        self.losses += tiny_gpt.train(self.model, self.optimizer, self._data, numbers, self._options)
-        self.done += steps
+class Trainee(World):
+    """A model that is trained by several calls, one of which may end with a fault."""
 
     def fail(self, stage: str, step: int, strike: Strike = raise_injected) -> BaseException:
         """Train into a fault, check that its exception comes out unchanged, and return it."""
@@ -182,8 +168,17 @@ class Trainee:
         return Checksums(
             tiny_gpt.checksum(self.model, no_optimizer),
             tiny_gpt.checksum([replicated], no_optimizer),
-            tiny_gpt.checksum(self.model, self.optimizer),
+            self.checksum(),
         )
+
+    def assert_as_undisturbed(self) -> None:
+        """Assert that losses, weights and optimizer are those of a run that nothing has disturbed."""
+        undisturbed = Trainee(self.options)
+        undisturbed.train(self.done)
+        assert self.losses.items() <= undisturbed.losses.items()
+        assert self.checksums() == undisturbed.checksums()
+        first, *others = everywhere((list(self.losses), self.checksums().params))
+        assert others == [first] * len(others)
 
     def release(self) -> None:
         """Cut the references that keep Megatron's model alive, and with it its process groups."""

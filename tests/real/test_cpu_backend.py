@@ -18,35 +18,9 @@ from torch.utils.checkpoint import DefaultDeviceType
 
 from megatron_rl_patches.testing import TinyModel, cpu_backend
 from megatron_rl_patches.testing.transformer_engine.optimizers import FusedAdam
-from tests.ranks import everywhere, on_ranks
+from tests.ranks import on_ranks
 
 STEPS = 4
-
-
-def trained(bf16: bool = False, overlap: bool = True) -> tuple[list[float], str, Any]:
-    """Return losses, checksum, and how often communication overlapped."""
-    from tests.references import tiny_gpt
-
-    options = TinyModel(overlap_grad_reduce=overlap, overlap_param_gather=overlap, bf16=bf16)
-    model, optimizer = options.build()
-    with tiny_gpt.counting_overlap() as counts:
-        losses = tiny_gpt.train(model, optimizer, tiny_gpt.data_iterators(options), [2] * STEPS, options)
-    assert all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 0.2
-    return losses, tiny_gpt.checksum(model, optimizer), counts
-
-
-@on_ranks(2)
-def test_two_ranks() -> None:
-    """Other layouts are in ``test_loss_func.py`` and ``test_models.py``."""
-    losses, _, counts = trained()
-    plain_losses, _, plain_counts = trained(overlap=False)
-    # Reductions of another bucketing add up in another order.
-    assert losses == pytest.approx(plain_losses, rel=1e-4)
-    assert not any(vars(plain_counts).values())
-    # The first step of a call runs without hooks, as upstream has it.
-    assert counts.param_gathers >= STEPS - 1
-    assert counts.grad_reduces + counts.scheduled_grad_reduces >= STEPS - 1
-    assert everywhere(losses) == [losses] * 2
 
 
 @on_ranks(2)
@@ -54,23 +28,19 @@ def test_models_of_one_layout_share_process_groups_and_all_train() -> None:
     """Each set of gloo groups starts fifty threads."""
     from megatron.core import parallel_state
 
-    from tests.references import tiny_gpt
+    from tests.worlds.model import World
 
     def groups() -> set[Any]:
         return {group for group in distributed_c10d._world.pg_map if group is not None}
 
-    options = TinyModel(tp=2)
-    built = [options.build()]
+    first = World(tp=2)
     of_first = groups()
-    built.append(options.build())
+    second = World(tp=2)
     assert groups() == of_first
-    first, second = (
-        tiny_gpt.train(model, optimizer, tiny_gpt.data_iterators(options), [2, 2], options)
-        for model, optimizer in built
-    )
-    assert first == second and first[1] < first[0]
+    losses = first.train(2)
+    assert second.train(2) == losses and losses[1] < losses[0]
     # Another layout has groups of its own, and so has what is initialized after somebody else's.
-    TinyModel(pp=2, vpp=2).build()
+    World(pp=2, vpp=2)
     assert groups() > of_first and parallel_state.get_pipeline_model_parallel_world_size() == 2
     parallel_state.set_virtual_pipeline_model_parallel_rank(1)
     TinyModel(pp=2, vpp=2).initialize()
@@ -86,14 +56,21 @@ def test_one_rank_agrees_bit_for_bit_with_and_without_overlap() -> None:
     """Megatron is imported before; the backend is entered, left, and entered again."""
     from torch._dynamo.eval_frame import _stance
 
-    for module in ("distributed", "models.gpt", "optimizer"):
-        importlib.import_module(f"megatron.core.{module}")
+    from tests.references import tiny_gpt
+    from tests.worlds.model import NO_OVERLAP, World
+
     for bf16 in (False, True):
-        with cpu_backend():
-            *result, counts = trained(bf16)
-        assert counts.param_gathers and counts.grad_reduces
-        with cpu_backend():
-            assert [*trained(bf16, overlap=False)[:2]] == result
+        results = []
+        for overlap in ({}, NO_OVERLAP):
+            with cpu_backend(), tiny_gpt.counting_overlap() as counts:
+                world = World(bf16=bf16, **overlap)
+                losses = world.train(STEPS)
+                results.append((losses, world.checksum()))
+            assert all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 0.2
+            assert any(vars(counts).values()) is not bool(overlap)
+            # The first step of a call runs without hooks, as upstream has it.
+            assert overlap or (counts.param_gathers >= STEPS - 1 and counts.grad_reduces >= STEPS - 1)
+        assert results[0] == results[1]
     assert _stance.stance == "default"
 
 
@@ -119,24 +96,6 @@ def test_gaps_of_megatron_are_filled_meanwhile(import_first: bool) -> None:
     assert importlib.import_module("megatron.core.optimizer").Adam is torch.optim.AdamW
 
 
-def in_bf16(**options: Any) -> tuple[list[Any], Any, Any]:
-    """Return a model, its optimizer with these options, and a function that trains on data of a seed."""
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    from tests.references import tiny_gpt
-
-    tiny = TinyModel(bf16=True, overlap_grad_reduce=False, overlap_param_gather=False)
-    model, _ = tiny.build()
-    types = {"bf16": True, "params_dtype": torch.bfloat16, "use_distributed_optimizer": True}
-    config = OptimizerConfig(optimizer="adam", lr=5e-3, **types, **options)
-    optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
-
-    def train(seed: int, steps: int) -> list[float]:
-        return tiny_gpt.train(model, optimizer, tiny_gpt.data_iterators(tiny, seed), [2] * steps, tiny)
-
-    return model, optimizer, train
-
-
 def main_parameters(optimizer: Any) -> torch.Tensor:
     [inner] = (one.optimizer for one in optimizer.chained_optimizers)
     main = getattr(inner, "param_to_fp32_param", {})
@@ -147,39 +106,35 @@ def main_parameters(optimizer: Any) -> torch.Tensor:
 @on_ranks(2, timeout=240)
 def test_adam_in_host_memory(tmp_path: Path) -> None:
     """It takes the steps of the ordinary one, with any share of the parameters, and continues from a file."""
-    from megatron.core import dist_checkpointing
+    from tests.worlds.model import NO_OVERLAP, World
 
-    from tests.real import checkpoints
+    def built(**adam: Any) -> World:
+        return World(bf16=True, adam=adam, **NO_OVERLAP)
 
-    _, optimizer, train = in_bf16()
-    losses, expected = train(0, 1), main_parameters(optimizer)
-    losses += train(1, 3)
+    ordinary = built()
+    ordinary.train()
+    expected = main_parameters(ordinary.optimizer)
+    ordinary.train(3)
     for share, overlap in ((0.0, False), (0.3, False), (0.3, True), (1.0, False), (1.0, True)):
         host = {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}
         host |= {"optimizer_offload_fraction": share, "overlap_cpu_optimizer_d2h_h2d": overlap}
-        model, optimizer, train = in_bf16(**host)
-        [inner] = (one.optimizer for one in optimizer.chained_optimizers)
+        world = built(**host)
+        [inner] = (one.optimizer for one in world.optimizer.chained_optimizers)
         assert (bool(inner.cpu_optimizers), bool(inner.gpu_optimizer)) == (share > 0, share < 1)
-        own = train(0, 1)
-        torch.testing.assert_close(main_parameters(optimizer), expected, rtol=1e-6, atol=1e-8)
-        folder, sharding = tmp_path / f"{share} {overlap}", checkpoints.sharding()
-        checkpoints.on_rank_0(folder.mkdir)
-        state = checkpoints._sharded(model, optimizer)
-        dist_checkpointing.save(state, str(folder), content_metadata=sharding)
+        world.train()
+        torch.testing.assert_close(main_parameters(world.optimizer), expected, rtol=1e-6, atol=1e-8)
+        folder = world.save(tmp_path / f"{share} {overlap}")
+        world.train(3)
         # Later gradients depend on how an unequal last bit rounds to bfloat16.
-        assert [*own, *train(1, 3)] == pytest.approx(losses, rel=1e-5)
-        continued = main_parameters(optimizer)
+        assert world.losses == pytest.approx(ordinary.losses, rel=1e-5)
         if share < 1:
             continue  # once loaded, Megatron sets the count of steps of Adam on the GPU back at each step
 
-        model, optimizer, train = in_bf16(**host)
-        state = checkpoints._sharded(model, None)
-        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=sharding)
-        state = dist_checkpointing.load(state, str(folder))
-        model[0].load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        train(1, 3)
-        assert torch.equal(main_parameters(optimizer), continued)
+        resumed = built(**host)
+        resumed.load(folder)
+        resumed.done = 1
+        resumed.train(3)
+        assert torch.equal(main_parameters(resumed.optimizer), main_parameters(world.optimizer))
 
 
 @on_ranks(2)

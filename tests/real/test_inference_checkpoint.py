@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import re
 import shutil
@@ -15,15 +16,23 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_rl_patches.common.chunks import unwrap
 from megatron_rl_patches.errors import CheckpointError, InferenceOnlyError, InvalidInputError
 from megatron_rl_patches.inference import TeacherPool, build_inference_model, load_inference_checkpoint
 from megatron_rl_patches.testing import TinyModel, tiny_model
 from tests.ranks import by_speed, everywhere, on_ranks
-from tests.real import checkpoints
-from tests.worlds.passes import fill_at_random
-from tests.worlds.scoring import scores_of
+from tests.worlds.model import (
+    World,
+    equal,
+    fill_at_random,
+    on_rank_0,
+    save,
+    scores_of,
+    scoring,
+    whole_weights,
+)
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[1, 2])
 
@@ -46,9 +55,37 @@ def _options(kind: str = "dense", config: Any = None, **sizes: Any) -> TinyModel
 
 def _saved(options: TinyModel, root: Path, iteration: int = ITERATION) -> tuple[Path, dict[str, Any]]:
     """Return the folder of a checkpoint of a trained model, and its weights."""
-    model, optimizer = checkpoints.trained(options)
-    folder = checkpoints.save_torch_dist(model, optimizer, root, iteration)
-    return folder, checkpoints.whole_weights(model)
+    world = World(options)
+    world.train(2)
+    return world.save(root, iteration), whole_weights(world.model)
+
+
+def _pieces(folder: Path, part_of_name: str) -> list[Any]:
+    """Return where entries with this in their name are; names of optimizer state end in those of weights."""
+    return [
+        piece
+        for index, piece in FileSystemReader(folder).read_metadata().storage_data.items()
+        if part_of_name in index.fqn and ("optimizer." in index.fqn) == ("optimizer." in part_of_name)
+    ]
+
+
+def overwrite(folder: Path, part_of_name: str, *, only_rank: int | None = None) -> int:
+    """Destroy every stored piece of such entries, or those that a rank has saved; return their bytes."""
+    pieces = _pieces(folder, part_of_name)
+    if only_rank is not None:
+        pieces = [piece for piece in pieces if int(piece.relative_path.split("_")[2]) == only_rank]
+    for piece in pieces:
+        with (folder / piece.relative_path).open("r+b") as file:
+            file.seek(piece.offset)
+            file.write(b"\xff" * piece.length)
+    return sum(piece.length for piece in pieces)
+
+
+def cut(folder: Path) -> None:
+    """Truncate the first file within the last stored piece of a layer."""
+    file = min(folder.glob("*.distcp"))
+    pieces = [each for each in _pieces(folder, "decoder.") if each.relative_path == file.name]
+    os.truncate(file, max(piece.offset + piece.length for piece in pieces) - 1)
 
 
 @pytest.mark.parametrize("case", by_speed(CASES, fast=("TP 2, bf16",), nightly=("PP 2, VPP 2",)))
@@ -56,15 +93,15 @@ def _saved(options: TinyModel, root: Path, iteration: int = ITERATION) -> tuple[
 def test_any_layout_loads_bit_for_bit_without_the_optimizer(case: str, tmp_path: Path) -> None:
     sizes, common, layouts = CASES[case]
     folder, reference = _saved(_options(**common, **sizes), tmp_path)
-    overwritten = checkpoints.on_rank_0(checkpoints.overwrite, folder, "optimizer.")
+    overwritten = on_rank_0(overwrite, folder, "optimizer.")
     assert overwritten != 0, "there was optimizer state, and loading does without it"
     for layout in layouts:
-        chunks = checkpoints.scoring(_options(**common, **layout))
-        assert not checkpoints.equal(checkpoints.whole_weights(chunks), reference)
+        chunks = scoring(_options(**common, **layout))
+        assert not equal(whole_weights(chunks), reference)
         addresses = [parameter.data_ptr() for chunk in chunks for parameter in chunk.parameters()]
         generators = random.getstate(), torch.get_rng_state()
         assert load_inference_checkpoint(chunks, tmp_path) == ITERATION
-        assert checkpoints.equal(checkpoints.whole_weights(chunks), reference)
+        assert equal(whole_weights(chunks), reference)
         assert addresses == [p.data_ptr() for chunk in chunks for p in chunk.parameters()]
         assert not any(p.requires_grad for chunk in chunks for p in chunk.parameters())
         assert not any(module.training for chunk in chunks for module in chunk.modules())
@@ -76,11 +113,10 @@ def test_any_layout_loads_bit_for_bit_without_the_optimizer(case: str, tmp_path:
 
 
 def _load_another_dtype_and_a_padded_vocabulary(path: Path, saved: dict[str, torch.Tensor]) -> None:
-    wide = checkpoints.scoring(_options(**PP))
+    wide = scoring(_options(**PP))
     load_inference_checkpoint(wide, path)
-    as_float32 = {name: tensor.float() for name, tensor in saved.items()}
-    assert checkpoints.equal(checkpoints.whole_weights(wide), as_float32)
-    padded = checkpoints.scoring(_options(bf16=True, vocab_size=40))
+    assert equal(whole_weights(wide), {name: tensor.float() for name, tensor in saved.items()})
+    padded = scoring(_options(bf16=True, vocab_size=40))
     load_inference_checkpoint(padded, path)
     weight = padded[0].module.embedding.word_embeddings.weight
     assert torch.equal(weight[:32], saved["embedding.word_embeddings.weight"])
@@ -90,23 +126,21 @@ def _load_another_dtype_and_a_padded_vocabulary(path: Path, saved: dict[str, tor
 # What is done to the folder of an iteration -> what the error says. Tests of one rank have hostile files.
 DAMAGES: dict[Callable[[Path], object], str] = {
     lambda folder: (folder / ".metadata").unlink(): ".metadata is missing",
-    lambda folder: checkpoints.cut(
-        min(folder.glob("*.distcp")), "decoder."
-    ): r"__0_0.distcp is corrupt or truncated",
+    cut: r"__0_0.distcp is corrupt or truncated",
     # What rank 1 alone reads.
-    lambda folder: checkpoints.overwrite(folder, "linear_proj.weight", only_rank=1): (
+    partial(overwrite, part_of_name="linear_proj.weight", only_rank=1): (
         r"cannot load .*__1_\d\.distcp is corrupt"
     ),
 }
 
 
 def refused(expected: str, path: Path, chunks: list[Any], *, alike: bool = True, **options: Any) -> None:
-    before = checkpoints.whole_weights(chunks)
+    before = whole_weights(chunks)
     with pytest.raises(CheckpointError) as raised:
         load_inference_checkpoint(chunks, path, **options)
     text = str(raised.value)
     assert re.search(expected, text, re.DOTALL), (expected, text)
-    assert checkpoints.equal(before, checkpoints.whole_weights(chunks)), f"{text}: the weights have changed"
+    assert equal(before, whole_weights(chunks)), f"{text}: the weights have changed"
     assert text.endswith("Nothing was loaded; the weights are as before.")
     first, second = everywhere(text)
     assert (first == second) == alike
@@ -118,22 +152,20 @@ def test_what_is_broken_says_so_on_every_rank_and_leaves_the_weights(tmp_path: P
     healthy = tmp_path / "healthy"
     _saved(_options(**TP), healthy, EARLIER)
     folder, trained = _saved(_options(**TP), healthy)
-    chunks = checkpoints.scoring(_options(**TP))
+    chunks = scoring(_options(**TP))
     damages = dict(DAMAGES)
     if (folder / "common.pt").exists():  # megatron-core 0.19 keeps the common state elsewhere
         damages[lambda folder: (folder / "common.pt").unlink()] = "common.pt is missing"
     for number, (damage, expected) in enumerate(damages.items()):
         broken = tmp_path / str(number)
-        checkpoints.on_rank_0(shutil.copytree, healthy, broken)
-        checkpoints.on_rank_0(damage, broken / folder.name)
+        on_rank_0(shutil.copytree, healthy, broken)
+        on_rank_0(damage, broken / folder.name)
         refused(expected, broken, chunks)
 
     # Refused before any collective: the other rank is not there.
     if dist.get_rank() == 0:
-        for wrong, text in (
-            ([], "model has no chunks"),
-            ([*chunks, torch.nn.Linear(2, 2, device="meta")], "chunk 1: weight is on the meta device"),
-        ):
+        on_meta = [*chunks, torch.nn.Linear(2, 2, device="meta")]
+        for wrong, text in (([], "model has no chunks"), (on_meta, "chunk 1: weight is on the meta device")):
             with pytest.raises(InvalidInputError, match=text):
                 load_inference_checkpoint(wrong, healthy)
 
@@ -144,23 +176,25 @@ def test_what_is_broken_says_so_on_every_rank_and_leaves_the_weights(tmp_path: P
     refused("rank 1: .*nowhere: no such folder", nowhere, chunks, alike=False)
     # After all those errors the ranks are still in step.
     assert load_inference_checkpoint(chunks, healthy) == ITERATION
-    assert checkpoints.equal(checkpoints.whole_weights(chunks), trained)
+    assert equal(whole_weights(chunks), trained)
 
     unbiased, wider = {"add_bias_linear": False}, {"vocab_size": 40}
-    without_bias = checkpoints.scoring(_options(**PP, config=unbiased))
-    refused(r"every rank: .*unexpected in the checkpoint \(4\): decoder\.layers\.", healthy, without_bias)
     _saved(_options(**TP, config=unbiased), tmp_path / "unbiased", 1)
     missing = r"every rank: .*tensors missing in the checkpoint \(4\): decoder\.layers\.mlp\.linear_"
-    refused(missing, tmp_path / "unbiased", checkpoints.scoring(_options(**PP)))
-    uncovered = checkpoints.scoring(_options(**TP))
+    refused(missing, tmp_path / "unbiased", scoring(_options(**PP)))
+    uncovered = scoring(_options(**TP))
     uncovered[0].decoder.layers[0].mlp.extra = torch.nn.Parameter(torch.ones(2))
     refused(r"missing in the checkpoint \(1\): decoder\.layers\.0\.mlp\.extra", healthy, uncovered)
-    padded = checkpoints.scoring(_options(**TP, **wider))
-    refused(r"shape \(2\): embedding\..*weight is \[32, 32\] .* \[40, 32\]", healthy, padded, exact=True)
-    other_dtype = r"of another dtype .* is torch.float32 in the checkpoint and torch.bfloat16 in"
-    refused(other_dtype, healthy, checkpoints.scoring(_options(**TP, **wider, bf16=True)), exact=True)
-    wide = checkpoints.scoring(_options(**TP, vocab_size=32 + 2048))
-    refused(r"of another shape \(2\): embedding\..*weight is \[32, 32\] in", healthy, wide)
+    for expected, options in (
+        (r"every rank: .*unexpected in the checkpoint \(4\): decoder\.layers\.", {**PP, "config": unbiased}),
+        (r"of another shape \(2\): embedding\..*weight is \[32, 32\] in", {**TP, "vocab_size": 32 + 2048}),
+    ):
+        refused(expected, healthy, scoring(_options(**options)))
+    for expected, options in (
+        (r"shape \(2\): embedding\..*weight is \[32, 32\] .* \[40, 32\]", {}),
+        (r"of another dtype .* is torch.float32 in the checkpoint and torch.bfloat16 in", {"bf16": True}),
+    ):
+        refused(expected, healthy, scoring(_options(**TP, **wider, **options)), exact=True)
 
 
 @pytest.mark.slow
@@ -172,12 +206,12 @@ def test_layers_of_multi_token_prediction_are_loaded_on_demand(tmp_path: Path) -
     handler = mock.Mock(level=logging.INFO, handle=lambda record: messages.append(record.getMessage()))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    tiny = tiny_model("mtp")
-    policy, optimizer = tiny.build()
-    expected = scores_of(policy)
+    policy = World(kind="mtp")
+    tiny, [chunk] = policy.options, policy.model
+    expected = policy.scores()
     # As before it was scored: it goes on training.
-    assert unwrap(policy[0]).config.mtp_num_layers == 1 and unwrap(policy[0]).mtp_process
-    checkpoints.save_torch_dist(policy, optimizer, tmp_path, 3)
+    assert unwrap(chunk).config.mtp_num_layers == 1 and unwrap(chunk).mtp_process
+    policy.save(tmp_path)
     for with_mtp in (False, True):
         teacher: Any = build_inference_model(
             tiny.provider, tiny.transformer_config(), dtype="fp32", with_mtp=with_mtp
@@ -215,11 +249,11 @@ def test_a_head_of_another_kind_is_no_padding_and_can_be_left_out(tmp_path: Path
     """With pipeline stages, the rank that has the head has no embeddings to compare it with."""
     models: dict[str, Callable[[], Any]] = {}
     for name, tiny in {"untied": _options(**PP), "tied": _options(tied=True)}.items():
-        models |= {name: partial(checkpoints.scoring, tiny), f"critic, {name}": partial(_critic, tiny)}
+        models |= {name: partial(scoring, tiny), f"critic, {name}": partial(_critic, tiny)}
     stored = {}
     for name, build in models.items():
-        checkpoints.save_torch_dist(chunks := build(), None, tmp_path / name, ITERATION)
-        stored[name] = checkpoints.whole_weights(chunks)
+        save(chunks := build(), tmp_path / name, ITERATION)
+        stored[name] = whole_weights(chunks)
     for source, target, reason in (
         ("untied", "critic, untied", r"another kind \(1\): output_layer.weight has 32 rows in .* and 1 in"),
         ("critic, untied", "untied", "output_layer.weight has 1 rows in the checkpoint and 32 in the model"),
@@ -228,12 +262,12 @@ def test_a_head_of_another_kind_is_no_padding_and_can_be_left_out(tmp_path: Path
     ):
         chunks = models[target]()
         refused(f"every rank: .*{reason}.*pass with_output_head=False", tmp_path / source, chunks)
-        before = checkpoints.whole_weights(chunks)
+        before = whole_weights(chunks)
         assert load_inference_checkpoint(chunks, tmp_path / source, with_output_head=False) == ITERATION
-        after = checkpoints.whole_weights(chunks)
+        after = whole_weights(chunks)
         head = "output_layer.weight"
         expected = {name: stored[source].get(name) for name in after if name != head}
-        assert checkpoints.equal({name: after[name] for name in expected}, expected)
+        assert equal({name: after[name] for name in expected}, expected)
         # The last stage of a tied model has a copy of the embeddings under the name of a head.
         own = stored[source]["embedding.word_embeddings.weight"] if target == "tied" else before.get(head)
         assert head not in after or torch.equal(after[head], own)
@@ -243,15 +277,13 @@ def test_a_head_of_another_kind_is_no_padding_and_can_be_left_out(tmp_path: Path
 @on_ranks(1)
 def test_weights_that_an_optimizer_would_put_back_are_not_loaded(tmp_path: Path) -> None:
     for sharded in (True, False):
-        tiny = _options(bf16=True, use_distributed_optimizer=sharded, overlap_param_gather=False)
-        model, _ = tiny.build()
+        world = World(_options(bf16=True, use_distributed_optimizer=sharded, overlap_param_gather=False))
         if sharded:
-            checkpoints.save_torch_dist(model, None, tmp_path, ITERATION)
+            save(world.model, tmp_path, ITERATION)
         with pytest.raises(CheckpointError, match=r"has a main par.*optimizer\.reload_model_params\(\)"):
-            load_inference_checkpoint(model, tmp_path)
-        unwrap(model[0]).requires_grad_(False)
+            load_inference_checkpoint(world.model, tmp_path)
+        unwrap(world.model[0]).requires_grad_(False)
         with pytest.raises(InferenceOnlyError, match="has a main parameter: a pool overwrites"):
-            TeacherPool(model)
+            TeacherPool(world.model)
     # The optimizer updates the weights themselves.
-    model, _ = _options().build()
-    assert load_inference_checkpoint(model, tmp_path) == ITERATION
+    assert load_inference_checkpoint(World(_options()).model, tmp_path) == ITERATION

@@ -32,12 +32,11 @@ from megatron_rl_patches.inference.memory.estimate import OptimizerSettings
 from megatron_rl_patches.inference.models.model import freeze
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import by_speed, everywhere, on_ranks
-from tests.real import checkpoints, matrix
+from tests.real import matrix
 from tests.references import memory_cases, tiny_gpt
 from tests.references.live_bytes import reachable_bytes
 from tests.references.memory_cases import EXPERTS, TIED, Case
-from tests.worlds.passes import fill_at_random
-from tests.worlds.scoring import scores_of
+from tests.worlds.model import fill_at_random, save, scores_of
 
 TEACHERS = ("a", "b", "c")
 
@@ -55,9 +54,9 @@ def test_pooled_teachers_score_as_they_do_alone(tmp_path: Path) -> None:
     expected, states = {}, {}
     for seed, name in enumerate(TEACHERS):
         fill_at_random(alone, seed)
-        expected[name] = scores_of(alone), _bits(alone)
+        expected[name] = [*scores_of(alone), *_bits(alone)]
         states[name] = [copy.deepcopy(chunk.module.state_dict()) for chunk in alone]
-    checkpoints.save_torch_dist(alone, None, tmp_path, 3)
+    save(alone, tmp_path)
 
     bytes_without = reachable_bytes()
     pool: Any = TeacherPool(tiny_gpt.inference_model(options))
@@ -80,8 +79,7 @@ def test_pooled_teachers_score_as_they_do_alone(tmp_path: Path) -> None:
 
     for name in (*TEACHERS, "b", "a"):
         with pool.use(name) as model:
-            assert all(map(torch.equal, scores_of(model), expected[name][0]))
-            assert all(map(torch.equal, _bits(model), expected[name][1]))
+            assert all(map(torch.equal, [*scores_of(model), *_bits(model)], expected[name]))
     before = reachable_bytes()
     heads = {name: pool.head(name) for name in TEACHERS}
     assert reachable_bytes() - before == pool.head_bytes
@@ -103,8 +101,8 @@ def test_pooled_teachers_score_as_they_do_alone(tmp_path: Path) -> None:
     load_inference_checkpoint(pool.model, tmp_path)
     assert pool.resident is None, "weights that a loader brought were taken for a teacher's"
     with pool.use("a") as model:
-        assert all(map(torch.equal, _bits(model), expected["a"][1]))
-    assert all(map(torch.equal, _bits(pool.model), expected["c"][1]))
+        assert all(map(torch.equal, [*scores_of(model), *_bits(model)], expected["a"]))
+    assert all(map(torch.equal, [*scores_of(pool.model), *_bits(pool.model)], expected["c"]))
 
 
 @pytest.mark.parametrize("kind", by_speed(("dense", "moe", "mla", "mtp", "hybrid"), fast=("dense",)))
@@ -205,19 +203,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 @on_ranks(2)
 def test_a_rank_has_as_many_parameters_as_estimated() -> None:
     """As Megatron-LM builds a model."""
-    TinyModel(seed=1).initialize()
     for name, shape in SHAPES.items():
         config = TransformerConfig(**MOE, **shape, pipeline_dtype=torch.float32)
         stages = config.virtual_pipeline_model_parallel_size
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            config.tensor_model_parallel_size,
-            config.pipeline_model_parallel_size,
-            stages,
-            expert_model_parallel_size=config.expert_model_parallel_size,
-            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
-            create_gloo_process_groups=False,
-        )
+        sizes = {"tp": config.tensor_model_parallel_size, "ep": config.expert_model_parallel_size}
+        sizes |= {"pp": config.pipeline_model_parallel_size, "vpp": stages}
+        TinyModel(**sizes, expert_tp=config.expert_tensor_parallel_size).initialize()
         count = sum(_parameters_of(config, stage) for stage in (range(stages) if stages else [None]))
         estimate = estimate_memory(config, vocab_size=1024) if dist.get_rank() == 0 else None
         stage = everywhere(estimate)[0].stages[parallel_state.get_pipeline_model_parallel_rank()]

@@ -5,6 +5,7 @@ What else can go wrong in a run is in ``tests/faults``; what is restored, in ``t
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -12,20 +13,21 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megatron_rl_patches import Settings, applied
+from megatron_rl_patches import applied
 from megatron_rl_patches.reentry import reentrant_train
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
 from tests.real import faults
 from tests.real.faults import PLACES, STAGES, Checksums, Injected, Trainee
+from tests.real.test_reentry import SETTINGS
 from tests.references import tiny_gpt
+from tests.worlds.model import NO_OVERLAP
 
 STEPS = 4
-SETTINGS = Settings(train_functions=("tests.references.tiny_gpt:train",))
-OVERLAPS = {
-    "no overlap": {"overlap_grad_reduce": False, "overlap_param_gather": False},
-    "grad reduce": {"overlap_grad_reduce": True, "overlap_param_gather": False},
-    "both": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+OVERLAPS: dict[str, dict[str, Any]] = {
+    "no overlap": NO_OVERLAP,
+    "grad reduce": {"overlap_param_gather": False},
+    "both": {},
 }
 
 # Stages of the first and the second rank. Of a pipeline, those where neither waits for the other, nor is a
@@ -53,12 +55,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[tuple[str, str]], str | None]] = {
 
 def run(
     options: TinyModel, stage: str, place: tuple[int, int], strike: faults.Strike = faults.raise_injected
-) -> tuple[list[float], Checksums, Checksums]:
+) -> tuple[float, Checksums, Checksums]:
     """Train :data:`STEPS` steps, with one fault on the way unless ``stage`` is empty.
 
-    Return the losses, and checksums at the call after the fault and at the end.
+    Return the last loss, and checksums at the call after the fault and at the end.
     """
-    trainee, before_steps = Trainee(options), []
+    trainee, before_steps = Trainee(options), list[Checksums]()
     done, failing_step = place
     if done:
         trainee.train(done)
@@ -72,7 +74,7 @@ def run(
 
     with mock.patch.object(tiny_gpt, "train_step", train_step):
         trainee.train(STEPS - trainee.done)
-    return trainee.losses, before_steps[0], trainee.checksums()
+    return trainee.losses[STEPS - 1], before_steps[0], trainee.checksums()
 
 
 @pytest.mark.parametrize(
@@ -94,17 +96,17 @@ def test_stages_on_all_ranks(layout: str, overlap: str, only: list[tuple[str, st
     sizes, stages, shared = LAYOUTS[layout]
     options = TinyModel(**sizes, **OVERLAPS[overlap])
     with applied("reentrant-train", settings=SETTINGS):
-        expected_losses, _, expected = run(options, "", (0, 0))
+        expected_loss, _, expected = run(options, "", (0, 0))
         for of_ranks, place in product(only or stages, PLACES):
             # Ctrl-C passes `except Exception`, which the other does not.
             strike = faults.interrupt if place == "later step" else faults.raise_injected
-            losses, at_reentry, end = run(options, of_ranks[dist.get_rank()], PLACES[place], strike)
+            loss, at_reentry, end = run(options, of_ranks[dist.get_rank()], PLACES[place], strike)
             if shared is not None:
                 for checksums in (at_reentry, end):
                     first, second = everywhere(getattr(checksums, shared))
                     assert first == second, f"{of_ranks}, {place}: parameters differ across ranks"
             if "in step" not in of_ranks:
-                assert losses[-1] == expected_losses[-1], (of_ranks, place)
+                assert loss == expected_loss, (of_ranks, place)
                 assert end == expected, (of_ranks, place)
 
 
@@ -118,9 +120,7 @@ def test_one_rank_alone_may_retry_while_no_collective_is_under_way(overlap: str)
         undisturbed = run(options, "", (1, 0))
         for stage, step in (
             ("before forward", 0),
-            ("before forward", 1),
-            ("forward 1", 1),
-            ("after step", 1),
+            *product(("before forward", "forward 1", "after step"), [1]),
         ):
             assert run(options, stage if dist.get_rank() else "", (1, step))[-1] == undisturbed[-1], stage
 
@@ -128,26 +128,19 @@ def test_one_rank_alone_may_retry_while_no_collective_is_under_way(overlap: str)
 @on_ranks(2)
 def test_one_rank_that_raises_after_its_last_collective_is_agreed_upon() -> None:
     with applied("reentrant-train"):
-        trainee = Trainee(TinyModel())
+        trainee = Trainee()
         for raising in (False, True, False):
-            try:
-                with reentrant_train(trainee.model, optimizer=trainee.optimizer):
-                    trainee.train(2)
-                    if raising and dist.get_rank() == 1:
-                        raise Injected
-            except Injected:
-                pass
-        uninterrupted = Trainee(TinyModel())
-        uninterrupted.train(6)
-    first, second = everywhere(trainee.checksums().params)
-    assert first == second
-    assert trainee.checksums() == uninterrupted.checksums()
+            with suppress(Injected), reentrant_train(trainee.model, optimizer=trainee.optimizer):
+                trainee.train(2)
+                if raising and dist.get_rank() == 1:
+                    raise Injected
+        trainee.assert_as_undisturbed()
 
 
 @on_ranks(1)
 def test_a_gradient_that_was_on_its_way_to_the_buffer_is_dropped() -> None:
     """Memory ran out while it was added; the next backward pass would add its own to it."""
-    trainee = Trainee(TinyModel())
+    trainee = Trainee()
     first_parameter = next(trainee.model[0].parameters())
     full = mock.Mock(**{"add_.side_effect": MemoryError})
     with (

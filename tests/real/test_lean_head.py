@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.losses import PolicyOptions, output_layer, vocab_parallel_log_probs
@@ -22,16 +22,16 @@ from megatron_rl_patches.losses.vocab import deferred
 from megatron_rl_patches.testing import tiny_models
 from megatron_rl_patches.testing.transformer_engine import attention
 from tests.ranks import by_speed, everywhere, on_ranks
-from tests.real import matrix
 from tests.real.test_loss_func import Case, train_step
 from tests.references import tiny_gpt
 from tests.unit.losses.vocab.sizes import Sizes
+from tests.worlds.model import NOT_DISTRIBUTED, RECOMPUTE, World
 
 pytestmark = pytest.mark.runs("lean-head", ranks=[1, 2])
 
 
 class Layout(NamedTuple):
-    """``flags`` are options of :func:`matrix.tiny`.
+    """``flags`` are options of :func:`World`.
 
     ``fused``: the weight's gradient goes into ``main_grad``, as with ``gradient_accumulation_fusion``. The
     layer's own way needs a CUDA kernel for that, so in the run without the patch it goes into ``grad``.
@@ -44,7 +44,6 @@ class Layout(NamedTuple):
     allgather_cp: bool = False
 
 
-RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SEQUENCE_PARALLEL = {"tp": 2, "sequence_parallel": True}
 #: Beside those of ``test_models.py``.
 LAYOUTS = {
@@ -57,11 +56,9 @@ LAYOUTS = {
     "TP 2, sequence parallel": Layout(2, SEQUENCE_PARALLEL),
     "TP 2, sequence parallel, tied, bf16": Layout(2, {**SEQUENCE_PARALLEL, "tied": True, "bf16": True}),
     "PP 2, deallocated outputs": Layout(2, {"pp": 2, "config": {"deallocate_pipeline_outputs": True}}),
-    "PP 2, tied": Layout(
-        2, {"pp": 2, "tied": True, "use_distributed_optimizer": False, "overlap_param_gather": False}
-    ),
+    "PP 2, tied": Layout(2, {"pp": 2, "tied": True, **NOT_DISTRIBUTED}),
     "CP 2, all-gather": Layout(2, {"cp": 2}, allgather_cp=True),
-    "1 rank, recomputed": Layout(1, {"config": RECOMPUTED}),
+    "1 rank, recomputed": Layout(1, {"config": RECOMPUTE}),
 }
 CASES = {
     "PPO": Case(PolicyOptions(), True),
@@ -87,12 +84,12 @@ def _train(layout: Layout, case: Case, lean: bool, tile_bytes: int = 256) -> Out
         mock.patch.object(deferred, "_warn", wraps=deferred._warn) as made,
         tiny_gpt.counting_overlap() as overlap,
     ):
-        flags = {**layout.flags}
-        config = {"calculate_per_token_loss": case.calculate_per_token_loss, **flags.pop("config", {})}
+        config = {"calculate_per_token_loss": case.calculate_per_token_loss, **layout.flags.get("config", {})}
         lengths = {"vocab_size": tiny_gpt.VOCABULARY, "seq_length": tiny_gpt.SEQUENCE}
-        model, optimizer = matrix.tiny(**lengths, config=config, **flags).build()
+        world = World(**{**layout.flags, **lengths, "config": config})
+        model = world.model
         no_sync = [chunk.no_sync for chunk in model]
-        get_model_config(model[0]).no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        world.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         if layout.fused and lean:
             get_attr_wrapped_model(model[0], "output_layer").gradient_accumulation_fusion = True
         reports, _ = train_step(case, model)
@@ -102,7 +99,7 @@ def _train(layout: Layout, case: Case, lean: bool, tile_bytes: int = 256) -> Out
             for name, parameter in chunk.named_parameters()
             if parameter.requires_grad
         }
-        optimizer.step()
+        world.optimizer.step()
         reports += train_step(case, model)[0]
         losses = [float(report["loss"][0]) for report in reports]
         return Outcome(losses, gradients, deferrals.call_count, made.call_count, overlap.param_gathers)
@@ -157,7 +154,7 @@ def check_gradients(name: str, layout: Layout, cases: dict[str, Case]) -> None:
 def test_an_output_layer_with_float32_logits_of_bfloat16_weights() -> None:
     """As megatron-core 0.19 builds it for ``GPTModel(logit_dtype=torch.float32)``."""
     with applied("lean-head", settings=Settings(lean_head_tile_bytes=4096)):
-        model, _ = matrix.tiny(**SEQUENCE_PARALLEL, bf16=True).build()
+        model = World(**SEQUENCE_PARALLEL, bf16=True).model
         layer = get_attr_wrapped_model(model[0], "output_layer")
         layer.output_dtype = torch.float32
         inputs: list[torch.Tensor] = []
@@ -207,7 +204,7 @@ def test_a_subclass_that_selects_rows_before_the_output_layer(sequence_parallel:
 
     def trained(lean: bool) -> list[torch.Tensor]:
         with applied("lean-head", settings=Settings(lean_head_tile_bytes=256)) if lean else nullcontext():
-            model, _ = matrix.tiny(tp=2, sequence_parallel=sequence_parallel).build()
+            model = World(tp=2, sequence_parallel=sequence_parallel).model
             get_attr_wrapped_model(model[0], "output_layer", return_model_obj=True).__class__ = RowsOfTheLoss
             positions = torch.arange(tiny_gpt.SEQUENCE)[None]
             logits = model[0](tokens, positions, None, loss_mask=counted)[0]

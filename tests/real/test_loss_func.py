@@ -26,16 +26,16 @@ from megatron_rl_patches.losses import (
     make_loss_func,
     mean_count,
 )
-from megatron_rl_patches.testing import TinyModel
 from tests.ranks import by_speed, everywhere, on_ranks
 from tests.references import tiny_gpt
 from tests.unit.losses.objectives.test_policy import LIMIT, transcribed
-from tests.worlds.scoring import by_global_name
+from tests.worlds.model import NO_OVERLAP, World, by_global_name
 
 pytestmark = pytest.mark.runs("losses", ranks=[1, 2])
 
 MICROBATCHES, TEMPERATURE = 4, 0.8
 
+#: Numbers of ranks, and options of the model.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank": (1, {}),
     "PP 2, VPP 2": (2, {"pp": 2, "vpp": 2}),
@@ -43,6 +43,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "CP 2": (2, {"cp": 2}),
     "DP 2, CP 2": (4, {"cp": 2}),
 }
+GSPO: dict[str, Any] = {"objective": "gspo", "clip_low": 0.05, "clip_high": 0.05, "normalization": "sequence"}
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,7 @@ CASES = {
     "DAPO, entropy bonus": Case(PolicyOptions(clip_high=0.3, entropy_coef=0.1), True, recompute=True),
     "DAPO, averaged by Megatron": Case(PolicyOptions(dual_clip=1.1), False, inplace_backward=True),
     "GSPO, averaged by Megatron": Case(
-        PolicyOptions(
-            objective="gspo", clip_low=0.05, clip_high=0.05, normalization="sequence", entropy_coef=0.1
-        ),
-        False,
-        recompute=True,
-        inplace_backward=True,
+        PolicyOptions(**GSPO, entropy_coef=0.1), False, recompute=True, inplace_backward=True
     ),
     "CISPO, constant length": Case(
         PolicyOptions(objective="cispo", normalization="constant", constant_length=LIMIT), True
@@ -116,24 +112,18 @@ def microbatch(number: int, packed: bool) -> Microbatch:
 
 
 def loss_func_of(data: Microbatch, case: Case, normalizer: float | None) -> Any:
-    cp_size = parallel_state.get_context_parallel_world_size()
-    rows, columns = data.rows_bs.shape
-    if case.packed:
-        own = columns // (cp_size if case.allgather_cp else 1)
-        shape: dict[str, Any] = {"qkv_format": "thd", "num_rows": own}
-    else:
-        shape = {"qkv_format": "bshd", "max_seq_lens": [columns] * rows}
-    layout = SequenceLayout.build(
-        data.lengths,
-        data.response_lengths,
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        cp_size=cp_size,
-        allgather_cp=case.allgather_cp,
-        **shape,
+    cp_rank, cp_size = (
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_context_parallel_world_size(),
     )
+    rows, columns = data.rows_bs.shape
+    shape: dict[str, Any] = {"qkv_format": "bshd", "max_seq_lens": [columns] * rows}
+    if case.packed:
+        shape = {"qkv_format": "thd", "num_rows": columns // (cp_size if case.allgather_cp else 1)}
+    sizes = {"cp_rank": cp_rank, "cp_size": cp_size, "allgather_cp": case.allgather_cp}
     return make_loss_func(
         data.tokens,
-        layout,
+        SequenceLayout.build(data.lengths, data.response_lengths, **sizes, **shape),
         data.batch,
         case.options,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
@@ -173,8 +163,7 @@ def causal_mask() -> torch.Tensor:
 
 def weights_and_gradients(model: list[Any]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Of all stages of the pipeline, under the names that they have in a model of one stage."""
-    named = [named for chunk in model for named in by_global_name(chunk)]
-    mine = {name: (parameter.detach().clone(), parameter.main_grad.clone()) for name, parameter in named}
+    mine = {name: (p.detach().clone(), p.main_grad.clone()) for name, p in by_global_name(model)}
     stages = everywhere(mine, parallel_state.get_pipeline_model_parallel_group())
     return {name: tensors for stage in stages for name, tensors in stage.items()}
 
@@ -210,20 +199,15 @@ def test_gradients_are_those_of_one_dense_batch(layout: str) -> None:
 
 
 def _compare(sizes: dict[str, Any], name: str, case: Case) -> None:
-    flags: dict[str, Any] = {
-        "overlap_grad_reduce": False,
-        "overlap_param_gather": False,
-        "use_distributed_optimizer": False,  # leaves whole gradients on every rank
-        "config": {"calculate_per_token_loss": case.calculate_per_token_loss},
-    }
-    tiny = TinyModel(**sizes, **flags)
-    model, _ = tiny.build()
-    reports, replicas = train_step(case, model)
+    # The optimizer leaves whole gradients on every rank.
+    flags: dict[str, Any] = {"config": {"calculate_per_token_loss": case.calculate_per_token_loss}}
+    flags |= {**NO_OVERLAP, "use_distributed_optimizer": False}
+    world = World(**sizes, **flags)
+    reports, replicas = train_step(case, world.model)
     averages = average_metrics(reports, parallel_state.get_data_parallel_group(with_context_parallel=True))
-    trained = weights_and_gradients(model)
+    trained = weights_and_gradients(world.model)
 
-    (whole,), _ = TinyModel(tp=tiny.tp, **flags).build()
-    gpt = whole.module
+    gpt = World(tp=world.options.tp, **flags).model[0].module
     for parameter_name, parameter in gpt.named_parameters():
         parameter.data.copy_(trained[parameter_name][0])
     dense_loss, dense = dense_gradients(case, gpt, MICROBATCHES * replicas)

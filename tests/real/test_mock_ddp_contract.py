@@ -73,15 +73,16 @@ SCRIPTS = {
     "no_sync_left_open": "STEP enter_no_sync forward backward finish_grad_sync zero_grad_buffer",
     **GUARDED,
 }
-# Kind of case -> overlap_grad_reduce, overlap_param_gather and use_distributed_optimizer.
-KINDS = {
-    "overlapped": (True, True, True),
-    "plain": (False, False, True),
-    "gather_only": (False, True, True),
-    "reduce_only": (True, False, True),
-    "no_optimizer": (True, False, False),
-    "experts": (True, True, True),
-    "patched": (True, True, True),  # ``reentrant-train`` is applied
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
+# Options of DDP for each kind of case.
+KINDS: dict[str, dict[str, bool]] = {
+    "overlapped": OVERLAPPED,
+    "plain": {"use_distributed_optimizer": True},
+    "gather_only": {**OVERLAPPED, "overlap_grad_reduce": False},
+    "reduce_only": {**OVERLAPPED, "overlap_param_gather": False},
+    "no_optimizer": {"overlap_grad_reduce": True},
+    "experts": OVERLAPPED,
+    "patched": OVERLAPPED,  # ``reentrant-train`` is applied
 }
 # Scripts in which a call fails, on either class, and of these the ones that the patch does not concern.
 OUTSTANDING = "Should not have multiple communication calls outstanding at once"
@@ -99,8 +100,15 @@ FAILING: dict[str, tuple[str, object]] = {
 }
 
 
-def _config() -> TransformerConfig:
-    return TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
+def wrapped(ddp_class: Any, module: torch.nn.Module, **options: bool) -> tuple[Any, Any]:
+    """Return the module in either class with one bucket for each parameter, and its optimizer."""
+    config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
+    ddp = ddp_class(config, DistributedDataParallelConfig(bucket_size=1, **options), module)
+    if ddp_class is MockDDP:
+        return ddp, MockOptimizer([ddp])
+    distributed = {"use_distributed_optimizer": options.get("use_distributed_optimizer", False)}
+    optimizer = OptimizerConfig(optimizer="adam", lr=0.1, clip_grad=1.0, **distributed)
+    return ddp, get_megatron_optimizer(optimizer, [ddp])
 
 
 class Run:
@@ -204,10 +212,7 @@ class Run:
 def _run(ddp_class: Any, kind: str, script: str) -> list[tuple[str, object, State]]:
     module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
     module[1].weight.allreduce = kind != "experts"  # type: ignore[assignment]
-    names = ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer")
-    overlap = dict(zip(names, KINDS[kind], strict=True))
-    ddp_config = DistributedDataParallelConfig(bucket_size=1, **overlap)
-    return Run(ddp_class(_config(), ddp_config, module)).play(script)
+    return Run(wrapped(ddp_class, module, **KINDS[kind])[0]).play(script)
 
 
 @on_ranks(1, timeout=240)
@@ -227,8 +232,6 @@ def test_same_outcomes() -> None:
 
 def _two_models_on_one_config(ddp_class: Any) -> list[object]:
     """Train an actor and a critic on one config in guarded calls; return whether each installed its own."""
-    config = _config()
-    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True)
 
     @reentrant_train
     def train(model: list[Any]) -> bool:
@@ -236,31 +239,22 @@ def _two_models_on_one_config(ddp_class: Any) -> list[object]:
         model[0].config.no_sync_func = model[0].no_sync
         return bool(model[0].config.no_sync_func.__self__ is model[0])
 
-    models = [[ddp_class(config, ddp_config, torch.nn.Linear(4, 4))] for _ in range(2)]
-    return [train(model) for model in models * 2]
+    actor, critic = ([wrapped(ddp_class, torch.nn.Linear(4, 4), **OVERLAPPED)[0]] for _ in range(2))
+    critic[0].config = critic[0].module.config = actor[0].config
+    return [train(model) for model in (actor, critic) * 2]
 
 
 def _steps(ddp_class: Any, patched: bool, forgetful: bool) -> list[object]:
     """Train three steps, the second with a NaN; the loop may forget to finish reductions."""
-    module = torch.nn.Linear(4, 4, bias=False)
-    ddp = ddp_class(
-        _config(),
-        DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=False),
-        module,
-    )
+    module = torch.nn.Linear(WIDTH, WIDTH, bias=False)
     outcomes: list[object] = []
     with applied("finite-step") if patched else nullcontext():
-        if ddp_class is MockDDP:
-            optimizer: Any = MockOptimizer([ddp])
-        else:
-            optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1, clip_grad=1.0), [ddp])
-        for bad in (False, True, False):
-            norm = math.nan if bad else 4.0
-            if ddp_class is MockDDP:
-                optimizer.result = (True, norm, None)
+        ddp, optimizer = wrapped(ddp_class, module, overlap_grad_reduce=True)
+        for norm in (4.0, math.nan, 4.0):
+            optimizer.result = (True, norm, None)  # of the mock
             ddp.zero_grad_buffer()
             try:
-                (ddp(torch.ones(1, 4)) * (norm / 4)).sum().backward()
+                (ddp(torch.ones(1, WIDTH)) * (norm / 4)).sum().backward()
             except AssertionError as error:
                 outcomes.append(str(error))
                 continue
@@ -268,22 +262,21 @@ def _steps(ddp_class: Any, patched: bool, forgetful: bool) -> list[object]:
                 ddp.finish_grad_sync()
             success, norm, _ = optimizer.step()
             outcomes.append((success, "finite" if math.isfinite(norm) else "not finite"))
-    if ddp_class is MockDDP:
-        assert (optimizer.unreduced_steps > 0) is forgetful
+    assert ddp_class is not MockDDP or (optimizer.unreduced_steps > 0) is forgetful
     return outcomes
 
 
 @on_ranks(1, timeout=240)
 def test_same_outcomes_of_whole_loops() -> None:
     parallel_state.initialize_model_parallel()
-    real = _two_models_on_one_config(DistributedDataParallel)
-    assert _two_models_on_one_config(MockDDP) == real == [True] * 4
-    for patched in (False, True):
-        for forgetful in (False, True):
-            real = _steps(DistributedDataParallel, patched, forgetful)
-            assert _steps(MockDDP, patched, forgetful) == real, (patched, forgetful, real)
-            if not forgetful:
-                assert real[1] == (not patched, "not finite")
+    assert [_two_models_on_one_config(each) for each in (DistributedDataParallel, MockDDP)] == [
+        [True] * 4
+    ] * 2
+    for patched, forgetful in product((False, True), repeat=2):
+        real = _steps(DistributedDataParallel, patched, forgetful)
+        assert _steps(MockDDP, patched, forgetful) == real, (patched, forgetful, real)
+        if not forgetful:
+            assert real[1] == (not patched, "not finite")
 
 
 class Branches(torch.nn.Module):
@@ -297,10 +290,9 @@ class Branches(torch.nn.Module):
         return self.first(x) + (self.second(x) if both else 0.0)
 
 
-def _unreduced(ddp_class: Any, options: dict[str, bool], counts: tuple[int, ...], accumulates: bool) -> Any:
+def _unreduced(ddp_class: Any, overlap: bool, counts: tuple[int, ...], accumulates: bool) -> Any:
     """Train steps of so many microbatches; return whether each stepped on some that were not reduced."""
-    ddp = ddp_class(_config(), DistributedDataParallelConfig(bucket_size=1, **options), Branches())
-    optimizer = MockOptimizer([ddp]) if ddp_class is MockDDP else None
+    ddp, optimizer = wrapped(ddp_class, Branches(), overlap_grad_reduce=overlap)
     outcomes: list[Any] = []
     for count in counts:
         ddp.zero_grad_buffer()
@@ -311,12 +303,12 @@ def _unreduced(ddp_class: Any, options: dict[str, bool], counts: tuple[int, ...]
             ddp.finish_grad_sync()
         except AssertionError:  # the reduction was never dispatched
             return [*outcomes, "raises"]
-        if optimizer is None:
-            outcomes.append(not (ddp.module.second.weight.main_grad == 1.5 * count).all())  # the mean input
-        else:
+        if ddp_class is MockDDP:
             before = optimizer.unreduced_steps
             optimizer.step()
             outcomes.append(optimizer.unreduced_steps > before)
+        else:
+            outcomes.append(not (ddp.module.second.weight.main_grad == 1.5 * count).all())  # the mean input
     return outcomes
 
 
@@ -330,16 +322,9 @@ FORWARDS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 
 def _is_stale(ddp_class: Any, name: str, hooked: bool, gathers: bool) -> bool:
     """Take a step, and return whether a forward pass has used parameters that were not gathered."""
-    ddp_config = DistributedDataParallelConfig(
-        bucket_size=1, overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True
-    )
     torch.manual_seed(0)
-    ddp, x = ddp_class(_config(), ddp_config, Branches()), torch.ones(1, WIDTH)
-    if ddp_class is MockDDP:
-        optimizer: Any = MockOptimizer([ddp])
-    else:
-        config = OptimizerConfig(optimizer="adam", lr=0.1, use_distributed_optimizer=True)
-        optimizer = get_megatron_optimizer(config, [ddp])
+    ddp, optimizer = wrapped(ddp_class, Branches(), **OVERLAPPED)
+    x = torch.ones(1, WIDTH)
     ddp(x).sum().backward()
     ddp.finish_grad_sync()
     if not hooked:
@@ -347,29 +332,27 @@ def _is_stale(ddp_class: Any, name: str, hooked: bool, gathers: bool) -> bool:
     optimizer.step()
     if gathers:
         ddp.start_param_sync(force_sync=True)
-    outputs = [FORWARDS[name](ddp, x)]
+    output = FORWARDS[name](ddp, x)
     if ddp_class is MockDDP:
         assert ddp.stale_forwards < 2
         return bool(ddp.stale_forwards)
     for group in ddp.bucket_groups:
         group.start_param_sync(force_sync=True)
-    outputs.append(FORWARDS[name](ddp, x))
-    return any(everywhere(not torch.equal(*outputs)))  # a rank may own all of a small bucket
+    return any(everywhere(not torch.equal(output, FORWARDS[name](ddp, x))))  # a rank may own a small bucket
 
 
 @on_ranks(2, timeout=240)
 def test_same_account_of_gradients_and_parameters_of_this_rank_alone() -> None:
     parallel_state.initialize_model_parallel()
     unreduced, stale = [], []
-    for overlap, accumulates in product((True, False), repeat=2):
-        options = {"overlap_grad_reduce": overlap, "use_distributed_optimizer": False}
-        for counts in ((1, 2, 1), (2, 2, 3), (2, 1)):
-            unreduced.append(_unreduced(DistributedDataParallel, options, counts, accumulates))
-            case = options, counts, accumulates, unreduced[-1]
-            assert _unreduced(MockDDP, options, counts, accumulates) == unreduced[-1], case
-            assert not accumulates or unreduced[-1] == [False] * len(counts), case
+    steps = product((True, False), ((1, 2, 1), (2, 2, 3), (2, 1)), (True, False))
+    for case in steps:
+        unreduced.append(_unreduced(DistributedDataParallel, *case))
+        assert _unreduced(MockDDP, *case) == unreduced[-1], (case, unreduced[-1])
+        _, counts, accumulates = case
+        assert not accumulates or unreduced[-1] == [False] * len(counts), (case, unreduced[-1])
     assert [False, True, False] in unreduced
-    for name, hooked, gathers in product(FORWARDS, (True, False), (True, False)):
-        stale.append(_is_stale(DistributedDataParallel, name, hooked, gathers))
-        assert _is_stale(MockDDP, name, hooked, gathers) is stale[-1], (name, hooked, gathers, stale[-1])
+    for forward in product(FORWARDS, (True, False), (True, False)):
+        stale.append(_is_stale(DistributedDataParallel, *forward))
+        assert _is_stale(MockDDP, *forward) is stale[-1], (forward, stale[-1])
     assert stale.count(True) == len(FORWARDS)  # without hooks and without a gather

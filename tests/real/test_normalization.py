@@ -24,7 +24,6 @@ from megatron_rl_patches.losses import (
     make_distillation_loss_func,
     make_loss_func,
     mean_count,
-    packed_log_probs_and_entropy,
 )
 from megatron_rl_patches.testing import SPLITS, Microbatch, check_normalization
 
@@ -70,56 +69,41 @@ def global_batch() -> list[dict[str, torch.Tensor]]:
     return batch
 
 
-def layout_of(microbatch: Microbatch) -> SequenceLayout:
+def of_package(options: Any, microbatch: Microbatch, logits: torch.Tensor, divisor: Any = None) -> Any:
+    """The loss of this package, as its documentation says for either value of calculate_per_token_loss.
+
+    Args:
+        divisor: what Megatron's average over microbatches divides by, if it is not the right number.
+    """
     from megatron.core import parallel_state
 
-    return SequenceLayout.build(
-        [len(sample["tokens"]) for sample in microbatch.samples],
-        [len(sample["loss_mask"]) for sample in microbatch.samples],
+    samples = microbatch.samples
+    columns = {name: [sample[name] for sample in samples] for name in samples[0]}
+    layout = SequenceLayout.build(
+        list(map(len, columns["tokens"])),
+        list(map(len, columns["loss_mask"])),
         cp_rank=parallel_state.get_context_parallel_rank(),
         cp_size=parallel_state.get_context_parallel_world_size(),
     )
-
-
-def of_package(
-    options: PolicyOptions | DistillationOptions, microbatch: Microbatch, logits: torch.Tensor
-) -> Any:
-    """The loss of this package, as its documentation says for either value of calculate_per_token_loss."""
-    from megatron.core import parallel_state
-
-    normalizer = None
-    if not microbatch.calculate_per_token_loss:
+    if not microbatch.calculate_per_token_loss and divisor is None:
         masks = [sample["loss_mask"] for sample in microbatch.batch]
         microbatches = microbatch.num_microbatches * microbatch.split.dp
-        normalizer = mean_count(masks, microbatches, options.normalization)
+        divisor = mean_count(masks, microbatches, options.normalization)
     cp_group = parallel_state.get_context_parallel_group() if microbatch.split.cp > 1 else None
-    groups = {"cp_group": cp_group, "normalizer": normalizer}
-    layout, samples = layout_of(microbatch), microbatch.samples
+    groups = {"cp_group": cp_group, "normalizer": divisor}
     if isinstance(options, DistillationOptions):
         names = ("teacher_ids", "teacher_log_probs", "teacher_tail")
         teacher = [TopKDistribution(*(sample[name] for name in names)) for sample in samples]
-        batch = DistillationBatch([teacher], [sample["loss_mask"] for sample in samples])
+        batch = DistillationBatch([teacher], columns["loss_mask"])
         return make_distillation_loss_func(layout, batch, options, **groups)(logits)
-    names = ("advantages", "loss_mask", "old_log_probs")
-    columns = [[sample[name] for sample in samples] for name in names if name in microbatch.batch[0]]
-    tokens = [sample["tokens"] for sample in samples]
-    return make_loss_func(tokens, layout, PolicyBatch(*columns), options, **groups)(logits)
+    policy = PolicyBatch(columns["advantages"], columns["loss_mask"], columns["old_log_probs"])
+    return make_loss_func(columns["tokens"], layout, policy, options, **groups)(logits)
 
 
-def _per_token(microbatch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, SequenceLayout]:
-    """Return minus the log-prob of each response token of this rank."""
-    layout = layout_of(microbatch)
-    tokens = [sample["tokens"] for sample in microbatch.samples]
-    log_probs, _ = packed_log_probs_and_entropy(logits, tokens, layout, with_entropy=False)
-    return -torch.cat(log_probs), layout
-
-
-def with_its_count(microbatch: Microbatch, logits: torch.Tensor, forgets_cp: bool = False) -> Any:
-    """Right: the sum, and its share of the number of tokens. Wrong: with the number of all CP ranks."""
-    losses, layout = _per_token(microbatch, logits)
-    whole = torch.cat([sample["loss_mask"] for sample in microbatch.samples])
-    mask = whole[layout.response_index]
-    return (losses * mask).sum(), (whole if forgets_cp else mask).sum().int(), {}
+def counted_on_each_cp_rank(microbatch: Microbatch, logits: torch.Tensor) -> Any:
+    """Wrong: the schedule adds up the number of tokens over context-parallel ranks, and so counts it again."""
+    loss, tokens, metrics = of_package(PolicyOptions(), microbatch, logits)
+    return loss, tokens * microbatch.split.cp, metrics
 
 
 def mean_over(part: str, microbatch: Microbatch, logits: torch.Tensor) -> Any:
@@ -128,14 +112,12 @@ def mean_over(part: str, microbatch: Microbatch, logits: torch.Tensor) -> Any:
     Args:
         part: "microbatch", or "samples", the mean of the means of its samples.
     """
-    losses, layout = _per_token(microbatch, logits)
-    masks = [sample["loss_mask"] for sample in microbatch.samples]
-    whole = torch.cat(masks)
-    mask = whole[layout.response_index]
     if part == "samples":
-        weights = torch.cat([mask / mask.sum().clamp(min=1) for mask in masks])[layout.response_index]
-        return (losses * weights).sum() / len(masks), {}
-    return (losses * mask).sum() / whole.sum().clamp(min=1), {}
+        return of_package(
+            PolicyOptions(normalization="sequence"), microbatch, logits, len(microbatch.samples)
+        )
+    tokens = sum(int(sample["loss_mask"].sum()) for sample in microbatch.samples)
+    return of_package(PolicyOptions(), microbatch, logits, max(tokens, 1))
 
 
 def of_nothing(microbatch: Microbatch, logits: torch.Tensor) -> Any:
@@ -198,8 +180,8 @@ def test_means_over_a_part_of_the_batch(part: str, different: list[str]) -> None
 
 
 def test_context_parallelism_that_is_forgotten() -> None:
-    forgetful = partial(with_its_count, forgets_cp=True)
-    report = check_normalization(forgetful, global_batch(), ONLY_CP, calculate_per_token_loss=True)
+    loss_func = counted_on_each_cp_rank
+    report = check_normalization(loss_func, global_batch(), ONLY_CP, calculate_per_token_loss=True)
     assert report.differences == {"CP 2": pytest.approx(0.5, rel=1e-4)}
 
 

@@ -11,19 +11,19 @@ from megatron_rl_patches.testing import TinyModel
 from tests.device_thread import device_thread
 from tests.ranks import on_ranks
 from tests.references import tiny_gpt
+from tests.worlds.model import RECOMPUTE, World
 
-ROLLOUTS, STEPS, MICROBATCHES = 3, 2, 2
+ROLLOUTS, STEPS = 3, 2
 SETTINGS = Settings(train_functions=("tests.references.tiny_gpt:train",))
 NO_SYNC = "When overlap_grad_reduce is True, config.no_sync_func must be None"
 
 
-def trained(options: TinyModel, rollouts: int, steps: int) -> tuple[list[float], str]:
+def trained(options: TinyModel, rollouts: int, steps: int) -> tuple[dict[int, float], str]:
     """Return the losses and the checksum of a new model, trained by as many calls of ``train()``."""
-    model, optimizer = options.build()
-    data, losses = tiny_gpt.data_iterators(options), []
+    world = World(options)
     for _ in range(rollouts):
-        losses += tiny_gpt.train(model, optimizer, data, [MICROBATCHES] * steps, options)
-    return losses, tiny_gpt.checksum(model, optimizer)
+        world.train(steps)
+    return world.losses, world.checksum()
 
 
 def check_rollouts(options: TinyModel, rollouts: int = ROLLOUTS) -> None:
@@ -54,11 +54,9 @@ def test_sixty_calls_equal_one_uninterrupted_run() -> None:
 @on_ranks(1)
 def test_backward_and_recomputation_in_a_thread_of_autograd() -> None:
     """As on CUDA, where they have none of the caller's context variables."""
-    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    options = TinyModel(config=recomputed)
     with applied("reentrant-train", "lean-head", settings=SETTINGS):
-        expected, result = [], []
-        for results, where in ((expected, nullcontext()), (result, device_thread())):
+        results = []
+        for where in (nullcontext(), device_thread()):
             with where:
-                results.append(trained(options, 2, 1))
-    assert result == expected
+                results.append(trained(TinyModel(config=RECOMPUTE), 2, 1))
+    assert results[0] == results[1]

@@ -19,15 +19,13 @@ from megatron_rl_patches.testing import TinyModel
 from tests.ranks import by_speed, on_ranks
 from tests.real import matrix
 from tests.references import tiny_gpt
-from tests.worlds.passes import gradients_of
+from tests.worlds.model import RECOMPUTE, RECOMPUTE_EXPERTS, World, gradients_of
 
 try:
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 except ImportError:
     pytest.skip("this release has no router replay", allow_module_level=True)
 
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-MOE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 MTP = {"mtp_num_layers": 1}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "VPP 2": {"pp": 2, "vpp": 2},
@@ -82,11 +80,12 @@ def replaying(model: Sequence[Any]) -> Iterator[list[int]]:
         yield done
 
 
-def train(model: Sequence[Any], optimizer: Any, of: TinyModel, loop: Any = tiny_gpt.train) -> torch.Tensor:
+def train(world: World, loop: Any = None) -> torch.Tensor:
     """Return the gradients of one step of four microbatches, which changes no weight."""
-    with mock.patch.object(optimizer, "step", lambda: (True, 0.0, 0)):
-        loop(model, optimizer, tiny_gpt.data_iterators(of), [4], of)
-    return gradients_of(model)
+    with mock.patch.object(world.optimizer, "step", lambda: (True, 0.0, 0)):
+        world.train(microbatches=4, loop=loop)
+    world.done = 0
+    return world.gradients()
 
 
 def gradients(of: TinyModel, scores: bool) -> tuple[torch.Tensor, set[int]]:
@@ -95,14 +94,14 @@ def gradients(of: TinyModel, scores: bool) -> tuple[torch.Tensor, set[int]]:
     Args:
         scores: whether it is scored first, with routes of its own.
     """
-    model, optimizer = of.build()
+    world = World(of)
     if scores:
-        with replaying(model):
+        with replaying(world.model):
             data = tiny_gpt.data_iterators(of, seed=7)
-            tiny_gpt.run_schedule(model, data, 4 if of.vpp else 1, forward_only=True)
-    with replaying(model):
-        flat = train(model, optimizer, of)
-    return flat, {len(replay.replay_backward_list) for replay in router_replay.routers(model)}
+            tiny_gpt.run_schedule(world.model, data, 4 if of.vpp else 1, forward_only=True)
+    with replaying(world.model):
+        flat = train(world)
+    return flat, {len(replay.replay_backward_list) for replay in router_replay.routers(world.model)}
 
 
 def error(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -127,7 +126,7 @@ def test_recomputed_gradients_are_the_same(layout: str) -> None:
     with applied("router-replay"):
         expected, _ = gradients(options(**sizes), scores=False)
         # Up to megatron-core 0.17, hybrid models recompute no whole layers.
-        for recompute in (RECOMPUTE, MOE_RECOMPUTE)[: 1 + ("hybrid" in layout)]:
+        for recompute in (RECOMPUTE, RECOMPUTE_EXPERTS)[: 1 + ("hybrid" in layout)]:
             right, queued = gradients(options(recompute, **sizes), scores="MTP" not in layout)
             assert error(right, expected) < 1e-6
             assert queued <= {0}  # a stage may have no router
@@ -189,7 +188,7 @@ def test_passes_may_share_routes(kind: str) -> None:
     # The schedule sets how the loss of multi-token prediction is scaled.
     run_program("set 0, score through the schedule", model)
     expected = [run_program(program, model) for program in programs]
-    for recompute in (RECOMPUTE, MOE_RECOMPUTE):
+    for recompute in (RECOMPUTE, RECOMPUTE_EXPERTS):
         model, _ = options(recompute, **sizes).build()
         with applied("router-replay"):
             for program, gradient in zip(programs, expected, strict=True):
@@ -204,7 +203,7 @@ def test_an_unpatched_hybrid_model_trains_with_routes_of_another_pass() -> None:
     program = "set 0, score, set 1, train"
     model, _ = options(**sizes).build()
     expected = run_program(program, model)
-    model, _ = options(MOE_RECOMPUTE, **sizes).build()
+    model, _ = options(RECOMPUTE_EXPERTS, **sizes).build()
     assert error(run_program(program, model), expected) > 0.05
 
 
@@ -239,17 +238,17 @@ def test_an_exception_leaves_no_action_and_no_queue() -> None:
     of = options(RECOMPUTE)
     with applied("router-replay"):
         expected, _ = gradients(of, scores=False)
-        model, optimizer = of.build()
+        world = World(of)
         loop = reentrant_train(tiny_gpt.train)
         interrupted = mock.patch.object(tiny_gpt, "_loss", mock.Mock(side_effect=KeyboardInterrupt))
-        with replaying(model) as done, interrupted, pytest.raises(KeyboardInterrupt):
-            train(model, optimizer, of, loop)
+        with replaying(world.model) as done, interrupted, pytest.raises(KeyboardInterrupt):
+            train(world, loop)
         assert done == [1]
-        for replay in router_replay.routers(model):
+        for replay in router_replay.routers(world.model):
             assert replay.router_replay_action is None and replay.target_topk_idx is None
             assert replay.replay_backward_list == []
-        with replaying(model):
-            assert error(train(model, optimizer, of, loop), expected) < 1e-6
+        with replaying(world.model):
+            assert error(train(world, loop), expected) < 1e-6
 
 
 @pytest.mark.parametrize("kind", by_speed(("moe", "hybrid"), fast=("moe",)))

@@ -45,16 +45,83 @@ from megatron_rl_patches.losses import (
 )
 from megatron_rl_patches.losses.vocab.deferred import OutputLayer
 from megatron_rl_patches.testing import TinyModel
-from tests.ranks import by_speed, on_ranks
+from tests.ranks import by_speed, everywhere, on_ranks
 from tests.references import tiny_gpt
 from tests.references.live_bytes import reachable_bytes
-from tests.worlds import scoring
-from tests.worlds.scoring import LAYOUTS, TEMPERATURE, filled, microbatches
+from tests.worlds.model import fill_by_name
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[1, 2])
+K, TEMPERATURE = 5, 0.7
+QUIET: dict[str, Any] = {"progress": False}
 SCORE: dict[str, Any] = {"with_entropy": True, "temperature": TEMPERATURE}
-K = 5
 ON_RANKS: dict[str, Any] = {"rtol": 1e-5, "atol": 2e-6, "check_dtype": False}
+#: Options of the model.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1 rank": {},
+    "EP 2": {"kind": "moe", "ep": 2},
+    "TP 2, sequence parallel": {"tp": 2, "sequence_parallel": True},
+    "CP 2": {"cp": 2},
+    "PP 2": {"pp": 2},
+    "PP 2, VPP 2": {"pp": 2, "vpp": 2},
+}
+
+
+def microbatches() -> list[dict[str, Any]]:
+    """Return microbatches of seven samples."""
+    generator = torch.Generator().manual_seed(3)
+    wide, narrow, other = (
+        torch.randint(32, size, generator=generator) for size in ((3, 16), (2, 8), (2, 12))
+    )
+    of_wide: dict[str, Any] = {"lengths": torch.tensor([16, 9, 2]), "response_lengths": [5, 8, 1]}
+    return [
+        {"tokens": wide, **of_wide},
+        {"tokens": narrow, "lengths": torch.tensor([3, 8]), "response_lengths": [0, 7]},
+        {"tokens": other, "lengths": torch.tensor([12, 7]), "response_lengths": [11, 3]},
+    ]
+
+
+def filled(options: TinyModel) -> tuple[list[Any], list[Any]]:
+    """Return a model in DDP and one that only scores, with the same weights on every layout."""
+    ddp, _ = options.build()
+    model = tiny_gpt.inference_model(options)
+    fill_by_name([*ddp, *model])
+    return ddp, model
+
+
+def _forward(chunk: Any, batch: Any) -> torch.Tensor:
+    output: torch.Tensor = chunk(batch["tokens"], torch.arange(batch["tokens"].shape[1])[None], None)
+    return output
+
+
+def dense_log_probs(model: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return log-softmax, in float64, and tokens of each response, of a model that each rank has alone."""
+    samples = []
+    for batch in microbatches():
+        with torch.no_grad():
+            log_p_bsv = (_forward(model[0], batch).double() / TEMPERATURE).log_softmax(-1)
+        lengths = zip(batch["lengths"].tolist(), batch["response_lengths"], strict=True)
+        for row, (end, response) in enumerate(lengths):
+            start = end - response
+            samples.append((log_p_bsv[row, start - 1 : end - 1], batch["tokens"][row, start:end]))
+    return samples
+
+
+def is_last_stage() -> bool:
+    return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
+
+
+def state_of(model: Sequence[Any]) -> tuple[Any, ...]:
+    """Return modes and config of the model, and the random stream."""
+    modes = [module.training for chunk in model for module in chunk.modules()]
+    return modes, dict(vars(get_model_config(model[0]))), torch.get_rng_state().tolist()
+
+
+def assert_on_last_stage(tensors: Sequence[torch.Tensor] | None) -> bool:
+    """Assert that ranks of the last stage, and only they, have these, bit for bit; return whether it is."""
+    assert (tensors is not None) == is_last_stage()
+    for other in everywhere(tensors):
+        assert tensors is None or other is None or all(map(torch.equal, tensors, other))
+    return is_last_stage()
 
 
 def _other_weights(options: TinyModel, student: Sequence[Any]) -> list[Any]:
@@ -73,36 +140,31 @@ def _log_probs_and_entropy(samples: Any) -> tuple[list[torch.Tensor], list[torch
 
 
 @pytest.mark.parametrize("layout", by_speed(LAYOUTS, fast=("TP 2, sequence parallel", "PP 2", "CP 2")))
-@on_ranks(scoring.ranks_of)
+@on_ranks(lambda layout: 1 + (layout != "1 rank"))
 def test_layouts(layout: str) -> None:
-    ranks, sizes = LAYOUTS[layout]
-    alone = TinyModel(kind=sizes.get("kind", "dense"))
+    options = TinyModel(**LAYOUTS[layout])
+    alone = TinyModel(kind=options.kind)
     student = filled(alone)[1]
-    samples = scoring.dense_log_probs(student)
-    of_teacher = scoring.dense_log_probs(_other_weights(alone, student))
-    values = _dense_values(alone)
-    ddp, student = filled(TinyModel(**sizes))
-    teacher = _other_weights(TinyModel(**sizes), student)
+    samples, values = dense_log_probs(student), _dense_values(alone)
+    of_teacher = dense_log_probs(_other_weights(alone, student))
+    ddp, student = filled(options)
+    teacher = _other_weights(options, student)
     with mock.patch.object(OutputLayer, "values", side_effect=AssertionError("the logits were made")):
         with contextlib.redirect_stderr(io.StringIO()) as stderr:
             scores = forward_log_probs(student, microbatches(), **SCORE)
-        of_ddp = forward_log_probs(ddp, microbatches(), progress=False, **SCORE)
+        of_ddp = forward_log_probs(ddp, microbatches(), **QUIET, **SCORE)
     assert ("scoring" in stderr.getvalue()) == (torch.distributed.get_rank() == 0)
-    assert (scores is not None) == (of_ddp is not None) == scoring.is_last_stage()
     exact: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-7, "check_dtype": False}
     for kind, reference in zip(("log_probs", "entropy"), _log_probs_and_entropy(samples), strict=True):
         found = getattr(scores, kind, None)
-        scoring.assert_same_everywhere(found)
-        if found is not None:
+        if assert_on_last_stage(found):
             assert all(map(torch.equal, found, getattr(of_ddp, kind)))
-            assert_close(found, reference, **(exact if ranks == 1 else ON_RANKS))
+            assert_close(found, reference, **(exact if layout == "1 rank" else ON_RANKS))
     del scores, of_ddp, found
     _check_what_is_left(ddp)
     _check_distributions(student, teacher, samples, of_teacher)
-    found = forward_values(_critic(TinyModel(**sizes)), microbatches(), progress=False)
-    assert (found is not None) == scoring.is_last_stage()
-    scoring.assert_same_everywhere(found)
-    if found is not None:
+    found = forward_values(_critic(options), microbatches(), **QUIET)
+    if assert_on_last_stage(found):
         assert_close(found, values, **ON_RANKS)
 
 
@@ -112,44 +174,40 @@ def _check_what_is_left(ddp: Sequence[Any]) -> None:
     config = get_model_config(ddp[0])
     config.timers, config.no_sync_func = None, ddp[0].no_sync
     config.grad_sync_func = [chunk.start_grad_sync for chunk in ddp]
-    before, bytes_before = scoring.state_of(ddp), reachable_bytes()
-    scores = forward_log_probs(ddp, microbatches(), progress=False, **SCORE)
-    assert scoring.state_of(ddp) == before
+    before, bytes_before = state_of(ddp), reachable_bytes()
+    scores = forward_log_probs(ddp, microbatches(), **QUIET, **SCORE)
+    assert state_of(ddp) == before
     assert all(get_attr_wrapped_model(chunk, "decoder").input_tensor is None for chunk in ddp)
     assert all(group.is_last_microbatch for chunk in ddp for group in chunk.bucket_groups)
-    if scores is not None:
-        values = [*scores.log_probs, *scores.entropy]
-        assert all(
-            value.dtype == torch.float32 and not (value.requires_grad or value.is_inference())
-            for value in values
-        )
+    for value in [*scores.log_probs, *scores.entropy] if scores is not None else ():
+        assert value.dtype == torch.float32 and not (value.requires_grad or value.is_inference())
         # A value that is sent elsewhere takes no other one along.
-        assert all(value.untyped_storage().nbytes() == value.nbytes for value in values)
-        del values
-    del scores
+        assert value.untyped_storage().nbytes() == value.nbytes
+    scores = value = None
     assert reachable_bytes() == bytes_before
 
 
 def _check_distributions(student: Any, teacher: Any, samples: Any, of_teacher: Any) -> None:
     """The student's top-k, the teacher at the student's ids, and the teacher's hidden states."""
-    options = {"temperature": TEMPERATURE, "progress": False}
+    options = {"temperature": TEMPERATURE, **QUIET}
     own = forward_topk(student, microbatches(), np.int64(K), **options)
     at_own = forward_topk(teacher, microbatches(), at=own, **options)
     ids = None if own is None else [distribution.indices for distribution in own]
     by_ids = forward_topk(teacher, microbatches(), at=ids, **options)
-    is_last = scoring.is_last_stage()
-    assert (own is not None) == (at_own is not None) == (by_ids is not None) == is_last
-    _check_refusals(student, ids)
+    layer = getattr(unwrap(student[-1]), "output_layer", None)  # which only the last stage has
+    adapter = nullcontext() if layer is None else mock.patch.object(layer, "forward", layer.forward)
+    with adapter, pytest.raises(InvalidInputError, match="not the product of hidden states"):
+        forward_hidden_states(student, microbatches(), **QUIET)
     for name in ("indices", "log_probs", "tail_log_prob"):
-        scoring.assert_same_everywhere([getattr(one, name) for one in (*own, *at_own)] if is_last else None)
+        for found in (own, at_own, by_ids):
+            assert_on_last_stage(None if found is None else [getattr(one, name) for one in found])
 
     before = reachable_bytes()
-    hidden = forward_hidden_states(teacher, microbatches(), progress=False)
+    hidden = forward_hidden_states(teacher, microbatches(), **QUIET)
     # Nothing of a microbatch is left but the results: h numbers for each response token.
     size = teacher[-1].config.hidden_size
     assert reachable_bytes() - before == sum(4 * len(hidden_lh) * size for hidden_lh in hidden or ())
-    assert (hidden is not None) == is_last
-    if not is_last:
+    if not assert_on_last_stage(hidden):
         return
     assert all(torch.equal(a.log_probs, b.log_probs) for a, b in zip(at_own, by_ids, strict=True))
     for ours, dense in ((own, samples), (at_own, of_teacher)):
@@ -167,30 +225,6 @@ def _check_distributions(student: Any, teacher: Any, samples: Any, of_teacher: A
             logits, of_sample.indices, tp_group=group, temperature=TEMPERATURE
         )
         assert_close(log_probs, of_sample.log_probs, **ON_RANKS)
-
-
-def _check_refusals(student: Any, ids: Any) -> None:
-    for k, message in ((0, "k is 0"), (33, "k is 33. Expected: 1 to 32")):
-        with pytest.raises(InvalidInputError, match=message):
-            forward_topk(student, microbatches(), k)
-    # Only the last stage can see it, and all stages raise.
-    for spoil, message in (
-        (lambda ids: None, "pass k or"),
-        (lambda ids: ids[:3], "ids for 3 samples, and the microbatches have 7"),
-        (
-            lambda ids: [*ids[:6], ids[6][:, :2]],
-            r"sample 6 is torch.int64 \[3, 2\]. Expected: int64 \[3, K\]",
-        ),
-        (lambda ids: [ids[0][1:], *ids[1:]], r"sample 0 is torch.int64 \[4, 5\]. Expected: int64 \[5, K\]"),
-        (lambda ids: [ids[0].float(), *ids[1:]], "sample 0 is torch.float32"),
-        (lambda ids: [ids[0] + 32, *ids[1:]], "Expected: 0 to 31"),
-    ):
-        with pytest.raises(InvalidInputError, match=message):
-            forward_topk(student, microbatches(), at=None if ids is None else spoil(ids))
-    layer = getattr(unwrap(student[-1]), "output_layer", None)  # which only the last stage has
-    adapter = nullcontext() if layer is None else mock.patch.object(layer, "forward", layer.forward)
-    with adapter, pytest.raises(InvalidInputError, match="not the product of hidden states"):
-        forward_hidden_states(student, microbatches(), progress=False)
 
 
 class ValueHead(torch.nn.Linear):
@@ -217,7 +251,7 @@ def _critic(tiny: TinyModel) -> list[Any]:
         return chunk
 
     model = build_inference_model(provide, tiny.transformer_config(), dtype="fp32")
-    scoring.fill_by_name(model)
+    fill_by_name(model)
     return model
 
 
@@ -226,7 +260,7 @@ def _dense_values(alone: TinyModel) -> list[torch.Tensor]:
     [chunk] = _critic(alone)
     expected = []
     for batch in microbatches():
-        outputs = chunk(batch["tokens"], _positions(batch["tokens"]), None)[..., 0]
+        outputs = _forward(chunk, batch)[..., 0]
         expected += [output[:length] for output, length in zip(outputs, batch["lengths"], strict=True)]
     return expected
 
@@ -235,21 +269,13 @@ def _dense_values(alone: TinyModel) -> list[torch.Tensor]:
 def test_bfloat16() -> None:
     """The model's outputs stay in that dtype where Megatron allows it."""
     forward, models = Float16Module.forward, filled(TinyModel(bf16=True))
-    expected, _ = _log_probs_and_entropy(scoring.dense_log_probs(models[1]))
+    expected, _ = _log_probs_and_entropy(dense_log_probs(models[1]))
     with mock.patch.object(Float16Module, "forward", autospec=True, side_effect=forward) as watched:
         of_ddp, scores = (forward_log_probs(model, microbatches(), **SCORE) for model in models)
     allowed = "fp32_output" in inspect.signature(forward).parameters
     assert {call.kwargs.get("fp32_output") for call in watched.mock_calls} == {False if allowed else None}
     assert all(map(torch.equal, scores.log_probs + scores.entropy, of_ddp.log_probs + of_ddp.entropy))
     assert_close(scores.log_probs, expected, rtol=1e-5, atol=1e-6, check_dtype=False)
-
-
-def _positions(tokens_bs: torch.Tensor) -> torch.Tensor:
-    return torch.arange(tokens_bs.shape[1])[None]
-
-
-def _forward(chunk: Any, microbatch: Any) -> torch.Tensor:
-    return chunk(microbatch["tokens"], _positions(microbatch["tokens"]), None)
 
 
 @on_ranks(1)
@@ -267,13 +293,13 @@ def test_a_forward_that_raises() -> None:
     batches = microbatches()
     ddp[0].train()
     ddp[0].module.config.timers = timers = mock.MagicMock()
-    before = scoring.state_of(ddp)
+    before = state_of(ddp)
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
         with pytest.raises(RuntimeError, match="out of memory"):
             forward_log_probs(ddp, batches, forward=fail)
         assert stderr.getvalue().endswith(" \r"), "the progress bar is still there"
     assert calls[0] is batches[0]
-    assert scoring.state_of(ddp) == before
+    assert state_of(ddp) == before
     assert torch.is_grad_enabled()
     timers.assert_not_called()
 
@@ -289,19 +315,19 @@ def test_custom_forwards() -> None:
         held.append(weakref.ref(logits))
         return logits
 
-    forward_log_probs(model, microbatches(), forward=watch, progress=False)
+    forward_log_probs(model, microbatches(), forward=watch, **QUIET)
     assert len(held) == len(microbatches())
 
     def one_after_the_other(chunk: Any, microbatch: Any) -> torch.Tensor:
         """What an attention kernel for packed sequences would compute."""
         pieces = microbatch["tokens"].split(microbatch["lengths"], dim=1)
-        return torch.cat([chunk(piece, _positions(piece), None) for piece in pieces], dim=1)
+        return torch.cat([_forward(chunk, {"tokens": piece}) for piece in pieces], dim=1)
 
     tokens = torch.randint(32, (1, 11), generator=torch.Generator().manual_seed(0))
     packed = [{"tokens": tokens, "lengths": [4, 7]}]
     padded = [{"tokens": tokens[:, :4], "lengths": [4]}, {"tokens": tokens[:, 4:], "lengths": [7]}]
-    from_packed = forward_log_probs(model, packed, forward=one_after_the_other, progress=False)
-    from_padded = forward_log_probs(model, padded, progress=False)
+    from_packed = forward_log_probs(model, packed, forward=one_after_the_other, **QUIET)
+    from_padded = forward_log_probs(model, padded, **QUIET)
     assert from_padded.entropy is None
     assert [len(sample) for sample in from_padded.log_probs] == [3, 6]
     # The joined pieces were materialized, one product each; the products of tiles may round otherwise.
@@ -311,29 +337,28 @@ def test_custom_forwards() -> None:
     assert_close(-losses[0], from_padded.log_probs[1], rtol=1e-5, atol=1e-6)
 
     with pytest.raises(InvalidInputError, match=r"microbatch 0: lengths \[4, 7\] do not fit"):
-        forward_log_probs(model, packed, progress=False)
+        forward_log_probs(model, packed, **QUIET)
     with pytest.raises(InvalidInputError, match=r"returned \[1, 4, 32\] on the last stage. Expected"):
-        forward_log_probs(model, packed, forward=lambda chunk, _: torch.zeros(1, 4, 32), progress=False)
+        forward_log_probs(model, packed, forward=lambda chunk, _: torch.zeros(1, 4, 32), **QUIET)
 
     # Who only scores need not have seeded Megatron's generators.
     tracker = tensor_parallel.get_cuda_rng_tracker()
     tracker.reset()
-    unseeded = forward_log_probs(model, padded, progress=False)
+    unseeded = forward_log_probs(model, padded, **QUIET)
     assert all(map(torch.equal, unseeded.log_probs, from_padded.log_probs)) and not tracker.get_states()
 
     def values(numbers: int) -> Any:
         output = torch.arange(11.0).view(1, 11, 1).expand(1, 11, numbers)
-        return forward_values(model, packed, forward=lambda *_: output, progress=False)
+        return forward_values(model, packed, forward=lambda *_: output, **QUIET)
 
     assert [one.tolist() for one in values(1)] == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]
     with pytest.raises(InvalidInputError, match=r"2 numbers per token\. Expected: one"):
         values(2)
     with pytest.raises(InvalidInputError, match=r"`forward` returned NoneType\. Expected"):
-        forward_values(model, packed, forward=lambda *_: None, progress=False)
-    critic: dict[str, Any] = {"forward": lambda *_: torch.zeros(1, 11, 1), "progress": False}
-    for score in SCORES[:1] + SCORES[2:]:
+        forward_values(model, packed, forward=lambda *_: None, **QUIET)
+    for score in (LOG_PROBS, HIDDEN, TOPK):
         with pytest.raises(InvalidInputError, match=r"one number per token, .* call forward_values"):
-            score(model, packed, **critic)
+            score(model, packed, forward=lambda *_: torch.zeros(1, 11, 1), **QUIET)
 
 
 def _scores_without_padding(tp: int, size: int) -> list[torch.Tensor]:
@@ -341,11 +366,11 @@ def _scores_without_padding(tp: int, size: int) -> list[torch.Tensor]:
     group = parallel_state.get_tensor_model_parallel_group()
     tokens = torch.randint(size, (2, 9), generator=torch.Generator().manual_seed(0))
     batch = [{"tokens": tokens, "lengths": [9, 6]}]
-    how: dict[str, Any] = {"vocab_size": np.int64(size), "progress": False}
+    how: dict[str, Any] = {"vocab_size": np.int64(size), **QUIET}
     scores = forward_log_probs(model, batch, with_entropy=True, **how)
     topk = forward_topk(model, batch, K, **how)
     at = forward_topk(model, batch, at=[of_sample.indices for of_sample in topk], **how)
-    hidden = torch.cat(forward_hidden_states(model, batch, progress=False))
+    hidden = torch.cat(forward_hidden_states(model, batch, **QUIET))
     (logits,) = FullDistribution.from_hidden(hidden, output_head(model)).logits()
     turned = logits[torch.arange(len(logits)).flip(0)]
     results = [*scores.log_probs, *scores.entropy]
@@ -354,11 +379,11 @@ def _scores_without_padding(tp: int, size: int) -> list[torch.Tensor]:
     with pytest.raises(InvalidInputError, match=f"differ in vocab_size, 32 and {size}:"):
         _losses_of(model, tokens, scores.log_probs[:], topk, None)
     with pytest.raises(InvalidInputError, match=f"differ in vocab_size, {size} and 32:"):
-        _losses_of(model, tokens, forward_log_probs(model, batch, progress=False).log_probs, topk, size)
+        _losses_of(model, tokens, forward_log_probs(model, batch, **QUIET).log_probs, topk, size)
     for distribution in (*topk, *at):
         results += [distribution.indices, distribution.log_probs, distribution.tail_log_prob]
     if tp == 1:
-        log_p_sv = model[0](tokens, _positions(tokens), None)[0, :-1, :size].double().log_softmax(-1)
+        log_p_sv = _forward(model[0], batch[0])[0, :-1, :size].double().log_softmax(-1)
         expected = log_p_sv.gather(1, tokens[0, 1:, None])[:, 0]
         assert_close(scores.log_probs[0].double(), expected, rtol=1e-6, atol=1e-6)
     for wrong, message in ((33, r"vocab_size is 33\. Expected: 1 to 32"), (3, "microbatch 0: token id")):
@@ -371,7 +396,7 @@ def _losses_of(model: Any, tokens: Any, old: Any, topk: Any, size: int | None) -
     """Return the losses of the same weights: all ratios are one, and there is no divergence."""
     lengths, masks = [8, 5], [torch.ones(8), torch.ones(5)]
     layout = SequenceLayout.build([9, 6], lengths, qkv_format="bshd", max_seq_lens=[9, 9])
-    logits = model[0](tokens, _positions(tokens), None)
+    logits = _forward(model[0], {"tokens": tokens})
     how: dict[str, Any] = {"tp_group": parallel_state.get_tensor_model_parallel_group(), "vocab_size": size}
     policy = PolicyBatch([torch.tensor(1.0)] * 2, masks, old_log_probs=old)
     loss, _, metrics = make_loss_func([tokens[0], tokens[1, :6]], layout, policy, **how)(logits)
@@ -411,29 +436,42 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"response_lengths": ["1", 1]}, "response_lengths is '1', expected integers"),
     ({"tokens": torch.zeros(2, 20, dtype=torch.int64)}, "tokens are 20 wide. Expected: at most 16"),
 ]
-#: Options, and what the error says.
-OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"output_device": "gpu"}, "output_device is 'gpu'"),
-    ({"forward": 1}, "forward is 1"),
-]
-VOCABULARY: list[tuple[dict[str, Any], str]] = [
-    ({"vocab_size": 20.5}, r"vocab_size is 20\.5"),
-    ({"vocab_size": "20"}, "vocab_size is '20'"),
+SCORES: list[Any] = [forward_log_probs, forward_values, forward_hidden_states, partial(forward_topk, k=1)]
+LOG_PROBS, VALUES, HIDDEN, TOPK = SCORES
+#: Functions, their arguments, and what the error says.
+ARGUMENTS: list[tuple[Sequence[Any], dict[str, Any], str]] = [
+    (SCORES[:3], {"output_device": "gpu"}, "output_device is 'gpu'"),
+    (SCORES[:3], {"forward": 1}, "forward is 1"),
+    (SCORES, {"model": None}, "the model has 0 chunks"),
+    (SCORES, {"model": torch.nn.Linear(1, 1)}, "the model is a Linear. Expected: a model of Megatron's"),
+    (SCORES[::3], {"vocab_size": 20.5}, r"vocab_size is 20\.5"),
+    (SCORES[::3], {"vocab_size": "20"}, "vocab_size is '20'"),
     *(
-        ({"temperature": bad}, "temperature is .*, expected a positive number")
+        (SCORES[::3], {"temperature": bad}, "temperature is .*, expected a positive number")
         for bad in (0.0, -1.0, math.inf, math.nan, "1", torch.ones(2))
     ),
 ]
-TOPK: list[tuple[dict[str, Any], str]] = [
+IDS = [torch.zeros(length, 1, dtype=torch.int64) for length in (5, 3)]
+#: Arguments of ``forward_topk`` that the last stage alone reads.
+OF_TOPK: list[tuple[dict[str, Any], str]] = [
+    ({"k": 0}, "k is 0"),
+    ({"k": 33}, "k is 33. Expected: 1 to 32"),
     ({"k": 2.5}, r"k is 2\.5"),
     ({"k": True}, "k is True"),
     ({"k": 1, "at": []}, "k is 1"),
-    ({"k": None, "at": 3}, "`at` is a int"),
     ({"k": None}, "pass k or `at`"),
+    *(
+        ({"k": None, "at": at}, message)
+        for at, message in (
+            (3, "`at` is a int"),
+            (IDS[:1], "ids for 1 samples, and the microbatches have 2"),
+            ([IDS[0], IDS[1][:2]], r"sample 1 is torch.int64 \[2, 1\]. Expected: int64 \[3, K\]"),
+            ([IDS[0][0], IDS[1]], r"sample 0 is torch.int64 \[1\]. Expected: int64 \[5, K\]"),
+            ([IDS[0].float(), IDS[1]], "sample 0 is torch.float32"),
+            ([IDS[0] + 32, IDS[1]], "Expected: 0 to 31"),
+        )
+    ),
 ]
-
-
-SCORES: list[Any] = [forward_log_probs, forward_values, forward_hidden_states, partial(forward_topk, k=1)]
 
 
 class Unreadable(list[Any]):
@@ -443,8 +481,8 @@ class Unreadable(list[Any]):
         raise OSError("no such file")
 
 
-def microbatch(**changes: Any) -> dict[str, Any]:
-    return {"tokens": torch.arange(12).reshape(2, 6), "lengths": [6, 4], **changes}
+def microbatch(width: int = 6, **changes: Any) -> dict[str, Any]:
+    return {"tokens": torch.arange(2 * width).reshape(2, width), "lengths": [6, 4], **changes}
 
 
 @pytest.mark.parametrize(
@@ -452,43 +490,30 @@ def microbatch(**changes: Any) -> dict[str, Any]:
 )
 @on_ranks(2)
 def test_what_one_rank_passes_wrong(layout: str) -> None:
-    options = TinyModel(**LAYOUTS[layout][1])
+    options = TinyModel(**LAYOUTS[layout])
     options.initialize()
     model = tiny_gpt.inference_model(options)
     rank = torch.distributed.get_rank()
-    width = 6 if options.cp == 1 else 8  # with context parallelism, a multiple of four
-
-    def good(**changes: Any) -> dict[str, Any]:
-        return microbatch(**{"tokens": torch.arange(2 * width).reshape(2, width), **changes})
+    good = partial(microbatch, 6 if options.cp == 1 else 8)  # with context parallelism, a multiple of four
 
     def refused(message: str, bad_rank: int, score: Any, batch: Any, **arguments: Any) -> None:
         own = rank == bad_rank
         with pytest.raises(InvalidInputError, match=message if own else f"rank {bad_rank}: .*{message}"):
-            score(arguments.pop("model", model), batch, progress=False, **arguments)
+            score(arguments.pop("model", model), batch, **QUIET, **arguments)
         torch.distributed.barrier()
 
-    models: list[tuple[dict[str, Any], str]] = [
-        ({"model": [*model, *model]}, "the model has 2 chunks, parallel_state a virtual pipeline size of 1"),
-        ({"model": None}, "the model has 0 chunks"),
-        ({"model": torch.nn.Linear(1, 1)}, "the model is a Linear. Expected: a model of Megatron's"),
-    ]
-    arguments_of: list[tuple[Any, list[tuple[dict[str, Any], str]], dict[str, Any]]] = [
-        (forward_log_probs, OPTIONS + VOCABULARY + models, {}),
-        (forward_hidden_states, OPTIONS + models, {}),
-        (forward_values, OPTIONS + models, {}),
-        (forward_topk, models + VOCABULARY, {"k": 1}),
-    ]
-    before = scoring.state_of(model)
+    two_chunks = "the model has 2 chunks, parallel_state a virtual pipeline size of 1"
+    before = state_of(model)
     for bad_rank in (0, 1):
         is_bad = rank == bad_rank
         for changes, message in FIELDS:
-            refused(message, bad_rank, forward_log_probs, [good(**changes if is_bad else {})])
-        refused("microbatches are a dict", bad_rank, forward_log_probs, good() if is_bad else [good()])
-        refused("it is a str", bad_rank, forward_log_probs, ["tokens" if is_bad else good()])
-        for score, cases, usual in arguments_of:
-            for arguments, message in cases:
-                refused(message, bad_rank, score, [good()], **usual, **arguments if is_bad else {})
-    for arguments, message in TOPK:  # the last stage alone reads them
+            refused(message, bad_rank, LOG_PROBS, [good(**changes if is_bad else {})])
+        refused("microbatches are a dict", bad_rank, LOG_PROBS, good() if is_bad else [good()])
+        refused("it is a str", bad_rank, LOG_PROBS, ["tokens" if is_bad else good()])
+        for scores, arguments, message in (*ARGUMENTS, (SCORES, {"model": [*model, *model]}, two_chunks)):
+            for score in scores:
+                refused(message, bad_rank, score, [good()], **arguments if is_bad else {})
+    for arguments, message in OF_TOPK:
         refused(message, 1, forward_topk, [good()], **arguments if rank == 1 else {"k": 1})
     # What ranks that score the same samples pass differently.
     for message, others, arguments in (
@@ -504,15 +529,14 @@ def test_what_one_rank_passes_wrong(layout: str) -> None:
         for bad_rank, score in product((0, 1), scores):
             own = (others, arguments) if rank == bad_rank else ([good()], {})
             with pytest.raises(InvalidInputError, match=f"ranks 0 and 1 differ in {message}"):
-                score(model, own[0], progress=False, **own[1])
-    at = [torch.zeros(length, 1, dtype=torch.int64) for length in (5, 3)]
-    for message, mine in {"k": {"k": 1 + rank}, "ids of `at`": {"at": [ids + rank for ids in at]}}.items():
+                score(model, own[0], **QUIET, **own[1])
+    for message, mine in {"k": {"k": 1 + rank}, "ids of `at`": {"at": [ids + rank for ids in IDS]}}.items():
         if layout != "PP 2":  # both ranks are on the last stage
             with pytest.raises(InvalidInputError, match=f"ranks 0 and 1 differ in {message}"):
-                forward_topk(model, [good()], progress=False, **mine)
-    for mine, other in ((forward_values, forward_hidden_states), SCORES[:2], SCORES[2:]):
+                forward_topk(model, [good()], **QUIET, **mine)
+    for mine, other in ((VALUES, HIDDEN), (LOG_PROBS, VALUES), (HIDDEN, TOPK)):
         with pytest.raises(InvalidInputError, match="ranks 0 and 1 differ in function, forward_"):
-            (mine if rank else other)(model, [good()], progress=False)
+            (mine if rank else other)(model, [good()], **QUIET)
 
     def forgets(who: tuple[int, ...], chunk: Any, batch: Any) -> Any:
         logits = torch.zeros(*batch["tokens"].shape, 32) if layout == "CP 2" else _forward(chunk, batch)
@@ -521,17 +545,17 @@ def test_what_one_rank_passes_wrong(layout: str) -> None:
     for who, score in product(((0,), (1,), (0, 1)), SCORES[::3]):
         message = rf"rank {who[0]}: `forward` returned NoneType\. Expected: what the"
         with pytest.raises(InvalidInputError, match=message.partition(": ")[2] if rank in who else message):
-            score(model, [good()], forward=partial(forgets, who), progress=False)
+            score(model, [good()], forward=partial(forgets, who), **QUIET)
     # What is no wrong argument is raised as it is where it happened.
     with pytest.raises(OSError if rank else InvalidInputError, match="no such file"):
-        forward_log_probs(model, Unreadable([good()]) if rank else [good()], progress=False)
-    assert scoring.state_of(model) == before
+        forward_log_probs(model, Unreadable([good()]) if rank else [good()], **QUIET)
+    assert state_of(model) == before
 
 
 @on_ranks(2)
 def test_last_stages_that_differ_are_named_on_all_stages() -> None:
     """A third context-parallel rank, which is simulated, passes another ``k`` to its last stage."""
-    options = TinyModel(**LAYOUTS["PP 2"][1])
+    options = TinyModel(**LAYOUTS["PP 2"])
     options.initialize()
     model, is_last = tiny_gpt.inference_model(options), bool(torch.distributed.get_rank())
 
@@ -543,7 +567,7 @@ def test_last_stages_that_differ_are_named_on_all_stages() -> None:
         mock.patch("megatron_rl_patches.common.agreement.gathered", gathered_from_three),
         pytest.raises(InvalidInputError, match="ranks 1 and 2 differ in k, 1 and 7"),
     ):
-        forward_topk(model, [microbatch()], k=1, progress=False)
+        forward_topk(model, [microbatch()], k=1, **QUIET)
 
 
 @on_ranks(2)
@@ -551,5 +575,5 @@ def test_replicas_that_gather_parameters_agree() -> None:
     model, _ = TinyModel().build()
     lengths = [6, 4] if torch.distributed.get_rank() else [7, 4]
     with pytest.raises(InvalidInputError, match=r"lengths \[7, 4\] do not fit"):
-        forward_log_probs(model, [microbatch(lengths=lengths)], progress=False)
-    assert forward_log_probs(model, [microbatch()], progress=False)
+        forward_log_probs(model, [microbatch(lengths=lengths)], **QUIET)
+    assert forward_log_probs(model, [microbatch()], **QUIET)

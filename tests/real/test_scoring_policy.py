@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import count
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,11 +16,10 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.inference import forward_log_probs
 from megatron_rl_patches.testing import TinyModel, tiny_model
 from tests.ranks import everywhere, on_ranks
 from tests.references import tiny_gpt
-from tests.worlds.scoring import scores_of
+from tests.worlds.model import MICROBATCHES, NOT_DISTRIBUTED, World, scores_of
 from tests.worlds.unchanged import megatron_unchanged
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[2])
@@ -31,7 +32,6 @@ MOMENTS = (
     {"in flight"},
     {"between microbatches", "between forward and backward", "before the step"},
 )
-PLAIN = {"overlap_param_gather": False, "use_distributed_optimizer": False}
 EXPERTS = {"kind": "moe", "ep": 2}
 ROUTER: dict[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
@@ -49,7 +49,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DP 2": {},
     "DP 2, bf16": {"bf16": True},
     "DP 2, no overlap of gradients": {"overlap_grad_reduce": False},
-    "DP 2, no distributed optimizer": PLAIN,
+    "DP 2, no distributed optimizer": NOT_DISTRIBUTED,
     "DP 2, aligned": {},
     "EP 2, auxiliary loss": {**EXPERTS, "config": ROUTER | {"moe_aux_loss_coeff": 0.1}},
     "EP 2, expert bias": {**EXPERTS, "config": ROUTER | EXPERT_BIAS},
@@ -59,26 +59,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Run:
+class Run(World):
     """Three steps of training, with hooks on but for the first step, scored at some moments of each."""
 
     def __init__(self, options: TinyModel, moments: Collection[str], is_aligned: bool) -> None:
-        self.options, self.moments = options, moments
-        self.model, self.optimizer = options.build()
-        self.scores: dict[str, list[list[torch.Tensor]]] = {moment: [] for moment in moments}
+        super().__init__(options)
+        self.found: dict[str, list[list[torch.Tensor]]] = {moment: [] for moment in moments}
         self.has_hooks = self.model[0].use_forward_hook
-        self.config = self.model[0].config
-        self.config.finalize_model_grads_func = finalize_model_grads
-        if options.overlap_grad_reduce:
-            self.config.no_sync_func = one_or_all([chunk.no_sync for chunk in self.model])
         self.is_aligned = is_aligned and self.has_hooks
         if self.is_aligned:
             self.model[0].ddp_config.align_param_gather = True
 
-    def at(self, moment: str) -> None:
-        if moment in self.moments:
+    def at(self, *moments: str) -> None:
+        for moment in self.found.keys() & moments:
             before = self.statistics()
-            self.scores[moment].append(scores_of(self.model, microbatches()))
+            self.found[moment].append(self.scores(microbatches()))
             assert self.statistics() == before
 
     def statistics(self) -> dict[str, Any]:
@@ -86,61 +81,62 @@ class Run:
         buffers = {name: buffer.tolist() for chunk in self.model for name, buffer in chunk.named_buffers()}
         return buffers | {name: entry["values"].tolist() for name, entry in tracked_losses().items()}
 
-    def train(self) -> tuple[str, dict[str, Any]]:
+    def result(self) -> tuple[str, dict[str, Any]]:
+        """Train; return a checksum, and what routers keep."""
         for entry in tracked_losses().values():
             entry["values"].zero_()
-        data = tiny_gpt.data_iterators(self.options)
-        if self.has_hooks:
-            tiny_gpt.disable_forward_pre_hook(self.model, param_sync=False)
-        for step in range(3):
+        train_step, run_schedule, forward_step = (
+            tiny_gpt.train_step,
+            tiny_gpt.run_schedule,
+            tiny_gpt.forward_step,
+        )
+        passes = count()
+
+        def step(*args: Any) -> float:
+            if self.is_aligned and self.model[0].remove_forward_pre_hook_handles:
+                gathers = [each.start_param_sync for each in self.model]
+                self.config.param_sync_func = gathers if len(gathers) > 1 else gathers[0]
             self.at("before zero_grad")
-            for chunk in self.model:
-                chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
+            return train_step(*args)
+
+        def schedule(*args: Any, **options: Any) -> Any:
             self.at("after zero_grad")
-            self.forward_and_backward(data)
+            reports = run_schedule(*args, **options)
             self.at("before the step")
-            assert self.optimizer.step()[0]
+            return reports
+
+        def forward(*args: Any) -> Any:
+            if next(passes) % MICROBATCHES == 1:
+                self.at("between microbatches")
+            output = forward_step(*args)
+            self.at("between forward and backward")
+            return output
+
+        def update() -> Any:
+            outcome = optimizer_step()
             self.at("after the step")
-            if step == 0 and self.has_hooks:
-                tiny_gpt.enable_forward_pre_hook(self.model)
-                if self.is_aligned:
-                    self.config.param_sync_func = one_or_all([each.start_param_sync for each in self.model])
-            if "in flight" in self.moments and self.has_hooks:
+            if "in flight" in self.found and self.model[0].remove_forward_pre_hook_handles:
                 for chunk in self.model:
                     chunk.start_param_sync()
             self.at("in flight")
             for group in (group for chunk in self.model for group in chunk.bucket_groups):
                 assert group.param_gather_handle is None, "the schedule could not dispatch it"
-        if self.has_hooks:
-            tiny_gpt.disable_forward_pre_hook(self.model)
-        return tiny_gpt.checksum(self.model, self.optimizer), self.statistics()
+            return outcome
 
-    def forward_and_backward(self, data: list[Any]) -> None:
-        if self.options.pp == 1:  # so that there is a moment between microbatches
-            [chunk], [batches] = self.model, data
-            with chunk.no_sync():
-                self.microbatch(chunk, batches)
-                self.at("between microbatches")
-            self.microbatch(chunk, batches)
-            finalize_model_grads(self.model)
-            return
-        tiny_gpt.run_schedule(self.model, data, 2)
-
-    def microbatch(self, chunk: Any, batches: Any) -> None:
-        output, loss = tiny_gpt.forward_step(batches, chunk)
-        self.at("between forward and backward")
-        loss(output)[0].backward()
+        optimizer_step = self.optimizer.step
+        replaced = {"train_step": step, "run_schedule": schedule, "forward_step": forward}
+        with (
+            mock.patch.multiple(tiny_gpt, **replaced),
+            mock.patch.object(self.optimizer, "step", update),
+        ):
+            self.train(3)
+        return self.checksum(), self.statistics()
 
 
 def tracked_losses() -> dict[str, dict[str, Any]]:
     home = moe_utils if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker") else parallel_state
     tracker: dict[str, dict[str, Any]] = home.get_moe_layer_wise_logging_tracker()
     return tracker
-
-
-def one_or_all(functions: list[Any]) -> Any:
-    return functions if len(functions) > 1 else functions[0]
 
 
 def microbatch(number: int, width: int = 8) -> dict[str, Any]:
@@ -170,43 +166,40 @@ def microbatches() -> list[dict[str, Any]]:
 def test_training_goes_on_bit_for_bit(layout: str, moments: tuple[set[str], ...]) -> None:
     is_aligned = layout.endswith("aligned")
     options = TinyModel(**LAYOUTS[layout])
+    if options.pp > 1:  # ranks are at other microbatches at the same time
+        moments = tuple({moment for moment in group if "between" not in moment} for group in moments)
     complete = replace(options, overlap_param_gather=False)  # the optimizer gathers
-    unscored = Run(options, (), is_aligned).train()
+    unscored = Run(options, (), is_aligned).result()
     expected = Run(complete, {moment for group in moments for moment in group}, is_aligned)
-    expected.train()
-    for group in moments:
-        of_run = {moment for moment in group if options.pp == 1 or not moment.startswith("between")}
+    expected.result()
+    for of_run in moments:
         run = Run(options, of_run, is_aligned)
-        assert everywhere(run.train() == unscored) == [True] * torch.distributed.get_world_size(), of_run
-        for moment, scores in run.scores.items():
+        assert all(everywhere(run.result() == unscored)), of_run
+        for moment, scores in run.found.items():
             assert len(scores) == (6 if moment == "between forward and backward" else 3)
-            for mine, right in zip(scores, expected.scores[moment], strict=True):
+            for mine, right in zip(scores, expected.found[moment], strict=True):
                 assert all(map(torch.equal, mine, right)), f"scored {moment} with incomplete weights"
 
 
 @on_ranks(2)
 def test_gathering_that_would_destroy_gradients_is_refused() -> None:
-    model, optimizer = TinyModel().build()
-    [chunk] = model
-    data = tiny_gpt.data_iterators(TinyModel())
-    rank = torch.distributed.get_rank()
+    world = World()
+    settings, rank = world.model[0].ddp_config, torch.distributed.get_rank()
 
-    def refused(why: str, only_rank: int | None = None) -> None:
-        start = "the" if only_rank in (None, rank) else f"rank {only_rank}: the"
-        with pytest.raises(InvalidInputError, match=f"^{start} parameters .* {why} uses the gradient buffer"):
-            forward_log_probs(model, microbatches(), progress=False)
+    def refused(option: str, value: bool, only_rank: int, why: str) -> None:
+        for alone in (False, True):
+            setattr(settings, option, value if not alone or rank == only_rank else not value)
+            start = f"rank {only_rank}: the" if alone and rank != only_rank else "the"
+            message = f"^{start} parameters .* {why} uses the gradient buffer"
+            with pytest.raises(InvalidInputError, match=message):
+                world.scores(microbatches())
+        setattr(settings, option, not value)
 
-    chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag = True
-    refused("reuse_grad_buf_for_mxfp8_param_ag")
-    chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag = rank == 1
-    refused("reuse_grad_buf_for_mxfp8_param_ag", only_rank=1)
-    chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag = False
-    model[0].config.finalize_model_grads_func = finalize_model_grads
-    tiny_gpt.train_step(model, optimizer, data, 1)
-    chunk.ddp_config.use_distributed_optimizer = False
-    refused("the layer-wise optimizer")
-    chunk.ddp_config.use_distributed_optimizer = rank == 0
-    refused("the layer-wise optimizer", only_rank=1)
+    mxfp8 = "reuse_grad_buf_for_mxfp8_param_ag"
+    refused(mxfp8, True, 1, mxfp8)
+    world.config.finalize_model_grads_func = finalize_model_grads
+    tiny_gpt.train_step(world.model, world.optimizer, world.data, 1)
+    refused("use_distributed_optimizer", False, 1, "the layer-wise optimizer")
 
 
 @on_ranks(2)

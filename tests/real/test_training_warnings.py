@@ -15,24 +15,22 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.utils import get_model_config
 
 from megatron_rl_patches import Settings, applied, doctor, status
-from megatron_rl_patches.common.chunks import unwrap
 from megatron_rl_patches.errors import MegatronRLPatchesError
 from megatron_rl_patches.reentry import reentrant_train, training_warnings
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import by_speed, everywhere, on_ranks
-from tests.real.checkpoints import on_rank_0, sharding
 from tests.references import tiny_gpt
-from tests.worlds.passes import fill_at_random, gradients_of, weights_of
+from tests.worlds.model import NO_OVERLAP, World, fill_at_random, gradients_of
 
 PATHS = ("tests.real.test_training_warnings:train",)
 TOKENS = (3, 11)  # of two microbatches
+PER_TOKEN = {"calculate_per_token_loss": True}
 
 
 def train(
@@ -50,8 +48,7 @@ def train(
     if reduces == "schedule":
         (config or get_model_config(model[0])).finalize_model_grads_func = finalize_model_grads
     get_model_config(model[0]).no_sync_func = model[0].no_sync
-    for chunk in model:
-        chunk.zero_grad_buffer()
+    model[0].zero_grad_buffer()
 
     def forward_step(microbatches: Iterator[Any], chunk: Any) -> tuple[Any, Any]:
         batch, count = next(microbatches)
@@ -66,8 +63,7 @@ def train(
     if optimizer is not None:
         optimizer.step()
     if hooks == "off" and model[0].use_forward_hook:
-        for chunk in model:
-            chunk.disable_forward_pre_hook()
+        model[0].disable_forward_pre_hook()
     return gradients
 
 
@@ -86,11 +82,12 @@ def _sum(losses_bs: Any, tokens: int) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def _warned(
-    model: Any, *args: Any, warn: bool = True, form: str = "patched", **options: Any
+    world: World, *, steps: bool = False, warn: bool = True, form: str = "patched", **options: Any
 ) -> tuple[Any, list[str]]:
     """Call ``train`` twice; return what the first call returns, and all that was logged.
 
     Args:
+        steps: whether the loop changes weights.
         form: whether the patch guards the loop, it is decorated where there is the patch, or decorated alone.
     """
     training_warnings.messages.clear()
@@ -101,12 +98,10 @@ def _warned(
     with nullcontext() if form == "alone" else applied("reentrant-train", settings=settings):
         # In this module, the name stands for the patched function now.
         guarded = train if form == "patched" else reentrant_train(train, warn=warn)
-        result = guarded(model, *args, **options)
-        guarded(model, *args, **options)
+        result, _ = (guarded(world.model, world.optimizer if steps else None, **options) for _ in range(2))
         assert form == "alone" or doctor.notes_of(doctor.choice_of(), []) == training_warnings.reported()
     logger.removeHandler(handler)
-    messages = [record.getMessage() for record in handler.buffer]
-    messages = [message.removeprefix("megatron_rl_patches: ") for message in messages]
+    messages = [record.getMessage().removeprefix("megatron_rl_patches: ") for record in handler.buffer]
     lines = [message for message in messages if not message.startswith("megatron_rl_patches ")]
     assert set(lines) <= set(training_warnings.reported())
     return result, lines
@@ -115,15 +110,15 @@ def _warned(
 @on_ranks(1)
 def test_dropout() -> None:
     for rate in (0.0, 0.1):
-        model, _ = TinyModel(config={"attention_dropout": rate, "hidden_dropout": rate}).build()
+        world = World(config={"attention_dropout": rate, "hidden_dropout": rate})
         batch = next(tiny_gpt.SyntheticData())
         evaluated, trained = (
-            tiny_gpt.forward_step(iter([batch]), model[0].train(training))[0].detach()
+            tiny_gpt.forward_step(iter([batch]), world.model[0].train(training))[0].detach()
             for training in (False, True)
         )
         nats = (trained - evaluated).abs().mean().item()
         assert nats > 0.01 if rate else nats == 0.0, rate
-        _, lines = _warned(model, tokens=(5, 5))
+        _, lines = _warned(world, tokens=(5, 5))
         names = ["hidden_dropout=0.1", "attention_dropout=0.1"] if rate else []
         assert [line.split(": ")[0] for line in lines] == names
     assert "set --hidden-dropout 0" in lines[0]
@@ -133,19 +128,16 @@ def test_dropout() -> None:
 @on_ranks(1)
 def test_the_weight_of_a_token(form: str) -> None:
     original = schedules.forward_step
-    how = {"form": form}
-    right_model, wrong_model = (
-        TinyModel(config={"calculate_per_token_loss": per_token}).build()[0] for per_token in (True, False)
-    )
-    right, quiet = _warned(right_model, **how)
-    wrong, [line] = _warned(wrong_model, **how)
+    of_tokens, of_microbatches = World(config=PER_TOKEN), World()
+    right, quiet = _warned(of_tokens, form=form)
+    wrong, [line] = _warned(of_microbatches, form=form)
     assert quiet == []
     assert (wrong - right).norm() / right.norm() > 0.2
     assert "calculate_per_token_loss=False" in line
     assert "Microbatches had 3 to 11 tokens" in line
     assert "counts 3.7 times as much" in line
-    assert _warned(wrong_model, tokens=(5, 5), **how)[1] == []
-    silenced, lines = _warned(wrong_model, warn=False, **how)
+    assert _warned(of_microbatches, tokens=(5, 5), form=form)[1] == []
+    silenced, lines = _warned(of_microbatches, warn=False, form=form)
     assert torch.equal(silenced, wrong) and lines == []
     assert schedules.forward_step is original
 
@@ -170,8 +162,8 @@ def test_the_weight_of_an_auxiliary_loss(setting: str) -> None:
     kind, config = AUXILIARY[setting]
     gradients, lines = {}, {}
     for key in product((True, False), (_sum, _mean)):
-        model = TinyModel(kind=kind, config={**config, "calculate_per_token_loss": key[0]}).build()[0]
-        gradients[key], lines[key] = _warned(model, tokens=(16, 16), loss=key[1])
+        world = World(kind=kind, config={**config, "calculate_per_token_loss": key[0]})
+        gradients[key], lines[key] = _warned(world, tokens=(16, 16), loss=key[1])
         if kind == "mtp":  # the forward step passes labels alone
             assert "mtp_num_layers=1: the model trains without a loss_mask" in lines[key].pop()
     right, wrong, of_wrong = gradients[False, _mean], gradients[True, _mean], lines.pop((True, _mean))
@@ -186,8 +178,7 @@ def test_the_weight_of_an_auxiliary_loss(setting: str) -> None:
 @pytest.mark.slow
 @on_ranks(4)
 def test_one_rank_of_the_last_stage_warns() -> None:
-    options = TinyModel(tp=2, pp=2)
-    _, lines = _warned(options.build()[0])
+    _, lines = _warned(World(tp=2, pp=2))
     assert everywhere(len(training_warnings.reported())) == [0, 0, 1, 1]
     assert everywhere(len(lines)) == [0, 0, 1, 0]
 
@@ -195,20 +186,19 @@ def test_one_rank_of_the_last_stage_warns() -> None:
 @pytest.mark.parametrize(("hooks", "form"), [("off", "patched"), ("on", "patched"), ("on", "alone")])
 @on_ranks(2)
 def test_parameters_that_are_not_gathered(hooks: str, form: str) -> None:
-    model, optimizer = TinyModel(config={"calculate_per_token_loss": True}).build()
-    _, lines = _warned(model, optimizer, hooks=hooks, form=form)
-    sent = weights_of(model)
+    world = World(config=PER_TOKEN)
+    _, lines = _warned(world, steps=True, hooks=hooks, form=form)
+    sent = world.weights()
     if hooks == "on":
-        model[0].disable_forward_pre_hook()
-    stale = int((sent != weights_of(model)).sum())
+        world.model[0].disable_forward_pre_hook()
+    stale = int((sent != world.weights()).sum())
     if hooks == "off":
         assert (stale, lines) == (0, [])
-    else:
-        assert stale > len(sent) / 4  # the other rank's share
-        first, second = everywhere(lines)
-        assert len(first) == 1 and second == []
-        assert "overlap_param_gather=True" in first[0]
-        assert "disable_forward_pre_hook()" in first[0]
+        return
+    assert stale > len(sent) / 4  # the other rank's share
+    [line], second = everywhere(lines)
+    assert second == []
+    assert "overlap_param_gather=True" in line and "disable_forward_pre_hook()" in line
 
 
 @pytest.mark.parametrize(
@@ -227,15 +217,13 @@ def test_gradients_that_nobody_reduces(distributed: bool, overlap: bool) -> None
     options = TinyModel(use_distributed_optimizer=distributed, **overlaps)
     weights, lines = {}, {}
     # Old releases raise in the next step if a step has begun reductions that nobody finishes.
-    [chunk], _ = options.build()
-    raises = overlap and not hasattr(chunk.bucket_groups[0], "is_first_batch")
+    raises = overlap and not hasattr(World(options).model[0].bucket_groups[0], "is_first_batch")
     unreduced = () if raises else ("copy", "never")
     for reduces in ("schedule", "loop", *unreduced):
-        model, optimizer = options.build()
-        copied = {"config": copy.copy(get_model_config(model[0])), "reduces": "schedule"}
-        how = copied if reduces == "copy" else {"reduces": reduces}
-        _, lines[reduces] = _warned(model, optimizer, tokens=(5, 5), **how)
-        weights[reduces] = weights_of(model)
+        world = World(options)
+        how = {"config": copy.copy(world.config)} if reduces == "copy" else {"reduces": reduces}
+        _, lines[reduces] = _warned(world, steps=True, tokens=(5, 5), **how)
+        weights[reduces] = world.weights()
     assert lines["schedule"] == lines["loop"] == []
     assert torch.equal(weights["schedule"], weights["loop"])
     for reduces in unreduced:
@@ -260,47 +248,34 @@ def test_gradients_that_nobody_reduces(distributed: bool, overlap: bool) -> None
 @on_ranks(2)
 def test_weights_that_were_loaded_alone(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     """One loads weights into a policy that trains in 16 bits; in 32 bits there is one copy of them."""
-    tiny = TinyModel(kind=kind, lr=1e-6, config={"calculate_per_token_loss": True}, **options)
-    folder = tmp_path / "checkpoint"
-    on_rank_0(folder.mkdir)
-    for is_resumed in (False, True):
-        model, optimizer = tiny.build()
-        state: dict[str, Any] = {"model": unwrap(model[0]).sharded_state_dict(metadata=sharding())}
-        more = {"is_loading": is_resumed, "metadata": sharding()}
-        state["optimizer"] = optimizer.sharded_state_dict(state, **more)
-        if is_resumed:
-            loaded = dist_checkpointing.load(state, str(folder))
-            unwrap(model[0]).load_state_dict(loaded["model"])
-            with torch.no_grad():
-                optimizer.load_state_dict(loaded["optimizer"])
-        assert _warned(model, optimizer)[1] == []
-        if not is_resumed:
-            state["optimizer"] = optimizer.sharded_state_dict(state, metadata=sharding())
-            dist_checkpointing.save(state, str(folder), content_metadata=sharding())
+    tiny = TinyModel(kind=kind, lr=1e-6, config=PER_TOKEN, **options)
+    first, world = World(tiny), World(tiny)
+    assert _warned(first, steps=True)[1] == []
+    world.load(first.save(tmp_path))
+    assert _warned(world, steps=True)[1] == []
     for is_reloaded in (True, False):
-        fill_at_random(model, seed=int(is_reloaded))
-        loaded_weights = weights_of(model)
+        fill_at_random(world.model, seed=int(is_reloaded))
+        loaded_weights = world.weights()
         if is_reloaded:
-            optimizer.reload_model_params()
-        _, lines = _warned(model, optimizer)
-        is_put_back = (weights_of(model) - loaded_weights).abs().max().item() > 0.01
+            world.optimizer.reload_model_params()
+        _, lines = _warned(world, steps=True)
+        is_put_back = (world.weights() - loaded_weights).abs().max().item() > 0.01
         assert is_put_back is (tiny.bf16 and not is_reloaded)
         assert [len(each) for each in everywhere(lines)] == [int(is_put_back)] * 2
     assert not lines or "optimizer.reload_model_params()" in lines[0]
-    optimizer.reload_model_params()
+    world.optimizer.reload_model_params()
     with torch.no_grad():  # one tensor, all of which one rank updates
-        next(iter(model[0].parameters())).add_(1)
-    assert any(everywhere(_warned(model, optimizer)[1])) is tiny.bf16
+        next(iter(world.model[0].parameters())).add_(1)
+    assert any(everywhere(_warned(world, steps=True)[1])) is tiny.bf16
 
 
 @pytest.mark.parametrize("patched", [False, True])
 @on_ranks(1)
 def test_multi_token_prediction_without_a_token_that_counts(patched: bool) -> None:
     """Before core 0.17, a microbatch whose mask is zero makes gradients NaN, which one patch repairs."""
-    options = TinyModel(kind="mtp", overlap_grad_reduce=False, overlap_param_gather=False)
-    [chunk], _ = options.build()
-    tokens = torch.arange(options.seq_length)[None]
-    mask_ss = torch.ones(1, 1, options.seq_length, options.seq_length, dtype=torch.bool).triu(1)
+    world = World(kind="mtp", **NO_OVERLAP)
+    [chunk], length = world.model, world.options.seq_length
+    tokens, mask_ss = torch.arange(length)[None], torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
     gradients = []
     with applied("all", exclude=() if patched else ["finite-loss"]):
         is_repaired = any("roll_tensor" in s.target and s.state == "applied" for s in status())
@@ -310,7 +285,7 @@ def test_multi_token_prediction_without_a_token_that_counts(patched: bool) -> No
             mask = (tokens < 1 + counted).float()  # of the next token
             losses = chunk(tokens, tokens, mask_ss, labels=tokens.roll(-1, 1), loss_mask=mask)
             losses.sum().backward()
-            gradients.append(gradients_of([chunk]))
+            gradients.append(world.gradients())
     none, main, some = gradients
     divides = getattr(multi_token_prediction, "process_mtp_loss", None) is None
     assert is_repaired is (patched and divides)
@@ -322,28 +297,24 @@ def test_multi_token_prediction_without_a_token_that_counts(patched: bool) -> No
 @on_ranks(2)
 def test_gradients_that_are_reduced_too_early(distributed: bool) -> None:
     """A step of two calls of the schedule; in one call, the number of microbatches may change."""
-    options = TinyModel(use_distributed_optimizer=distributed, overlap_param_gather=False)
-    model, _ = options.build()
-    lines = _warned(model, tokens=(5,))[1] + _warned(model, tokens=(5, 5, 5))[1]
-    assert lines == []
-    get_model_config(model[0]).finalize_model_grads_func = None  # which would finish twice, and raise
-    with reentrant_train(model):
-        train(model, tokens=(5,), reduces="never")
+    world = World(use_distributed_optimizer=distributed, overlap_param_gather=False)
+    assert _warned(world, tokens=(5,))[1] + _warned(world, tokens=(5, 5, 5))[1] == []
+    world.config.finalize_model_grads_func = None  # which would finish twice, and raise
+    with reentrant_train(world.model):
+        train(world.model, tokens=(5,), reduces="never")
         with suppress(AssertionError):  # megatron-core 0.14 raises itself, after the warning
-            tiny_gpt.run_schedule(model, [tiny_gpt.SyntheticData()], 2)
-            model[0].finish_grad_sync()
-    assert (
-        everywhere([line[:25] for line in training_warnings.reported()])
-        == [["overlap_grad_reduce=True:"]] * 2
-    )
+            tiny_gpt.run_schedule(world.model, [tiny_gpt.SyntheticData()], 2)
+            world.model[0].finish_grad_sync()
+    found = [line[:25] for line in training_warnings.reported()]
+    assert everywhere(found) == [["overlap_grad_reduce=True:"]] * 2
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 @on_ranks(1)
 def test_training_while_memory_is_freed(kind: str) -> None:
     """The loop itself may restore it. Without a guard the process ends with a segmentation fault."""
-    model, _ = TinyModel(kind=kind, config={"calculate_per_token_loss": True}).build()
-    right, _ = _warned(model)
+    world = World(kind=kind, config=PER_TOKEN)
+    model, (right, _) = world.model, _warned(world)
     for part in ("grad_data", "param_data"):
         memory = getattr((model[0].expert_parallel_buffers or model[0].buffers)[0], part)
         content = memory.clone()
@@ -367,22 +338,21 @@ def test_training_while_memory_is_freed(kind: str) -> None:
 @on_ranks(1)
 def test_log_probs_of_the_rollout() -> None:
     """The weights that sample are those of some steps ago, as if the newer ones had never been sent."""
-    options = TinyModel(lr=0.03)
 
     def score() -> list[Any]:
         batch = next(tiny_gpt.SyntheticData())
         with torch.no_grad():
-            return [*-tiny_gpt.forward_step(iter([batch]), model[0])[0]]
+            return [*-tiny_gpt.forward_step(iter([batch]), world.model[0])[0]]
 
     for steps in (0, 3):
-        model, optimizer = options.build()
+        world = World(lr=0.03)
         sampled = score()
         if steps:
-            tiny_gpt.train(model, optimizer, tiny_gpt.data_iterators(options), [1] * steps, options)
+            world.train(steps, microbatches=1)
         trained = score()
         masks = [torch.arange(tiny_gpt.SEQUENCE) > 4] * len(sampled)
         rollout = {"log_probs": trained, "rollout_log_probs": sampled, "loss_masks": masks}
-        _, lines = _warned(model, data_iterator=[SimpleNamespace(rollout_data=rollout)], tokens=(5, 5))
+        _, lines = _warned(world, data_iterator=[SimpleNamespace(rollout_data=rollout)], tokens=(5, 5))
         differences = torch.cat([(a - b)[4 + 1 :].abs() for a, b in zip(trained, sampled, strict=True)])
         nats = differences.mean().item()
         assert nats > 0.1 if steps else (nats, lines) == (0.0, [])

@@ -14,11 +14,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import __version__, parallel_state, tensor_parallel
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.extensions import transformer_engine as extension
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import MLATransformerConfig, cuda_graphs
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_rl_patches import applied
-from megatron_rl_patches.testing import cpu_backend
-from tests.ranks import FRESH, everywhere, on_ranks
+from megatron_rl_patches.testing import tiny_layers, tiny_model
+from tests.ranks import everywhere, on_ranks
 from tests.recording import note_differences
+from tests.worlds.model import RECOMPUTE
 
 SWIGLU: dict[str, Any] = {
     "normalization": "RMSNorm",
@@ -57,19 +65,11 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 
 def initialize(layout: str = "1 rank") -> None:
-    from megatron_rl_patches.testing import tiny_model
-
     tiny_model(**LAYOUTS[layout], seed=3).initialize()
 
 
 def build(case: str, transformer_engine: bool, **options: Any) -> Any:
     """Build a model of two layers in the groups that are initialized; options are further fields."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    from megatron_rl_patches.testing import tiny_layers, tiny_model
-
     tp = parallel_state.get_tensor_model_parallel_world_size()
     kind, fields = CASES[case]
     config = tiny_model(
@@ -109,8 +109,6 @@ def local_name(name: str) -> str:
 
 
 def losses_of(model: Any) -> torch.Tensor:
-    from megatron.core import parallel_state
-
     experts = parallel_state.get_expert_model_parallel_rank()  # their ranks have samples of their own
     generator = torch.Generator().manual_seed(7 + experts)
     tokens = torch.randint(0, 64, (2, 17), generator=generator)
@@ -122,8 +120,6 @@ def losses_of(model: Any) -> torch.Tensor:
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
     """Return gradients by local names, summed where the parameter is marked for sequence parallelism."""
-    from megatron.core import parallel_state
-
     by_name = {}
     for name, parameter in model.named_parameters():
         fused = getattr(parameter, "grad_added_to_main_grad", False)
@@ -136,8 +132,6 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 
 def parts(values: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
     """Return this rank's parts of the values of an undivided model, which are as large as the model's own."""
-    from megatron.core import parallel_state
-
     rank = parallel_state.get_tensor_model_parallel_rank()
     by_name = {}
     for name, parameter in model.named_parameters():
@@ -206,8 +200,6 @@ def compare_with_local_layers(layout: str, *cases: str, fused: bool = False) -> 
 
 
 def compare_packed_with_one_by_one(layout: str, case: str) -> None:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     initialize(layout)
     model = build(case, True)
     lengths = [6, 2, 10, 4]
@@ -232,9 +224,6 @@ def compare_packed_with_one_by_one(layout: str, case: str) -> None:
 
 def compare_split_with_whole_sequences(packed: bool) -> None:
     """Cut sequences of 16 tokens, or packed ones with padding, over two ranks."""
-    from megatron.core import parallel_state
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     lengths, slots = ([6, 3, 2], [8, 4, 4]) if packed else ([16], [16])
     edges, padded = (torch.tensor([0, *sizes]).cumsum(0).int() for sizes in (lengths, slots))
     packing = {}
@@ -285,49 +274,41 @@ def check_norms_that_are_returned() -> None:
     assert not torch.allclose(*grads)
 
 
-@on_ranks(2, megatron=False, env=FRESH)
+@on_ranks(2, transformer_engine=True)
 def test_layers_on_two_ranks() -> None:
     """Several cases in one test, since fresh interpreters import Megatron for seconds."""
-    with cpu_backend(transformer_engine=True):
-        compare_with_local_layers("TP 2", "grouped queries", "latent attention", "zero-centered norms")
-        check_norms_that_are_returned()
-        compare_packed_with_one_by_one("TP 2", "grouped queries")
-        compare_with_local_layers("EP 2", "grouped experts, fused permutation", fused=True)
-        compare_split_with_whole_sequences(packed=True)
+    compare_with_local_layers("TP 2", "grouped queries", "latent attention", "zero-centered norms")
+    check_norms_that_are_returned()
+    compare_packed_with_one_by_one("TP 2", "grouped queries")
+    compare_with_local_layers("EP 2", "grouped experts, fused permutation", fused=True)
+    compare_split_with_whole_sequences(packed=True)
 
 
 @pytest.mark.slow
-@on_ranks(2, megatron=False, env=FRESH)
+@on_ranks(2, transformer_engine=True)
 def test_more_layouts_on_two_ranks() -> None:
-    with cpu_backend(transformer_engine=True):
-        compare_with_local_layers("TP 2", "dense", "grouped experts", "zero-centered norms with means")
-        compare_with_local_layers("TP 2", "grouped queries", "latent attention", fused=True)
-        compare_with_local_layers("EP 2", "grouped experts")
-        for layout in ("TP 2, expert TP 1", "TP 2, EP 2"):
-            compare_with_local_layers(layout, "grouped experts", "grouped experts, fused permutation")
-        compare_split_with_whole_sequences(packed=False)
+    compare_with_local_layers("TP 2", "dense", "grouped experts", "zero-centered norms with means")
+    compare_with_local_layers("TP 2", "grouped queries", "latent attention", fused=True)
+    compare_with_local_layers("EP 2", "grouped experts")
+    for layout in ("TP 2, expert TP 1", "TP 2, EP 2"):
+        compare_with_local_layers(layout, "grouped experts", "grouped experts, fused permutation")
+    compare_split_with_whole_sequences(packed=False)
 
 
 @pytest.mark.slow
-@on_ranks(1, megatron=False, env=FRESH)
+@on_ranks(1, transformer_engine=True)
 def test_layers_on_one_rank() -> None:
-    with cpu_backend(transformer_engine=True):
-        from megatron.core.transformer import MLATransformerConfig
-
-        known = vars(MLATransformerConfig)["__dataclass_fields__"].keys()  # softmax_type from 0.15 on
-        cases = [case for case in CASES if CASES[case][1].keys() <= known]
-        compare_with_local_layers("1 rank", *cases)
-        for case in ("grouped queries", "fused RoPE"):
-            compare_packed_with_one_by_one("1 rank", case)
-        for case in cases:
-            check_model_on_the_device_meta(case)
-        check_what_megatron_knows_to_be_missing()
+    known = vars(MLATransformerConfig)["__dataclass_fields__"].keys()  # softmax_type from 0.15 on
+    cases = [case for case in CASES if CASES[case][1].keys() <= known]
+    compare_with_local_layers("1 rank", *cases)
+    for case in ("grouped queries", "fused RoPE"):
+        compare_packed_with_one_by_one("1 rank", case)
+    for case in cases:
+        check_model_on_the_device_meta(case)
+    check_what_megatron_knows_to_be_missing()
 
 
 def check_what_megatron_knows_to_be_missing() -> None:
-    from megatron.core.extensions import transformer_engine as extension
-    from megatron.core.transformer import cuda_graphs
-
     absent = ("te_parallel_cross_entropy", "te_general_gemm", "get_cpu_offload_context", "SplitAlongDim")
     assert [name for name in absent if getattr(extension, name) is not None] == []
     assert not cuda_graphs.HAVE_TE_GRAPHS
@@ -350,40 +331,33 @@ def check_model_on_the_device_meta(case: str) -> None:
 
 
 @pytest.mark.slow
-@on_ranks(2, megatron=False, env=FRESH)
+@on_ranks(2, transformer_engine="2.13.0")
 def test_steps_of_the_distributed_optimizer() -> None:
     """The norm depends on the marks of parameters, and DDP on gradients in ``main_grad``.
 
     Weights of grouped experts have no marks since 2.13, and up to megatron-core 0.16 the duplicated
     projections of latent attention have them: norms of gradients are wrong without expert-norm.
     """
-    with cpu_backend(transformer_engine="2.13.0"):
-        from megatron.core import __version__
-
-        release = tuple(map(int, __version__.split(".")[:2]))
-        for layout, case, is_wrong in (
-            ("TP 2", "grouped queries", False),
-            ("TP 2", "grouped experts", release < (0, 19)),
-            ("TP 2, EP 2", "grouped experts", release < (0, 19)),
-            ("TP 2", "latent attention", release < (0, 17)),
-        ):
-            local = build_local(case, layout)
-            weights = {name: value.detach().clone() for name, value in local.named_parameters()}
-            expected = steps(local)
-            with applied("expert-norm"):
-                patched = steps(build_with(weights, case, layout, fused=True))
-            torch.testing.assert_close(patched, expected, rtol=2e-5, atol=0)
-            right, norm = expected[0][1], steps(build_with(weights, case, layout, fused=True))[0][1]
-            print(f"{case}, {layout}: norm {norm:.5f} for {right:.5f}")
-            assert math.isclose(norm, right, rel_tol=2e-5) is not is_wrong, (case, layout, norm, right)
+    release = tuple(map(int, __version__.split(".")[:2]))
+    for layout, case, is_wrong in (
+        ("TP 2", "grouped queries", False),
+        ("TP 2", "grouped experts", release < (0, 19)),
+        ("TP 2, EP 2", "grouped experts", release < (0, 19)),
+        ("TP 2", "latent attention", release < (0, 17)),
+    ):
+        local = build_local(case, layout)
+        weights = {name: value.detach().clone() for name, value in local.named_parameters()}
+        expected = steps(local)
+        with applied("expert-norm"):
+            patched = steps(build_with(weights, case, layout, fused=True))
+        torch.testing.assert_close(patched, expected, rtol=2e-5, atol=0)
+        right, norm = expected[0][1], steps(build_with(weights, case, layout, fused=True))[0][1]
+        print(f"{case}, {layout}: norm {norm:.5f} for {right:.5f}")
+        assert math.isclose(norm, right, rel_tol=2e-5) is not is_wrong, (case, layout, norm, right)
 
 
 def steps(module: Any) -> list[list[float]]:
     """Train for three steps; return the loss and the norm of gradients of each."""
-    from megatron.core.distributed import finalize_model_grads
-
-    from megatron_rl_patches.testing import tiny_model
-
     (model,), optimizer = tiny_model(tp=2, overlap_param_gather=False).in_training(module.config, [module])
     losses_and_norms = []
     for _ in range(3):
@@ -396,50 +370,41 @@ def steps(module: Any) -> list[list[float]]:
 
 
 @pytest.mark.slow
-@on_ranks(2, megatron=False, env=FRESH)
+@on_ranks(2, transformer_engine=True)
 def test_dropout_is_the_same_in_recomputations() -> None:
     """Both checkpoints restore the states of Megatron's tracker, and TransformerEngine's those of its own."""
-    with cpu_backend(transformer_engine=True):
-        from megatron.core import parallel_state, tensor_parallel
-        from megatron.core.extensions.transformer_engine import te_checkpoint
+    initialize("TP 2")
+    group = parallel_state.get_tensor_model_parallel_group()
+    rates = {"attention_dropout": 0.2, "hidden_dropout": 0.1}
 
-        initialize("TP 2")
-        group = parallel_state.get_tensor_model_parallel_group()
-        rates = {"attention_dropout": 0.2, "hidden_dropout": 0.1}
+    def checkpointed(block: Any, x: torch.Tensor) -> Any:
+        tracker = tensor_parallel.get_cuda_rng_tracker
+        return extension.te_checkpoint(lambda y: block(y, None), False, tracker, group, x)
 
-        def checkpointed(block: Any, x: torch.Tensor) -> Any:
-            tracker = tensor_parallel.get_cuda_rng_tracker
-            return te_checkpoint(lambda y: block(y, None), False, tracker, group, x)
+    def run(has_their_tracker: bool, options: dict[str, Any], call: Callable[..., Any]) -> list[Any]:
+        tensor_parallel.model_parallel_cuda_manual_seed(
+            3, te_rng_tracker=has_their_tracker, force_reset_rng=True
+        )
+        block = build("dense", True, **options).decoder
+        x = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(5), requires_grad=True)
+        y = call(block, x)
+        y.square().sum().backward()
+        after = torch.rand(1) + sum(torch.cuda.get_rng_state().float())
+        return [y.detach(), x.grad, *(p.grad for p in block.parameters()), after]
 
-        def run(has_their_tracker: bool, options: dict[str, Any], call: Callable[..., Any]) -> list[Any]:
-            tensor_parallel.model_parallel_cuda_manual_seed(
-                3, te_rng_tracker=has_their_tracker, force_reset_rng=True
-            )
-            block = build("dense", True, **options).decoder
-            x = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(5), requires_grad=True)
-            y = call(block, x)
-            y.square().sum().backward()
-            after = torch.rand(1) + sum(torch.cuda.get_rng_state().float())
-            return [y.detach(), x.grad, *(p.grad for p in block.parameters()), after]
+    def plain(block: Any, x: torch.Tensor) -> Any:
+        return block(x, None)
 
-        def plain(block: Any, x: torch.Tensor) -> Any:
-            return block(x, None)
-
-        expected = run(False, rates, plain)
-        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        selective = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-        for has_their_tracker in (False, True):
-            for call in (plain, checkpointed):
-                assert all(map(torch.equal, run(has_their_tracker, rates, call), expected))
-        for options in (full, selective):
-            assert all(map(torch.equal, run(False, {**rates, **options}, plain), expected))
-            # Newer releases then ask for states of CUDA graphs, which a generator of the CPU does not have.
-            is_refused = hasattr(tensor_parallel.random, "is_graph_safe_cuda_rng_tracker")
-            with (
-                pytest.raises(NotImplementedError, match="graphsafe_get_state")
-                if is_refused
-                else nullcontext()
-            ):
-                assert all(map(torch.equal, run(True, {**rates, **options}, plain), expected))
-        without = run(False, {}, plain)
-        assert not torch.equal(without[0], expected[0])
+    expected = run(False, rates, plain)
+    selective = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    for has_their_tracker in (False, True):
+        for call in (plain, checkpointed):
+            assert all(map(torch.equal, run(has_their_tracker, rates, call), expected))
+    for options in (RECOMPUTE, selective):
+        assert all(map(torch.equal, run(False, {**rates, **options}, plain), expected))
+        # Newer releases then ask for states of CUDA graphs, which a generator of the CPU does not have.
+        is_refused = hasattr(tensor_parallel.random, "is_graph_safe_cuda_rng_tracker")
+        with pytest.raises(NotImplementedError, match="graphsafe_get_state") if is_refused else nullcontext():
+            assert all(map(torch.equal, run(True, {**rates, **options}, plain), expected))
+    without = run(False, {}, plain)
+    assert not torch.equal(without[0], expected[0])

@@ -1,4 +1,4 @@
-"""A program in a Python of its own, with files of the test beside it."""
+"""Programs that tests start in a Python of their own, with files beside them, and their environment."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from pathlib import Path
 from tests.worlds.files import write
 
 ROOT = Path(__file__).parents[2]
+
+
+def without_ours() -> dict[str, str]:
+    """Return the environment without the variables of this package."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_RL_PATCHES")}
 
 
 def run_program(folder: Path, files: Mapping[str, str], **variables: str) -> subprocess.CompletedProcess[str]:
