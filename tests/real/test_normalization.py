@@ -101,7 +101,7 @@ def of_package(options: Any, microbatch: Microbatch, logits: torch.Tensor, divis
 
 
 def counted_on_each_cp_rank(microbatch: Microbatch, logits: torch.Tensor) -> Any:
-    """Wrong: the schedule adds up the number of tokens over context-parallel ranks, and so counts it again."""
+    """Wrong: each rank has the loss of whole samples, and should count their tokens once."""
     loss, tokens, metrics = of_package(PolicyOptions(), microbatch, logits)
     return loss, tokens * microbatch.split.cp, metrics
 
