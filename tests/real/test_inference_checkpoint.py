@@ -25,8 +25,8 @@ from megatron_rl_patches.testing import TinyModel, tiny_model
 from tests.ranks import by_speed, everywhere, on_ranks
 from tests.worlds.model import (
     World,
+    critic,
     equal,
-    fill_at_random,
     on_rank_0,
     save,
     scores_of,
@@ -227,29 +227,12 @@ def test_layers_of_multi_token_prediction_are_loaded_on_demand(tmp_path: Path) -
         load_inference_checkpoint(build_inference_model(tiny.provider, smaller, dtype="fp32"), tmp_path)
 
 
-class _ValueHead(torch.nn.Linear):
-    """The head of a critic, as slime and verl put it in place of a GPTModel's output layer."""
-
-
-def _critic(tiny: TinyModel) -> list[Any]:
-    def provider(*args: Any, **kwargs: Any) -> Any:
-        model: Any = tiny.provider(*args, **kwargs)
-        if model.post_process:
-            model.output_layer = _ValueHead(model.config.hidden_size, 1, bias=False)
-        return model
-
-    tiny.initialize()
-    chunks = build_inference_model(provider, tiny.transformer_config(), dtype="fp32")
-    fill_at_random(chunks, scale=1.0)
-    return chunks
-
-
 @on_ranks(2)
 def test_a_head_of_another_kind_is_no_padding_and_can_be_left_out(tmp_path: Path) -> None:
     """With pipeline stages, the rank that has the head has no embeddings to compare it with."""
     models: dict[str, Callable[[], Any]] = {}
     for name, tiny in {"untied": _options(**PP), "tied": _options(tied=True)}.items():
-        models |= {name: partial(scoring, tiny), f"critic, {name}": partial(_critic, tiny)}
+        models |= {name: partial(scoring, tiny), f"critic, {name}": partial(critic, tiny)}
     stored = {}
     for name, build in models.items():
         save(chunks := build(), tmp_path / name, ITERATION)

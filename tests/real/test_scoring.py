@@ -26,7 +26,6 @@ from megatron_rl_patches.common.agreement import gathered
 from megatron_rl_patches.common.chunks import unwrap
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import (
-    build_inference_model,
     forward_hidden_states,
     forward_log_probs,
     forward_topk,
@@ -48,7 +47,7 @@ from megatron_rl_patches.testing import TinyModel
 from tests.ranks import by_speed, everywhere, on_ranks
 from tests.references import tiny_gpt
 from tests.references.live_bytes import reachable_bytes
-from tests.worlds.model import fill_by_name
+from tests.worlds.model import critic, fill_by_name
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[1, 2])
 K, TEMPERATURE = 5, 0.7
@@ -163,7 +162,9 @@ def test_layouts(layout: str) -> None:
     del scores, of_ddp, found
     _check_what_is_left(ddp)
     _check_distributions(student, teacher, samples, of_teacher)
-    found = forward_values(_critic(options), microbatches(), **QUIET)
+    model = critic(options)
+    fill_by_name(model)
+    found = forward_values(model, microbatches(), **QUIET)
     if assert_on_last_stage(found):
         assert_close(found, values, **ON_RANKS)
 
@@ -227,40 +228,13 @@ def _check_distributions(student: Any, teacher: Any, samples: Any, of_teacher: A
         assert_close(log_probs, of_sample.log_probs, **ON_RANKS)
 
 
-class ValueHead(torch.nn.Linear):
-    """What frameworks put in the place of a GPTModel's output layer."""
-
-    def __init__(self, hidden_size: int, sequence_parallel: bool) -> None:
-        super().__init__(hidden_size, 1, bias=False)
-        self.sequence_parallel = sequence_parallel
-
-    def forward(self, hidden: torch.Tensor, *unused: Any, **options: Any) -> tuple[torch.Tensor, None]:
-        values = super().forward(hidden)
-        if self.sequence_parallel:
-            values = tensor_parallel.gather_from_sequence_parallel_region(values)
-        return values, None
-
-
-def _critic(tiny: TinyModel) -> list[Any]:
-    """Build a model of values in the groups that there are."""
-
-    def provide(pre_process: bool, post_process: bool, config: Any, vp_stage: Any = None) -> torch.nn.Module:
-        chunk = tiny.provider(pre_process, post_process, config, vp_stage)
-        if post_process:
-            chunk.output_layer = ValueHead(32, tiny.sequence_parallel)
-        return chunk
-
-    model = build_inference_model(provide, tiny.transformer_config(), dtype="fp32")
-    fill_by_name(model)
-    return model
-
-
 def _dense_values(alone: TinyModel) -> list[torch.Tensor]:
     """Return the values of all tokens of each sample, of a model that each rank has alone."""
-    [chunk] = _critic(alone)
+    model = critic(alone)
+    fill_by_name(model)
     expected = []
     for batch in microbatches():
-        outputs = _forward(chunk, batch)[..., 0]
+        outputs = _forward(model[0], batch)[..., 0]
         expected += [output[:length] for output, length in zip(outputs, batch["lengths"], strict=True)]
     return expected
 

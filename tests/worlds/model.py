@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -23,7 +23,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import get_model_config
 
 from megatron_rl_patches.common.chunks import unwrap
-from megatron_rl_patches.inference import forward_log_probs
+from megatron_rl_patches.inference import build_inference_model, forward_log_probs
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere
 from tests.real import matrix
@@ -129,6 +129,35 @@ def scoring(options: TinyModel) -> list[Any]:
     """Return a model that only scores, with weights of its own."""
     options.initialize()
     chunks = tiny_gpt.inference_model(options)
+    fill_at_random(chunks, scale=1.0)
+    return chunks
+
+
+class ValueHead(torch.nn.Linear):
+    """What frameworks put in the place of a GPTModel's output layer."""
+
+    def __init__(self, hidden_size: int, sequence_parallel: bool) -> None:
+        super().__init__(hidden_size, 1, bias=False)
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, hidden: torch.Tensor, *unused: Any, **options: Any) -> tuple[torch.Tensor, None]:
+        values = super().forward(hidden)
+        if self.sequence_parallel:
+            values = tensor_parallel.gather_from_sequence_parallel_region(values)
+        return values, None
+
+
+def critic(options: TinyModel) -> list[Any]:
+    """Return a model of values, with weights of its own."""
+
+    def provide(*args: Any, **kwargs: Any) -> Any:
+        chunk = options.provider(*args, **kwargs)
+        if chunk.post_process:
+            chunk.output_layer = ValueHead(chunk.config.hidden_size, options.sequence_parallel)
+        return chunk
+
+    options.initialize()
+    chunks = build_inference_model(provide, options.transformer_config(), dtype="fp32")
     fill_at_random(chunks, scale=1.0)
     return chunks
 
