@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from tests.ranks import everywhere, on_ranks
 from tests.recording import note_differences
 from tests.worlds.model import RECOMPUTE
 
+TE = "transformer_engine"
 SWIGLU: dict[str, Any] = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
@@ -64,31 +65,29 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 
 
-def initialize(layout: str = "1 rank") -> None:
-    tiny_model(**LAYOUTS[layout], seed=3).initialize()
+class Outcome(NamedTuple):
+    """Losses of a pass, and gradients by the names that parameters have in local layers."""
+
+    losses: torch.Tensor
+    gradients: dict[str, torch.Tensor]
 
 
-def build(case: str, transformer_engine: bool, **options: Any) -> Any:
-    """Build a model of two layers in the groups that are initialized; options are further fields."""
-    tp = parallel_state.get_tensor_model_parallel_world_size()
-    kind, fields = CASES[case]
-    config = tiny_model(
-        kind,
-        layers="transformer_engine" if transformer_engine else "local",
-        tp=tp,
-        cp=parallel_state.get_context_parallel_world_size(),
-        ep=parallel_state.get_expert_model_parallel_world_size(),
-        expert_tp=parallel_state.get_expert_tensor_parallel_world_size(),
-        sequence_parallel=tp > 1,
-        config={"num_layers": 2, **fields, **options},
-    ).transformer_config()
-    layer, norm = tiny_layers.layer_of(config, transformer_engine)
+def build(case: str, layers: str, layout: str = "1 rank", initializes: bool = True, **fields: Any) -> Any:
+    """Build a model of two layers, after its groups; the fields of its configuration win over the case's."""
+    kind, of_case = CASES[case]
+    sizes = LAYOUTS[layout]
+    config = {"num_layers": 2, **of_case, **fields}
+    tiny = tiny_model(kind, layers=layers, sequence_parallel="tp" in sizes, config=config, seed=3, **sizes)
+    if initializes:
+        tiny.initialize()
+    options = tiny.transformer_config()
+    layer, norm = tiny_layers.layer_of(options, layers == TE)
     model = GPTModel(
-        config,
+        options,
         TransformerBlockSubmodules(layer_specs=[layer] * 2, layer_norm=norm),
         vocab_size=64,
         max_sequence_length=32,
-        position_embedding_type="learned_absolute" if config.add_bias_linear else "rope",
+        position_embedding_type="learned_absolute" if options.add_bias_linear else "rope",
         share_embeddings_and_output_weights=False,
     )
     with torch.no_grad():
@@ -118,8 +117,9 @@ def losses_of(model: Any) -> torch.Tensor:
     return losses.detach()
 
 
-def gradients(model: Any) -> dict[str, torch.Tensor]:
-    """Return gradients by local names, summed where the parameter is marked for sequence parallelism."""
+def outcome(model: Any, losses: torch.Tensor | None = None) -> Outcome:
+    """Return losses, by default of one pass, and gradients, summed where sequence parallelism needs it."""
+    losses = losses_of(model) if losses is None else losses
     by_name = {}
     for name, parameter in model.named_parameters():
         fused = getattr(parameter, "grad_added_to_main_grad", False)
@@ -127,7 +127,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
         if getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(value, group=parallel_state.get_tensor_model_parallel_group())
         by_name[local_name(name)] = value
-    return by_name
+    return Outcome(losses, by_name)
 
 
 def parts(values: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
@@ -145,38 +145,31 @@ def parts(values: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor
     return by_name
 
 
-def check(
-    name: str,
-    losses: torch.Tensor,
-    expected_losses: torch.Tensor,
-    grads: dict[str, torch.Tensor],
-    expected: dict[str, torch.Tensor],
-) -> None:
+def check(name: str, found: Outcome, expected: Outcome) -> None:
     """Assert that losses, and gradients in units of the largest one, differ by less than 1e-6; note it."""
-    assert grads.keys() == expected.keys()
-    largest = max(float(value.abs().max()) for value in expected.values())
-    of_gradients = max(float((value - expected[key]).abs().max()) for key, value in grads.items()) / largest
-    of_losses = float((losses - expected_losses).abs().max() / expected_losses.abs().max())
+    assert found.gradients.keys() == expected.gradients.keys()
+    pairs = [(value, expected.gradients[key]) for key, value in found.gradients.items()]
+    largest = max(float(value.abs().max()) for _, value in pairs)
+    of_gradients = max(float((value - other).abs().max()) for value, other in pairs) / largest
+    of_losses = float((found.losses - expected.losses).abs().max() / expected.losses.abs().max())
     differences = [max(values) for values in zip(*everywhere((of_losses, of_gradients)), strict=True)]
     assert max(differences) < 1e-6, (name, differences)
     note_differences(name, differences)
 
 
 def build_local(case: str, layout: str) -> Any:
-    """Build a model of local layers, whose groups are initialized.
+    """Build a model of local layers.
 
     Latent attention is undivided. Megatron's local layers divide the down-projections over ranks, and the
     rotary part of keys then gets gradients from the heads of one rank only.
     """
-    initialize("1 rank" if "latent" in case else layout)
     plain = {"apply_rope_fusion": False, "moe_permute_fusion": False}
-    return build(case, False, **plain)
+    return build(case, "local", "1 rank" if "latent" in case else layout, **plain)
 
 
 def build_with(weights: dict[str, torch.Tensor], case: str, layout: str, fused: bool) -> Any:
     """Build a model of the stand-in's layers with the weights of a local one, by name."""
-    initialize(layout)
-    model = build(case, True, gradient_accumulation_fusion=fused)
+    model = build(case, TE, layout, gradient_accumulation_fusion=fused)
     weights = parts(weights, model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -190,36 +183,35 @@ def build_with(weights: dict[str, torch.Tensor], case: str, layout: str, fused: 
 def compare_with_local_layers(layout: str, *cases: str, fused: bool = False) -> None:
     for case in cases:
         local = build_local(case, layout)
-        expected, expected_gradients = losses_of(local), gradients(local)
+        losses, of_local = outcome(local)
         model = build_with(dict(local.named_parameters()), case, layout, fused)
         name = f"{case}, {layout}" + ", gradients in main_grad" * fused
-        check(name, losses_of(model), expected, gradients(model), parts(expected_gradients, model))
+        check(name, outcome(model), Outcome(losses, parts(of_local, model)))
         if fused:
             products = [name for name, p in model.named_parameters() if p.grad_added_to_main_grad]
             assert len(products) >= 2 * 4, products
 
 
 def compare_packed_with_one_by_one(layout: str, case: str) -> None:
-    initialize(layout)
-    model = build(case, True)
+    model = build(case, TE, layout)
     lengths = [6, 2, 10, 4]
     samples = [torch.arange(length + 1) * (3 + length) % 64 for length in lengths]
-    expected = []
-    for sample in samples:
-        positions = torch.arange(len(sample) - 1)[None]
-        losses = model(sample[None, :-1], positions, None, labels=sample[None, 1:])
+    places = [torch.arange(length)[None] for length in lengths]
+
+    def losses_at(tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor, **packing: Any) -> Any:
+        losses = model(tokens[None], positions, None, labels=labels[None], **packing)
         losses.sum().backward()
-        expected.append(losses.detach()[0])
-    one_by_one = gradients(model)
+        return losses.detach()[0]
+
+    pairs = [(sample[:-1], sample[1:]) for sample in samples]
+    alone = [losses_at(*pair, positions) for pair, positions in zip(pairs, places, strict=True)]
+    expected = outcome(model, torch.cat(alone))
     model.zero_grad(set_to_none=True)
     edges = torch.tensor([0, *lengths]).cumsum(0).int()
     packing = PackedSeqParams("thd", edges, edges, max_seqlen_q=10, max_seqlen_kv=10)
-    tokens, labels = (torch.cat([s[part] for s in samples])[None] for part in (slice(-1), slice(1, None)))
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    losses = model(tokens, positions, None, labels=labels, packed_seq_params=packing)
-    losses.sum().backward()
-    name = f"{case}, {layout}, packed samples against each alone"
-    check(name, losses.detach()[0], torch.cat(expected), gradients(model), one_by_one)
+    tokens, labels = map(torch.cat, zip(*pairs, strict=True))
+    packed = losses_at(tokens, labels, torch.cat(places, 1), packed_seq_params=packing)
+    check(f"{case}, {layout}, packed samples against each alone", outcome(model, packed), expected)
 
 
 def compare_split_with_whole_sequences(packed: bool) -> None:
@@ -239,12 +231,10 @@ def compare_split_with_whole_sequences(packed: bool) -> None:
         (losses[0] * torch.isin(places, valid)).sum().backward()
         return losses.detach()[0]
 
-    initialize()
-    undivided = build("grouped queries", True)
-    expected = losses_at(undivided, torch.arange(16))
-    initialize("CP 2")
+    undivided = build("grouped queries", TE)
+    expected = outcome(undivided, losses_at(undivided, torch.arange(16)))
+    model = build("grouped queries", TE, "CP 2")
     rank, group = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_group()
-    model = build("grouped queries", True)
     model.load_state_dict(undivided.state_dict())
     pieces = [range(start, start + slot) for start, slot in zip(padded.tolist(), slots, strict=False)]
     quarters = [torch.tensor(piece).chunk(4) for piece in pieces]
@@ -253,13 +243,13 @@ def compare_split_with_whole_sequences(packed: bool) -> None:
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=group)
     name = f"grouped queries, CP 2{', packed samples' * packed} against 1 rank"
-    check(name, losses[is_valid], expected[places][is_valid], gradients(model), gradients(undivided))
+    expected = expected._replace(losses=expected.losses[places][is_valid])
+    check(name, outcome(model, losses[is_valid]), expected)
 
 
 def check_norms_that_are_returned() -> None:
     """LoRA asks for the norm that a layer has gathered, whose gradient TransformerEngine drops."""
-    initialize("TP 2")
-    layer = build("grouped queries", True).decoder.layers[0].self_attention.linear_qkv
+    layer = build("grouped queries", TE, "TP 2").decoder.layers[0].self_attention.linear_qkv
     grads = []
     for is_gathered in (False, True):
         layer.return_layernorm_output, layer.return_layernorm_output_gathered = True, is_gathered
@@ -317,9 +307,9 @@ def check_what_megatron_knows_to_be_missing() -> None:
 
 def check_model_on_the_device_meta(case: str) -> None:
     """Make the parameters of a model on that device real, as Megatron's FSDP does, and load a checkpoint."""
-    model = build(case, True)
+    model = build(case, TE)
     with torch.device("meta"):
-        later = build(case, True, init_model_with_meta_device=True)
+        later = build(case, TE, init_model_with_meta_device=True)
     assert all(parameter.is_meta for parameter in later.decoder.parameters())
     for module in later.modules():
         if hasattr(module, "reset_parameters") and "transformer_engine" in str(type(module).__mro__):
@@ -373,7 +363,7 @@ def steps(module: Any) -> list[list[float]]:
 @on_ranks(2, transformer_engine=True)
 def test_dropout_is_the_same_in_recomputations() -> None:
     """Both checkpoints restore the states of Megatron's tracker, and TransformerEngine's those of its own."""
-    initialize("TP 2")
+    tiny_model(**LAYOUTS["TP 2"]).initialize()
     group = parallel_state.get_tensor_model_parallel_group()
     rates = {"attention_dropout": 0.2, "hidden_dropout": 0.1}
 
@@ -385,7 +375,7 @@ def test_dropout_is_the_same_in_recomputations() -> None:
         tensor_parallel.model_parallel_cuda_manual_seed(
             3, te_rng_tracker=has_their_tracker, force_reset_rng=True
         )
-        block = build("dense", True, **options).decoder
+        block = build("dense", TE, "TP 2", initializes=False, **options).decoder
         x = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(5), requires_grad=True)
         y = call(block, x)
         y.square().sum().backward()
