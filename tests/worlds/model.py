@@ -59,8 +59,9 @@ class World:
         self.options.initialize()
         config = self.options.transformer_config()
         chunks = self.options.chunks(config)
-        for chunk in chunks if change else ():
-            change(chunk)
+        if change:
+            for chunk in chunks:
+                change(chunk)
         self.model, self.optimizer = self.options.in_training(config, chunks)
         if adam:
             settings = replace(self.optimizer.config, **adam)
@@ -73,15 +74,13 @@ class World:
     def config(self) -> Any:
         return get_model_config(self.model[0])
 
-    def train(
-        self, steps: int = 1, microbatches: int = MICROBATCHES, loop: Any = None, data: Any = None
-    ) -> list[float]:
+    def train(self, steps: int = 1, microbatches: int = MICROBATCHES, loop: Any = None) -> list[float]:
         """Call the loop once, by default :func:`tiny_gpt.train`; return the losses of its steps."""
         for iterator in self.data:
             iterator._microbatch = self.done * microbatches
         numbers = [microbatches] * steps
         call = loop or tiny_gpt.train
-        losses: list[float] = call(self.model, self.optimizer, data or self.data, numbers, self.options)
+        losses: list[float] = call(self.model, self.optimizer, self.data, numbers, self.options)
         self.losses |= dict(enumerate(losses, self.done))
         self.done += steps
         return losses
