@@ -81,8 +81,8 @@ def main() -> int:
     release = import_module("transformer_engine").__version__
     with mock.patch.object(refusals, "current", release):
         lines = list(differences(table(real), stand_in := table(STAND_IN)))
-    print(f"TransformerEngine {release}: {len(stand_in)} layers, {len(lines)} parameters differ")
-    print(*lines, sep="\n")
+    summary = f"TransformerEngine {release}: {len(stand_in)} layers, {len(lines)} parameters differ"
+    print(summary, *lines, sep="\n")
     return int(bool(lines))
 
 
