@@ -56,6 +56,15 @@ def test_every_variable_is_explained() -> None:
     assert [name for name in VARIABLES if f"`{name}`" not in text] == []
 
 
+def test_files_that_contributing_names_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    names = {name for name in re.findall(r"`([\w/]+/[\w.]+)`", text) if "NAME" not in name}
+    known = {
+        name for name in names for root in (ROOT, ROOT / "megatron_rl_patches") if (root / name).exists()
+    }
+    assert names - known == set() and names
+
+
 def test_links_of_pages_outside_the_site_lead_somewhere() -> None:
     """Links within the site are checked when it is built."""
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 140

@@ -79,7 +79,7 @@ LINES = {
     ("demo",): 360,
 }
 LINES_IN_ALL, MODULES_IN_ALL = 23_575, 146
-BESIDE = {"tests": 37_610, "benchmarks": 3_540}
+BESIDE = {"tests": 37_617, "benchmarks": 3_540}
 
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
