@@ -1,9 +1,8 @@
 """Activation checkpointing of a loss: backward computes it again instead of keeping its tensors.
 
-Reentrant checkpointing, the default of ``torch.utils.checkpoint.checkpoint``, is wrong for losses. It runs
-the first pass without grad mode. A loss that asks ``torch.is_grad_enabled()`` then takes another path, and if
-that path overwrites the logits, backward recomputes the loss from overwritten values, as it did in
-OpenClaw-RL.
+Reentrant checkpointing, torch's default, is wrong for losses: it runs the first pass without grad mode. A
+loss that asks ``torch.is_grad_enabled()`` then takes another path, and if that overwrites the logits,
+backward recomputes the loss from overwritten values, as it did in OpenClaw-RL.
 """
 
 from __future__ import annotations

@@ -48,9 +48,7 @@ def packed_log_probs_and_entropy(
         layout: layout of this microbatch on this CP rank.
         with_entropy: compute entropies too.
         entropy_grad: let the entropies require grad; ``False`` saves time in backward.
-        **options: ``tp_group``, ``temperature``, ``vocab_size``, ``keep_mask`` (for the rows
-            ``layout.response_rows``), ``inplace_backward``, ``block_bytes`` and ``fused`` of
-            :func:`vocab_parallel_log_probs`.
+        **options: those of :func:`vocab_parallel_log_probs`; its rows are ``layout.response_rows``.
 
     Returns:
         The log-probs, and the entropies in nats or ``None``: for sample ``i`` a tensor
@@ -113,14 +111,10 @@ def make_loss_func(
         layout: where their responses stand in the logits.
         batch: advantages, masks and other log-probs of the full responses, in the order of ``tokens``.
         options: which loss to compute; PPO by default.
-        tp_group: process group over which the vocabulary is split; ``None`` if it is whole.
+        tp_group: see :func:`vocab_parallel_log_probs`, as for ``temperature``, ``vocab_size``, ``keep_mask``
+            and ``inplace_backward``. Log-probs of the batch that are known to be of another size are refused.
         cp_group: process group over which the sequences are split; ``None`` if they are whole.
-        temperature: temperature of the rollout, by which logits are divided.
-        vocab_size: size of the vocabulary without padding; see :func:`vocab_parallel_log_probs`. Log-probs of
-            the batch that are known to be of another one are refused.
         with_entropy: compute the entropy, which costs one more ``exp`` per logit; ``entropy_coef`` needs it.
-        keep_mask: columns that sampling chose from; see :func:`packed_log_probs_and_entropy`.
-        inplace_backward: write the gradient into the logits; see :func:`vocab_parallel_log_probs`.
         recompute: compute the loss again in backward instead of keeping tensors; see :func:`checkpointed`.
         normalizer: ``None`` if ``config.calculate_per_token_loss`` is on. If it is off, pass
             :func:`mean_count` of the step: the loss is divided by it, and ``num_tokens`` is 1.

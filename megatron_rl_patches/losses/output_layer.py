@@ -61,9 +61,8 @@ _deferral: Scope[_Deferral] = Scope("deferred_output")
 def deferring(model: Any, *, tile_bytes: int | None = None, keep_bytes: int = 0) -> Iterator[None]:
     """Let a language model return deferred logits for the length of the block, where it can.
 
-    Args:
-        model: a model chunk without wrappers. It must not run in another thread meanwhile.
-        tile_bytes: see :func:`.deferred_logits`; so is ``keep_bytes``.
+    The model is a chunk without wrappers, and must not run in another thread meanwhile. For ``tile_bytes``
+    and ``keep_bytes`` see :func:`.deferred_logits`.
     """
     layer = getattr(model, "output_layer", None)
     if layer is None or not is_column_parallel(layer):
@@ -86,23 +85,14 @@ def language_model_forward(
     tile_bytes: int | None = None,
     keep_bytes: int = 0,
 ) -> Any:
-    """Call a model's forward, whose output layer defers its logits where the call returns them.
-
-    Args:
-        forward: the model's own, with the arguments of the call.
-        arguments: these arguments by name.
-    """
+    """Call a model's own forward; its output layer defers the logits if the arguments ask for them."""
     layer = None if _returns_no_logits(arguments) else getattr(model, "output_layer", None)
     with _deferral.enter(_Deferral(layer, tile_bytes, keep_bytes)):
         return forward()
 
 
 def column_parallel_forward(forward: Callable[[], Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return deferred logits if the layer is to defer them and can, otherwise the layer's own result.
-
-    Args:
-        forward: the layer's own, with the same arguments.
-    """
+    """Return deferred logits if the layer is to defer them and can, else what its own forward returns."""
     deferral = _deferral.get()
     if deferral is None or layer is not deferral.layer or _converts_or_records():
         return forward()
@@ -115,12 +105,8 @@ def loss_of_labels(compute: Callable[[], Any], layer: Any, labels: Tensor, logit
     Args:
         compute: the model's own function, with the same arguments.
         layer: the output layer, whose group the vocabulary is split over.
-        labels: ``[b, s]``. The loss of a label that is no token id is zero; Megatron relies on the loss mask
-            for these.
+        labels: ``[b, s]``; the loss, float32 ``[b, s]``, of one that is no token id is zero.
         logits: ``[s, b, V / tp]``.
-
-    Returns:
-        ``[b, s]`` in float32.
     """
     # Whether somebody has read or written the logits on this rank alone must not decide about collectives.
     if not isinstance(logits, DeferredLogits):
@@ -275,12 +261,8 @@ class OutputHead:
 
         It is for a teacher whose vocabulary is padded to another size than the student's: under tensor
         parallelism, a rank's rows stand for other ids in the two. Rows that the teacher lacks are zero, and
-        rows that are too many are left out: say with ``vocab_size`` how many ids there are.
-
-        Args:
-            width: ``V / tp`` of the student.
-            tp_group: ranks that hold the other rows. Each rank has all of them while this runs, on the device
-                of the weight; with NCCL that is a GPU.
+        rows that are too many are left out: say with ``vocab_size`` how many ids there are. Each rank of
+        ``tp_group`` has all rows while this runs, on the device of the weight; with NCCL that is a GPU.
 
         Raises:
             InvalidInputError: ``width`` is not a positive integer.

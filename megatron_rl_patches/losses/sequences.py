@@ -26,23 +26,15 @@ from torch import Tensor
 
 from ..common.devices import on_device
 from ..errors import InvalidInputError
-from .vocab.arguments import (
-    RowIndex,
-    as_slices,
-    check_instance,
-    check_integer,
-    check_lengths,
-    integers,
-)
+from .vocab.arguments import RowIndex, as_slices, check_instance, check_integer, check_lengths, integers
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceLayout:
     """Index vectors that map the response tokens of a microbatch to rows of the logits of one CP rank.
 
-    :meth:`build` makes one for each microbatch and documents the attributes that are not listed here. This
-    rank computes the log-probs of ``n`` response tokens, in the order of the samples. The index vectors are
-    int64 ``[n]``.
+    :meth:`build` makes one for each microbatch and documents the attributes that are not listed here. The
+    index vectors are int64 ``[n]``, of the ``n`` response tokens that this rank scores, sample by sample.
 
     Attributes:
         logits_shape: shape of this rank's logits without the vocabulary: ``(1, rows)`` or ``(batch, seq)``.
@@ -87,14 +79,13 @@ class SequenceLayout:
 
         Args:
             total_lengths: tokens of each sample, prompt and response.
-            response_lengths: tokens of each response, which ends its sample. A response may be empty. The
-                prompt has at least one token, from which the first response token is predicted.
+            response_lengths: tokens of each response, which ends its sample and may be empty. The prompt has
+                at least one token, from which the first response token is predicted.
             qkv_format: ``"thd"`` (packed) or ``"bshd"`` (padded), as Megatron calls them.
-            max_seq_lens: only for ``bshd``, and required there: the length to which each sample is padded,
-                the same for all. Zigzag CP rounds it up to a multiple of ``2 * cp_size``.
+            max_seq_lens: required for ``bshd`` only: the length to which each sample is padded, the same for
+                all. Zigzag CP rounds it up to a multiple of ``2 * cp_size``.
             padded_lengths: only for ``thd``: length of each sample with its padding, the difference of
-                successive ``cu_seqlens_q_padded``. Default: multiples of ``2 * cp_size`` for zigzag CP, else
-                no padding.
+                successive ``cu_seqlens_q_padded``. Default: the least that zigzag CP needs, else no padding.
             num_rows: only for ``thd``: rows of one rank's logits, ``logits.shape[1]``; by default the fewest
                 that hold the samples. All-gather CP cuts the stream at its multiples.
             cp_rank: this rank in the CP group of ``cp_size`` ranks.
@@ -205,12 +196,9 @@ class SequenceLayout:
 
         Args:
             values: ``[n, ...]``, or one tensor per sample as :meth:`split_responses` returns them, of a
-                floating or integer dtype.
-            cp_group: the CP group; ``None`` if ``cp_size`` is 1. A group or values that do not fit the layout
-                raise :class:`InvalidInputError` before the all-reduce.
-
-        Returns:
-            One tensor ``[response_length, ...]`` per sample, in the dtype of the values.
+                floating or integer dtype, which the result ``[response_length, ...]`` per sample has, too.
+            cp_group: a group or values that do not fit the layout raise :class:`InvalidInputError` before the
+                all-reduce.
         """
         self.check_group(cp_group)
         if isinstance(values, Tensor):
@@ -336,8 +324,7 @@ def _locate(
 ) -> tuple[Tensor, Tensor]:
     """Return, for each token, the CP rank that has it and its row in the logits of that rank.
 
-    ``padded`` are the lengths of samples. ``chunks`` is 1 without zigzag CP, when each rank has the next
-    ``num_rows`` rows of the stream.
+    Without zigzag CP, when ``chunks`` is 1, each rank has the next ``num_rows`` rows of the stream.
     """
     start = (padded.cumsum(0) - padded)[sample]
     if chunks == 1:

@@ -49,12 +49,10 @@ class DistillationOptions:
 
     Attributes:
         divergence: its name; the formulas are in :mod:`..vocab.divergences`.
-        beta: weight of the teacher in the mixture of student and teacher that ``"jensen_shannon"`` and the
-            skewed divergences compare with.
+        beta: weight of the teacher in the mixture that ``"jensen_shannon"`` and the skewed divergences have.
         teacher_weights: weights of the divergences from several teachers; they are divided by their sum.
             ``None`` weights all teachers alike.
-        normalization: what the loss is an average over; see :func:`token_weights`.
-        constant_length: the divisor of the normalization ``"constant"``.
+        normalization: what the loss is an average over; see :func:`token_weights`, also for its length.
     """
 
     divergence: DivergenceName = "reverse_kl"
@@ -86,12 +84,11 @@ class DistillationBatch:
 
     Attributes:
         teachers: for each teacher, its distribution of each response. With several teachers the divergences
-            are averaged; a mixture (:func:`mix_teachers`) or a teacher of its own for each sample
-            (:func:`route_teachers`) counts as *one* teacher.
+            are averaged; what :func:`mix_teachers` or :func:`route_teachers` returns is *one* teacher.
         loss_masks: one mask ``[response_length]`` per response, zero for tokens without loss, such as the
             output of tools. Distributions are ignored at these tokens and may hold ``nan`` there.
-        old: distributions of the policy that sampled (:func:`vocab_parallel_topk`), one per response, which
-            the divergence ``"importance_weighted_reverse_kl"`` needs.
+        old: distributions of the policy that sampled, one per response, which the divergence
+            ``"importance_weighted_reverse_kl"`` needs.
     """
 
     teachers: Sequence[Sequence[Distribution]]
@@ -165,8 +162,8 @@ def distillation_loss(
 
     Returns:
         ``(loss, num_tokens, metrics)`` as :func:`policy_loss` does. The metrics are ``loss`` in its own
-        normalization, and per token ``divergence`` (nats), ``student_tail`` and ``teacher_tail``, which are
-        the probabilities of the tails.
+        normalization, and per token ``divergence`` (nats) and the probabilities ``student_tail`` and
+        ``teacher_tail``.
 
     Raises:
         InvalidInputError: shapes differ from the batch's, or the options need something that is missing.
@@ -204,12 +201,9 @@ def comparison(
     """Return the function from logits ``[T, V / tp]`` to the divergence at ``n`` tokens.
 
     It returns ``[n, 1]`` for full distributions. For a top-k it returns ``[n, 3]``: the divergence, and the
-    probabilities of the tails of the student and of the teachers.
-
-    Args:
-        rows: ``[n]``, the tokens' rows of the logits.
-        index: ``[n]``, the tokens' positions in the concatenation of all responses of the batch.
-        how: ``tp_group``, ``temperature``, ``vocab_size`` and ``inplace_backward``.
+    probabilities of the tails of the student and of the teachers. ``rows`` ``[n]`` are the tokens' rows of
+    the logits, ``index`` ``[n]`` their positions in the concatenation of all responses of the batch, and
+    ``how`` has arguments of :func:`vocab_parallel_log_probs`.
     """
     if batch.is_full:
         return _full_comparison(rows, index, batch, options, how)
@@ -330,8 +324,7 @@ def _groups(
     """Return for each teacher, or mixture, the tokens that it is compared at: one group or more.
 
     These are the tokens, as numbers from 0 to ``n - 1``; their positions in the distribution; and the
-    distribution of all samples of this teacher. ``index`` ``[n]`` are their positions in the concatenation of
-    all responses, ``counts`` ``[n]`` says which count.
+    distribution of all samples of this teacher. ``counts`` ``[n]`` says which tokens count.
     """
     groups = []
     for source in dict.fromkeys(one.source for one in distributions):

@@ -1,9 +1,8 @@
 """Next-token distributions of teachers, known at k ids and a tail, or over the whole vocabulary.
 
-The latter are known by hidden states and an output layer; logits need not exist. Several teachers are a
-mixture of their distributions, or one for each sample. All must share the student's vocabulary. Those that
-are known at k ids must score the same ids, those of the *student's* top-k when it sampled. Mixture and
-divergences are then exact for the k ids and for the tail.
+The latter are known by hidden states and an output layer; logits need not exist. All teachers must share the
+student's vocabulary. Those that are known at k ids must score the same ids, those of the *student's* top-k
+when it sampled. Mixture and divergences are then exact for the k ids and for the tail.
 """
 
 from __future__ import annotations
@@ -234,11 +233,7 @@ class FullDistribution(Distribution):
         return self.hidden
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> FullDistribution:
-        """Return distributions of the same teachers; the output layers stay where they are.
-
-        A loss copies the part of one tile after the other of an output layer to the device of the hidden
-        states, where there are at most two.
-        """
+        """Return distributions of the same teachers; output layers stay, and losses copy part by part."""
         return FullDistribution(tuple(tensors), self.heads, self.weights)
 
     @property
@@ -273,9 +268,8 @@ def mix_teachers(teachers: Sequence[D], weights: Sequence[float] | None = None) 
 
     Raises:
         InvalidInputError: there are no teachers, they are of different kinds or temperatures, the weights are
-            invalid, or the indices differ. An id that stands twice at a position is not refused here, since
-            the mixture is right for each entry and a loss mask may leave the position out; the losses that
-            read the mixture refuse it.
+            invalid, or the indices differ. An id that stands twice at a position is left for the losses to
+            refuse, since a loss mask may leave the position out.
     """
     check_one_kind("teachers", teachers)
     weights = normalize_weights(weights, len(teachers))
@@ -287,11 +281,9 @@ def route_teachers(
 ) -> list[T]:
     """Return, for each sample, the value of the teacher that the sample names.
 
-    Args:
-        names: name of the teacher of each sample.
-        values: the teachers' values by name, distributions or anything else. A teacher has either one value
-            per sample, ``None`` for samples that it did not score, or a mapping from the sample's position.
-            :class:`InvalidInputError` is raised where a named teacher or its value is missing.
+    The teachers' ``values`` are distributions or anything else. A teacher has either one value per sample,
+    ``None`` for samples that it did not score, or a mapping from the sample's position. Where a named teacher
+    or its value is missing, :class:`InvalidInputError` is raised.
     """
     if names is None or not isinstance(values, Mapping):
         raise InvalidInputError("names are a list of names, and values a mapping from these names")
@@ -335,8 +327,8 @@ def check_same_indices(distributions: Sequence[TopKDistribution]) -> None:
 def log1mexp(x: Tensor) -> Tensor:
     """Return ``log(1 - exp(x))`` for ``x <= 0``; -inf with a gradient of zero for ``x`` above.
 
-    With ``x = log_probs.logsumexp(1)`` it is the tail's log-probability, for log-probabilities that were
-    stored without their tail. Their sum is rounded, so in float32 a tail below 1e-3 has few correct digits.
+    With ``x = log_probs.logsumexp(1)`` it is the log-probability of a tail that was not stored. In float32 a
+    tail below 1e-3 then has few correct digits.
     """
     lost = x > -torch.finfo(x.dtype).tiny
     inside = torch.where(lost, -1.0, x)

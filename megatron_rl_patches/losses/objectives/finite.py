@@ -1,10 +1,8 @@
 """Log-probs, ratios and KL terms of one token each, kept from turning a gradient into NaN.
 
-A ratio ``exp(x)`` beyond the range of float32 is infinite, and its gradient times zero is NaN. The zero comes
-from a mask, an advantage, a clamp or a coefficient, and the NaN reaches every weight. These functions change
-such tokens alone; all other values and gradients keep their bits.
-
-Tensors are ``[n]``, one number per token of this rank, and no collective runs.
+A ratio ``exp(x)`` beyond the range of float32 is infinite, and its gradient times zero, such as a mask, an
+advantage or a coefficient, is NaN, which reaches every weight. These functions change such tokens alone; all
+other values and gradients keep their bits. Tensors are ``[n]``, one number per token of this rank.
 """
 
 from __future__ import annotations
@@ -23,10 +21,7 @@ BOUND = 20.0
 
 
 def counted_tokens(reduce: Callable[[Tensor], Tensor], n: int, device: torch.device) -> Tensor:
-    """Return which tokens a linear reduction ``[n] -> []`` counts, whatever the layout that it knows.
-
-    These are the tokens at which its gradient is not zero.
-    """
+    """Return at which tokens the gradient of a linear reduction ``[n] -> []`` is not zero."""
     # A checkpoint around the loss, whose hooks these take the place of, must not recompute for this backward.
     with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
         ones_n = torch.ones(n, device=device, requires_grad=True)

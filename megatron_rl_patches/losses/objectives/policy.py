@@ -57,10 +57,8 @@ class PolicyOptions:
         clip_high: ``clip(r)`` is at most ``1 + clip_high``.
         dual_clip: for ``A < 0``, bound the loss by ``-dual_clip A`` (1912.09729); greater than 1.
         entropy_coef: weight of the entropy bonus.
-        kl_coef: weight of the KL divergence from the reference policy.
-        kl_estimator: how :func:`estimate_kl` estimates that divergence: ``"k1"``, ``"k2"`` or ``"k3"``.
-        normalization: what the loss is an average over; see :func:`token_weights`.
-        constant_length: the divisor of the normalization ``"constant"``.
+        kl_coef: weight of the KL divergence from the reference policy, which :func:`estimate_kl` estimates.
+        normalization: what the loss is an average over; see :func:`token_weights`, also for its length.
         tis_clip: truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings
             you off-policy RL training"): weight each token by ``min(p_old / p_rollout, tis_clip)``. ``inf``
             makes it decoupled PPO (2110.00641) with ``p_old`` as the proximal policy.
@@ -117,10 +115,9 @@ class PolicyBatch:
         advantages: advantage of each token, or a scalar tensor for the whole response.
         loss_masks: zero for tokens without loss, such as the output of tools. The other tensors are ignored
             at these tokens and may hold ``nan`` there.
-        old_log_probs: log-probs under the policy before this step's updates, computed by the trainer.
-            ``None`` in the first update, when the policy has not changed yet.
-        ref_log_probs: log-probs under the reference policy; ``kl_coef`` needs them.
-        rollout_log_probs: log-probs that the rollout engine reported; ``tis_clip`` needs them.
+        old_log_probs: those of the trainer's policy before this step's updates; ``None`` in the first one.
+        ref_log_probs: those of the reference policy; ``kl_coef`` needs them.
+        rollout_log_probs: those that the rollout engine reported; ``tis_clip`` needs them.
     """
 
     advantages: Sequence[Tensor]
@@ -161,12 +158,11 @@ def policy_loss(
     every normalization; Megatron divides so if ``config.calculate_per_token_loss`` is on. No collective runs.
 
     Args:
-        log_probs: log-probs under the policy in training, float32 or float64 ``[response_length]`` per
-            response.
+        log_probs: log-probs under the policy in training, float32 or float64 ``[response_length]`` each.
         batch: advantages, masks and other log-probs of the same responses.
         options: which loss to compute.
-        entropies: entropies in nats, ``[response_length]`` per response. ``entropy_coef`` needs them;
-            without it they are only reported.
+        entropies: in nats, ``[response_length]`` each. ``entropy_coef`` needs them; without it they are only
+            reported.
 
     Returns:
         ``(loss, num_tokens, metrics)``, as Megatron's schedules take it. ``loss`` is a scalar with gradient,
@@ -284,12 +280,10 @@ def estimate_kl(log_ratio: Tensor, estimator: KlEstimator) -> Tensor:
     ==========  ====================  ====================================================================
 
     Below ``d = -20`` k3 goes on as its tangent, with the gradient ``1 - e**20``. So neither value nor
-    gradient overflows, and descent always moves p towards q, however far apart they are.
+    gradient overflows (but in float16), and descent always moves p towards q, however far apart they are.
 
-    Args:
-        log_ratio: ``d`` of tokens drawn from p, of any shape and floating dtype, which the estimates have
-            too. float16 cannot hold ``e**20``.
-        estimator: one of the three; another one raises :class:`InvalidInputError`.
+    ``log_ratio`` is ``d`` of tokens drawn from p; the estimates have its shape and floating dtype. Another
+    estimator raises :class:`InvalidInputError`.
     """
     check_floats(log_ratio=log_ratio)
     if estimator == "k1":
@@ -324,7 +318,6 @@ def group_advantages(
         groups: an integer for each response, ``[b]``, the same for responses to the same prompt. This rank
             must have all responses of a group: no collective runs.
         divide_by_std: ``False`` gives the advantages of Dr. GRPO.
-        eps: number added to the standard deviation.
 
     Returns:
         The advantages ``[b]`` in the dtype of ``rewards`` (float32 for integers), without gradient.

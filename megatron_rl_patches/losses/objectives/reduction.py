@@ -47,7 +47,6 @@ def token_weights(
             padded with zeros, ``[responses, length]``.
         normalization: what the average is taken over.
         constant_length: the same throughout training, such as the longest response allowed.
-        dtype: dtype of the weights.
 
     Returns:
         The weights ``[n]`` of the tokens of all responses; and the count, int32 as Megatron expects it.
@@ -88,8 +87,7 @@ def mean_count(
         loss_masks: masks of all responses of this replica in this step, ``[response_length]`` each.
         num_microbatches: number of microbatches of this replica in this step.
         normalization: as in :func:`token_weights`.
-        data_parallel_group: process group of the replicas, **without** context parallelism; one small
-            all-gather runs over it. ``None`` if there is one replica only.
+        data_parallel_group: the replicas, **without** context parallelism; one small all-gather runs over it.
 
     Returns:
         Count of all replicas by their number of microbatches; 1 if every token is masked, so the loss is 0.
@@ -170,8 +168,7 @@ def average_metrics(
     Args:
         reports: one dict of ``[sum, count]`` pairs per microbatch, which ``get_forward_backward_func()(...)``
             returns on the last pipeline stage; empty on the other stages.
-        group: data-parallel process group of that stage, over which one small all-gather runs. ``None``
-            averages over this rank's microbatches only.
+        group: data-parallel process group of that stage, over which one small all-gather runs.
 
     Returns:
         Sum divided by count, ``nan`` where the count is zero; and the maximum for names that end in ``_max``.

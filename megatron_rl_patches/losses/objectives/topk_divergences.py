@@ -3,19 +3,15 @@
 Every function takes the student's log-probabilities ``[n, k]`` and those of its tail ``[n]``, through which
 the gradient flows, and a :class:`TopKDistribution` of the teacher *at the same ids*. It returns the
 divergence of each token, ``[n]``, in nats. Other shapes raise :class:`InvalidInputError`. ``p`` are the
-student's and ``q`` the teacher's probabilities of the k + 1 buckets, which are the ids and the tail. The
-formulas are those of :mod:`..vocab.divergences`.
+student's and ``q`` the teacher's probabilities of the k + 1 buckets, which are the ids and the tail.
 
-The ids of a token must be distinct, or the probability of one counts twice. The divergences do not check
-this, since a loss mask may leave the token out; the losses do.
-
-They are zero where the buckets agree, never larger than the same divergence over the whole vocabulary
-(data-processing inequality), and equal to it if k is the size of the vocabulary; :func:`generalized_kl` and
-:func:`importance_weighted_reverse_kl` say what holds for them.
+The ids of a token must be distinct, or the probability of one counts twice: the losses check this, since a
+loss mask may leave a token out. Divergences are zero where the buckets agree, never larger than the same one
+over the whole vocabulary (data-processing inequality), and equal to it if k is the size of the vocabulary;
+:func:`generalized_kl` and :func:`importance_weighted_reverse_kl` say what holds for them.
 
 A log-probability below -10,000, such as -inf, counts as -10,000: a bucket that both rule out adds nothing,
-one that only the teacher rules out costs 10,000 times the student's probability instead of infinity, and no
-gradient is NaN.
+one that only the teacher rules out costs 10,000 times the student's probability, and no gradient is NaN.
 """
 
 from __future__ import annotations
@@ -55,12 +51,10 @@ def vocab_parallel_topk(
 ) -> TopKDistribution:
     """Return the k most probable tokens of each selected row, in descending order; ties go to the lowest ids.
 
-    One all-gather over ``tp_group``: two numbers per candidate and two for the tail, ``16 * k + 16`` bytes
-    per row and rank. No autograd graph.
+    One all-gather of ``16 * k + 16`` bytes per row and rank runs over ``tp_group``. No autograd graph.
 
     Args:
-        logits: ``[T, V / tp]``; ``tp_group``, ``rows``, ``temperature``, ``vocab_size`` and ``block_bytes``
-            too are those of :func:`vocab_parallel_log_probs`.
+        logits: ``[T, V / tp]``; for this and the others see :func:`vocab_parallel_log_probs`.
         k: number of tokens, from 1 to the size of the vocabulary.
 
     Returns:
@@ -91,8 +85,8 @@ def reverse_kl(log_probs: Tensor, tail_log_prob: Tensor, teacher: TopKDistributi
 def forward_kl(log_probs: Tensor, tail_log_prob: Tensor, teacher: TopKDistribution) -> Tensor:
     """Return ``KL(q, p) = sum q (log q - log p)`` per token, ``[n]``: mass-covering.
 
-    Up to a constant it is the cross entropy with the teacher's buckets. It is unbiased for the states that
-    the student visits, as :func:`reverse_kl` is; classical distillation lets the teacher sample instead.
+    Up to a constant it is the cross entropy with the teacher's buckets. It is unbiased as :func:`reverse_kl`
+    is; classical distillation lets the teacher sample instead.
     """
     return bucket_divergence(divergence_named("forward_kl"), log_probs, tail_log_prob, teacher)
 
@@ -103,11 +97,8 @@ def jensen_shannon(
     """Return ``beta KL(q, m) + (1 - beta) KL(p, m)``, ``m = beta q + (1 - beta) p``, per token, ``[n]``.
 
     It is at most log 2. This is the generalization of GKD: divided by ``beta`` it tends to the forward KL as
-    ``beta`` goes to 0, and divided by ``1 - beta`` to the reverse KL as ``beta`` goes to 1. It is unbiased
-    for the states that the student visits, as :func:`reverse_kl` is.
-
-    Raises:
-        InvalidInputError: ``beta`` is not between 0 and 1, or shapes differ.
+    ``beta`` goes to 0, and divided by ``1 - beta`` to the reverse KL as ``beta`` goes to 1. A ``beta`` of 0
+    or 1 raises :class:`InvalidInputError`. It is unbiased as :func:`reverse_kl` is.
     """
     return bucket_divergence(divergence_named("jensen_shannon", beta), log_probs, tail_log_prob, teacher)
 
@@ -116,8 +107,7 @@ def generalized_kl(log_probs: Tensor, tail_log_prob: Tensor, teacher: TopKDistri
     """Return ``sum of p log(p / q) - p + q`` over the k ids only, per token, ``[n]``.
 
     This is equation 5 of MOPD, which sums over the *teacher's* top-k. It is :func:`reverse_kl` without the
-    part of the tail, hence a lower bound of it: probability that the student puts outside the ids costs
-    nothing. ``tail_log_prob`` is ignored; it is an argument so that all divergences have the same signature.
+    tail, which is ignored, hence a lower bound: probability that the student puts outside the ids is free.
     """
     return bucket_divergence(divergence_named("generalized_kl"), log_probs, tail_log_prob, teacher)
 
@@ -129,11 +119,9 @@ def importance_weighted_reverse_kl(
 
     Its gradient is the policy gradient with the advantage ``log q - log p_old``, whose expectation over the k
     + 1 buckets is exact instead of sampled. ``old`` are distributions of the policy that sampled, at the same
-    ids. While the student is that policy, value and gradient are those of :func:`reverse_kl`. Later it is the
-    expected advantage under the student, may be negative, and does not stop at the teacher.
-
-    Raises:
-        InvalidInputError: shapes differ, or ``teacher`` and ``old`` differ in temperature or vocab_size.
+    ids, temperature and vocab_size. While the student is that policy, value and gradient are those of
+    :func:`reverse_kl`. Later it is the expected advantage under the student, may be negative, and does not
+    stop at the teacher.
     """
     divergence = divergence_named("importance_weighted_reverse_kl")
     return bucket_divergence(divergence, log_probs, tail_log_prob, teacher, old)
@@ -146,12 +134,7 @@ def bucket_divergence(
     teacher: TopKDistribution,
     old: TopKDistribution | None = None,
 ) -> Tensor:
-    """Return the divergence of each token, ``[n]``.
-
-    Args:
-        log_probs: the student's, ``[n, k]``; ``tail_log_prob`` too, ``[n]``.
-        old: the policy that sampled, at the same ids, if the divergence needs it.
-    """
+    """Return the divergence of each token, ``[n]``; some need the ``old`` policy, which sampled."""
     check_floats(log_probs=log_probs, tail_log_prob=tail_log_prob)
     if log_probs.dim() != 2 or tail_log_prob.shape != log_probs.shape[:1]:
         raise InvalidInputError(
@@ -205,11 +188,10 @@ def _compared(*log_probs: Tensor) -> Compared:
 def opd_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
     """Return ``log q - log p`` of sampled tokens, as advantages for a policy loss, without gradient.
 
-    Both log-probs are those of the tokens that the student sampled; shapes that differ raise
-    :class:`InvalidInputError`. The result is the negative k1 estimate of the reverse KL (Thinking Machines
-    2025, "On-policy distillation"). The policy gradient with it is unbiased for the gradient of the reverse
-    KL over the whole vocabulary, with the variance of a single sample. A top-k divergence must not be used as
-    an advantage: it does not depend on the sampled token, so the policy learns nothing from it (miles#2410).
+    Shapes that differ raise :class:`InvalidInputError`. The result is the negative k1 estimate of the reverse
+    KL (Thinking Machines 2025, "On-policy distillation"). The policy gradient with it is unbiased for the
+    gradient of the reverse KL over the whole vocabulary, with the variance of a single sample. A top-k
+    divergence is no advantage: it does not depend on the sampled token, so nothing is learned (miles#2410).
     """
     check_floats(log_probs=log_probs, teacher_log_probs=teacher_log_probs)
     check_one_device(log_probs=log_probs, teacher_log_probs=teacher_log_probs)

@@ -34,16 +34,7 @@ _SHORTEST_RUN = 16  # rows, on average: it takes longer to read shorter ones apa
 class VocabParallelOptions:
     """How to read logits ``[T, V / tp]`` and where to put their gradient.
 
-    Attributes:
-        tp_group: see :func:`.vocab_parallel_log_probs`, as for all that is not explained here.
-        ignore_index: target, or entry of ``indices``, that stands for no token.
-        with_entropy: compute entropies beside log-probabilities.
-        entropy_grad: entropies require grad.
-        others_overwrite: other ranks may have ``inplace_backward`` though this one has not.
-        divisor: the caller's logits are the stored ones divided by this number, a division that deferred
-            logits have not carried out. It may differ between ranks.
-        vocab_size: see :func:`.vocab_parallel_log_probs`; ``None``: every column has a token id.
-        scale: what the logits that are read are divided by, ``temperature * divisor``.
+    The first six and ``vocab_size`` are arguments of :func:`.vocab_parallel_log_probs`, which explains them.
     """
 
     tp_group: dist.ProcessGroup | None = None
@@ -52,12 +43,13 @@ class VocabParallelOptions:
     block_bytes: int | None = None
     fused: bool | str = "auto"
     ignore_index: int = -100
-    with_entropy: bool = False
-    entropy_grad: bool = False
-    others_overwrite: bool = False
+    with_entropy: bool = False  # beside log-probabilities
+    entropy_grad: bool = False  # entropies require grad
+    others_overwrite: bool = False  # other ranks may have inplace_backward though this one has not
+    # Deferred logits are read undivided: the caller's are these by a number, which may differ by rank.
     divisor: float = 1.0
     vocab_size: int | None = None
-    scale: float = field(init=False)
+    scale: float = field(init=False)  # of the logits that are read: temperature * divisor
     tp_rank: int = field(init=False)
     tp_size: int = field(init=False)
 
@@ -179,9 +171,7 @@ def check_lengths(
 ) -> list[Tensor]:
     """Return tensors ``[length, ...]`` of ``most`` dimensions or fewer as a list; refuse other lengths.
 
-    Args:
-        whose: lengths these are, for the error.
-        scalars: a tensor may also be ``[]``.
+    The error says ``whose`` lengths these are. With ``scalars`` a tensor may also be ``[]``.
     """
     tensors, fits = check_list(name, values), len(values) == len(lengths)
     for tensor, length in zip(tensors, lengths, strict=False):
@@ -367,10 +357,8 @@ def as_slices(rows: Tensor) -> RowIndex:
     if len(rows) == 0:
         return slice(0, 0)
     breaks = (rows.diff() != 1).nonzero().squeeze(1)
-    starts, stops = (
-        rows[torch.cat([breaks.new_zeros(1), breaks + 1])],
-        torch.cat([rows[breaks], rows[-1:]]) + 1,
-    )
+    starts = rows[torch.cat([breaks.new_zeros(1), breaks + 1])]
+    stops = torch.cat([rows[breaks], rows[-1:]]) + 1
     if len(starts) > 1 + len(rows) // _SHORTEST_RUN or (stops[:-1] >= starts[1:]).any():
         return rows
     runs = tuple(map(slice, starts.tolist(), stops.tolist()))
@@ -403,8 +391,7 @@ torch.serialization.add_safe_globals([LogProbs])
 def in_common(scored: Sequence[Any], **loss: float) -> dict[str, Any]:
     """Return temperature and vocab_size of scores, ``None`` if that of one is not known; refuse several.
 
-    Args:
-        **loss: those of the loss, from which no known one may differ.
+    No known one may differ from that of the ``loss`` either.
     """
     shared: dict[str, Any] = {}
     for name in ("temperature", "vocab_size"):

@@ -67,13 +67,11 @@ def vocab_parallel_log_probs_at(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return log-probabilities of given tokens of each selected row, and of all others together.
 
-    The result is differentiable. For backward it keeps the logits themselves, the ids and a few numbers per
-    row. Backward allocates the gradient, unless ``inplace_backward`` is on, a block of rows and one number
-    per id.
+    For backward the result keeps the logits themselves, the ids and a few numbers per row. Backward allocates
+    the gradient, unless ``inplace_backward`` is on, a block of rows and one number per id.
 
     Args:
-        logits: ``[T, V / tp]``; ``tp_group``, ``rows``, ``temperature``, ``vocab_size``, ``inplace_backward``
-            and ``block_bytes`` too are those of :func:`vocab_parallel_log_probs`.
+        logits: ``[T, V / tp]``; for this and the others see :func:`vocab_parallel_log_probs`.
         indices: token ids ``[n, K]`` in the whole vocabulary, of the selected rows, the same on all ranks. An
             id may occur twice in a row; its probability counts once. -100 is no id at all, so that rows of
             fewer can be filled up: log-probability -inf and no gradient.
@@ -86,10 +84,8 @@ def vocab_parallel_log_probs_at(
         row, its tail included.
 
     Raises:
-        InvalidInputError: arguments do not fit; raised on every rank alike and before the one collective (an
-            all-gather of ``K + 2`` numbers per row), except that refusals of ``inplace_backward`` travel with
-            it, see :func:`vocab_parallel_log_probs`. On a GPU the *values* of ``indices`` and ``rows`` are
-            checked by the device. In backward: the logits were overwritten since forward.
+        InvalidInputError: as :func:`vocab_parallel_log_probs`; the one collective is an all-gather of
+            ``K + 2`` numbers per row.
     """
     options = VocabParallelOptions(
         tp_group, temperature, inplace_backward, block_bytes, vocab_size=vocab_size
@@ -214,10 +210,7 @@ class Columns(NamedTuple):
 
 
 def repeated_or_none(indices: Tensor) -> Tensor:
-    """Return a mask of the entries that must not be counted, bool ``[n, K]``.
-
-    These are negative ids, and all but one occurrence of an id that its row contains several times.
-    """
+    """Return which of ``[n, K]`` are negative ids, or all but one occurrence of an id within its row."""
     ids, order = indices.sort(1)
     repeated = ids < 0
     repeated[:, 1:] |= ids[:, 1:] == ids[:, :-1]
@@ -238,10 +231,8 @@ def total_and_tail(
 ) -> tuple[Tensor, Tensor]:
     """Return the log of the sum of all, ``[n, 1]``, and the log of the tail's part of it, ``[n]``.
 
-    Args:
-        z: the logs of the terms of the ids, ``[n, K]``; -inf for those that do not count.
-        tail_max: the largest logit of the tail, minus the one that ``z`` is relative to.
-        sum_exp_minus_1: the sum of the tail's terms, relative to its largest, minus 1.
+    ``z`` ``[n, K]`` are the logs of the terms of the ids, -inf for those that do not count. The tail's
+    largest logit is relative to the same logit as ``z``, and the sum of its terms to its largest.
     """
     log_ids = z.logsumexp(1, keepdim=True)
     log_tail = (tail_max / temperature + sum_exp_minus_1.log1p())[:, None]

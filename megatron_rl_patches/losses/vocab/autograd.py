@@ -18,8 +18,7 @@ from .sources import Inputs, Source, Tensors
 def save_sources(ctx: Any, sources: Sequence[Source], others: Tensors, owners: Sequence[str] = ()) -> None:
     """Save for backward what :func:`gradients_of_inputs` hands on, under names that an error can use.
 
-    Args:
-        owners: whose the sources behind the first one are, such as "the teacher".
+    ``owners`` say whose the sources behind the first one are, such as "the teacher".
     """
     named: list[tuple[str, Any]] = []
     ctx.restores, ctx.other_names = [], list(others)
@@ -46,10 +45,8 @@ def gradients_of_inputs(
 ) -> Inputs:
     """Return the gradients of the first source's inputs, which cannot be differentiated.
 
-    Args:
-        ctx: of :func:`save_sources`.
-        compute: as :meth:`.Loss.gradients`; it is called without grad mode.
-        before: how many arguments of forward come before the inputs.
+    ``compute``, such as :meth:`.Loss.gradients`, is called without grad mode. So many arguments of forward
+    come ``before`` the inputs.
     """
     tensors = iter(_saved(ctx))
     sources = [restore(*islice(tensors, size)) for restore, size in ctx.restores]

@@ -42,18 +42,12 @@ _functions: dict[Any, Callable[..., Any]] = {}  # by what has compiled them, and
 class BlockFunction:
     """A function to be called for one block of rows after the other.
 
-    With ``fused=True`` it is compiled, and what the compiler raises is raised. With ``"auto"`` it is compiled
-    for large logits where there is a compiler. If that fails, for instance since a disk is full, a warning
-    names the cause, and this block and later ones run as plain operators, on the smaller blocks that are made
-    for them; some minutes later compiling is tried again. What fails does so before any logits of a block are
-    overwritten with their gradient: the first kernel that writes there is the last compiled one, and after it
-    values are only put in their places. So a block can always be computed again.
-
-    Nothing is compiled while an environment variable or an option of torch forbids it, or while a dispatch
-    mode is on, such as torch's ``FlopCounterMode``.
-
-    Attributes:
-        compiled: whether the function is compiled; false from the moment on when compiling fails.
+    For ``fused`` see :func:`.vocab_parallel_log_probs`. If compiling fails with ``"auto"``, for instance
+    since a disk is full, a warning names the cause, ``compiled`` becomes false, and this block and later ones
+    run as plain operators, on the smaller blocks that are made for them; some minutes later compiling is
+    tried again. What fails does so before any logits of a block are overwritten with their gradient: the
+    first kernel that writes there is the last compiled one, and after it values are only put in their places.
+    So a block can always be computed again.
     """
 
     def __init__(
@@ -100,10 +94,9 @@ class BlockFunction:
 def _is_disabled() -> bool:
     """Return whether torch would not compile now.
 
-    Where compiling is forbidden, torch.compile returns functions as they are. Uncompiled, they are slower
-    than plain operators on buffers, and need several tensors of the size of a block. A function that is
-    called meanwhile, or under a dispatch mode, is never compiled again by torch 2.13; other releases raise an
-    error, or hide from the mode what is compiled.
+    torch.compile then returns functions as they are. Uncompiled, they are slower than plain operators on
+    buffers, and need several tensors of the size of a block. Torch 2.13 never compiles a function again that
+    is called meanwhile, or under a dispatch mode; others raise, or hide from the mode what is compiled.
     """
     in_any_thread = getattr(_python_dispatch, "is_in_any_mode_without_ignore_compile_internals", bool)
     stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)

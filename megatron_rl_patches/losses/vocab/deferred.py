@@ -73,23 +73,21 @@ def deferred_logits(
     that they forget; see :class:`DeferredLogits` for what other code sees.
 
     Args:
-        hidden: ``[..., h]``, what the output layer would get: with ``sequence_parallel`` this rank's part of
-            the first dimension.
+        hidden: ``[..., h]``, what the output layer would get.
         weight: ``[V / tp, h]``, in the dtype of ``hidden``: this rank's rows of the output layer. It may be
             frozen, and it may be that of the embedding. Where nothing has a gradient it may stay in host
-            memory, best pinned: the losses copy it to the device of ``hidden`` in parts, one for each tile.
-            At most two of them are there at a time.
+            memory, best pinned: the losses copy it to the device of ``hidden`` in parts, one for each tile,
+            of which at most two are there at a time.
         bias: ``[V / tp]``, where the weight is.
         tp_group: ranks that hold the other rows of the weight. The gradient of ``hidden`` is summed over
             them; the losses need the group as well.
-        sequence_parallel: ``hidden`` is split over ``tp_group``: it is gathered here, and its gradient is
-            reduce-scattered.
+        sequence_parallel: the first dimension of ``hidden`` is split over ``tp_group``: it is gathered here,
+            and its gradient is reduce-scattered.
         tile_bytes: how much memory the logits of one tile take. Default: 64 MiB on a CPU; 512 MiB on a GPU,
             and 1 GiB where all logits take 2 GiB or more. On each device, the last tile of the latest forward
             stays in memory until its backward, or until other logits are read.
-        keep_bytes: how much more memory the forward of each loss may fill with logits until its backward,
-            which then need not compute them again: with all of them it multiplies three times instead of
-            four. Several losses that wait take as much each.
+        keep_bytes: how much more memory the forward of each loss may fill with logits, which its backward
+            then need not compute again: with all of them it multiplies three times instead of four.
         logit_dtype: ``torch.float32``: the logits of 16-bit ``hidden`` and ``weight`` are not rounded; their
             gradient is, before it is multiplied, as by Megatron's ``ColumnParallelLinear`` with an
             ``output_dtype``. ``None``: the logits have the dtype of ``hidden``.
@@ -140,11 +138,9 @@ def deferred_logits(
 def defer(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, tiling: TileOptions, product: Product
 ) -> DeferredLogits:
-    """Return :class:`DeferredLogits` of whole sequences.
+    """Return deferred logits of whole sequences ``[..., h]``, whose gradient needs no further reduction.
 
-    Args:
-        hidden: ``[..., h]``, whose gradient needs no further reduction.
-        product: computes logits ``[..., V / tp]`` of hidden states ``[..., h]`` for code that reads them.
+    ``product`` computes logits ``[..., V / tp]`` of hidden states ``[..., h]`` for code that reads them.
     """
     hidden_th = hidden.flatten(0, -2)
     if hidden_th.is_inference():  # torch counts no writes to it
@@ -168,30 +164,25 @@ class Contents:
     They are rows of an output layer's logits, converted and divided, until code writes to them or gets an
     ordinary tensor in their memory, since nothing counts what is written there. From then on they are what
     their memory holds. Copies are contents of their own, which no write to these can change.
-
-    Attributes:
-        rows: which rows of the layer's logits, int64 ``[n]``.
-        has_gradient: whether their gradient is that of these rows.
-        memory: ``[n, V / tp]``, once other code has a tensor in it, or has written to it.
     """
 
     layer: OutputLayer
-    rows: Tensor
+    rows: Tensor  # int64 [n], of the layer's logits
     divisions: Divisions = ()
-    has_gradient: bool = False
-    memory: Tensor | None = None
+    has_gradient: bool = False  # whether their gradient is that of these rows
+    memory: Tensor | None = None  # [n, V / tp], once other code has a tensor in it, or has written to it
 
 
 class DeferredLogits(Tensor):
     """Logits that have a shape, a dtype and a device, and no values until some code reads them.
 
     They stay deferred where rows are selected, reordered or concatenated, where they are converted to
-    float32, and where they are divided by a number. Functions of :mod:`megatron_rl_patches.losses` compute
-    what they need from hidden states and weight; so does their method ``sum()``. Any other operation that
-    reads values materializes the logits, by the output layer's own code, with a warning that names the
-    operation and the line that called it. Once code writes to them, or gets an ordinary tensor in their
-    memory, such as some columns or an array, they are ordinary logits, which is what losses read then. A
-    division materializes 16-bit logits, too: its quotient is rounded.
+    float32, and where they are divided by a number, which 16-bit logits are not, as the quotient is rounded.
+    Functions of :mod:`megatron_rl_patches.losses` compute what they need from hidden states and weight; so
+    does their method ``sum()``. Any other operation that reads values materializes the logits, by the output
+    layer's own code, with a warning that names the operation and the line that called it. Once code writes to
+    them, or gets an ordinary tensor in their memory, such as some columns or an array, they are ordinary
+    logits for losses, too.
 
     Attributes:
         followed: for operations whose result is deferred, functions that compute it, or return ``None``; for
@@ -319,10 +310,8 @@ class DeferredLogits(Tensor):
     def _plain_values(self, operation: str, aliases: bool, copies: bool = False) -> Tensor:
         """Return the values as an ordinary tensor without a graph, and warn if nobody has read them before.
 
-        Args:
-            operation: what reads them, for the warning; empty: do not warn.
-            aliases: the tensor is in their memory, since other code gets it or writes to it.
-            copies: it is in memory of its own.
+        The warning names the ``operation``; an empty one means none. The tensor ``aliases`` their memory
+        where other code gets it or writes to it, and ``copies`` is in memory of its own.
         """
         contents, layer = self._contents, self._contents.layer
         if operation and contents.memory is None and layer.materialized is None:

@@ -15,14 +15,14 @@ the policy that sampled, and ``m = beta q + (1 - beta) p``:
 ``importance_weighted_reverse_kl``  sum p (log p_old - log q)                   slime#2033
 ==================================  ==========================================  ================
 
-Each column adds ``p log(p / q) - p + q``. This is never negative, and zero where both have the same bits; the
-added terms cancel in the sum. It is computed from the difference of the logits, so that a divergence has
+Each column adds ``p log(p / q) - p + q``, which is never negative, and zero where both have the same bits;
+the added terms cancel in the sum. It is computed from the difference of the logits, so that a divergence has
 correct digits where student and teacher are nearly the same.
 
-The gradient there is a small difference of log-probabilities, next to which the rounding of the normalizers
-is not small. This rounding moves all columns of a row alike. So the sum over the row, which the gradient
-subtracts, is that of the same rounded numbers: the second value of :meth:`Divergence.terms`. It also says how
-much the rounding has added to the divergence; see :meth:`Divergence.without_rounding`.
+The gradient there is a small difference of log-probabilities. The rounding of the normalizers is not small
+next to it, but moves all columns of a row alike. So the sum over the row, which the gradient subtracts, is
+that of the same rounded numbers: the second value of :meth:`Divergence.terms`. It also says how much the
+rounding has added to the divergence; see :meth:`Divergence.without_rounding`.
 """
 
 from __future__ import annotations
@@ -62,15 +62,12 @@ _STRETCH = 256  # columns of a row that plain operators sum up in float32
 class Normalizer(NamedTuple):
     """The normalizer of ``x``, which is that of ``x / scale`` times the scale, in the dtype of ``x``.
 
-    Attributes:
-        remainder: what is lost by rounding. Subtracting one after the other leaves an error relative to the
-            result, which may be small.
-        least: the least ``x`` that is not ruled out.
+    To subtract ``rounded`` and ``remainder`` one after the other leaves an error relative to the result.
     """
 
     rounded: Tensor
-    remainder: Tensor
-    least: Tensor
+    remainder: Tensor  # what is lost by rounding
+    least: Tensor  # the least x that is not ruled out
 
     @classmethod
     def of(cls, exact: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Normalizer:
@@ -84,9 +81,8 @@ class Normalizer(NamedTuple):
 class Compared:
     """The student and the teacher at some columns; all tensors are ``[..., w]``.
 
-    Attributes:
-        gap: ``log p - log q``, exactly zero where both have the same bits.
-        old_gap: ``log p_old - log q``, if there is an old policy.
+    ``gap`` is ``log p - log q``, exactly zero where both have the same bits, and ``old_gap`` is the same of
+    the old policy, if there is one.
     """
 
     def __init__(
@@ -98,9 +94,8 @@ class Compared:
     ) -> None:
         """Compare the student, which comes first, with a mixture of teachers; the old policy may follow.
 
-        Args:
-            scale: ``log p = (x - normalizer) / scale``; a tensor without dimensions, or ``None`` for 1. To
-                divide ``x`` itself would add a rounding error, next to which a gap may be small.
+        It is ``log p = (x - normalizer) / scale``, where ``None`` stands for 1. To divide ``x`` itself would
+        add a rounding error, next to which a gap may be small.
         """
         self._scale = scale
         self._p: Tensor | None = None
@@ -159,22 +154,17 @@ class Compared:
 
 @dataclass(eq=False)
 class Divergence:
-    """A divergence; a class for each name, with :meth:`terms`, and :meth:`slope` or :meth:`derivative`.
+    """A divergence; a class for each name, with :meth:`terms`, and :meth:`slope` or :meth:`derivative`."""
 
-    Attributes:
-        beta: weight of the teacher in the mixture ``m``, for the divergences that have one. For a compiled
-            function it is a tensor without dimensions.
-        needs_old: it compares with the policy that sampled, too.
-        needs_normalizers: parts of the columns do not add up to it, so a pass of its own finds their masses.
-        covers_mass: its derivative by a logit is not zero where ``p`` is zero; its second term is ``p - q``.
-        counts_tail: the bucket of all other ids adds to it. Without it, it is for buckets only.
-    """
-
+    #: It compares with the policy that sampled, too.
     needs_old: ClassVar[bool] = False
+    #: Parts of the columns do not add up to it, so a pass of its own finds their masses.
     needs_normalizers: ClassVar[bool] = False
+    #: Its derivative by a logit is not zero where ``p`` is zero; its second term is ``p - q``.
     covers_mass: ClassVar[bool] = False
+    #: The bucket of all other ids adds to it. Without it, it is for buckets only.
     counts_tail: ClassVar[bool] = True
-    beta: Tensor | float
+    beta: Tensor | float  # weight of the teacher in m; a tensor without dimensions for a compiled function
 
     def __init_subclass__(cls, name: str | None = None) -> None:
         if name is not None:
@@ -191,9 +181,8 @@ class Divergence:
     def derivative(self, compared: Compared, expected: Tensor | float) -> Tensor:
         """Return the derivative of the divergence by the student's ``x``, ``[b, w]``.
 
-        Args:
-            expected: the sum of the second value of :meth:`terms` over all columns, ``[b, 1]``, with which
-                the derivatives of a row add up to zero; 0 for the derivative by log-probabilities.
+        ``expected`` ``[b, 1]``, the sum of the second value of :meth:`terms` over all columns, lets the
+        derivatives of a row add up to zero; it is 0 for the derivative by log-probabilities.
         """
         return compared.p * (self.slope(compared) - expected)
 

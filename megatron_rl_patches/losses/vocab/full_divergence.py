@@ -77,7 +77,8 @@ def full_vocabulary_divergence(
     ``"generalized_kl"``.
 
     Args:
-        student: logits or :class:`.DeferredLogits` ``[T, V / tp]``. Only these have a gradient.
+        student: logits or :class:`.DeferredLogits` ``[T, V / tp]``. Only these have a gradient. For the other
+            arguments see :func:`.vocab_parallel_log_probs`; the temperature is that of all.
         teacher: logits or deferred logits ``[n, V / tp]``, one row for each selected row of the student. The
             hidden sizes may differ. Several teachers are a mixture: their probabilities are averaged.
         divergence: its name.
@@ -86,12 +87,8 @@ def full_vocabulary_divergence(
             all teachers alike.
         old: logits or deferred logits ``[n, V / tp]`` of the policy that sampled, for
             ``"importance_weighted_reverse_kl"``.
-        rows: which ``n`` of the ``T`` rows of the student; see :func:`.vocab_parallel_log_probs`, as for
-            ``tp_group``, ``inplace_backward`` and ``block_bytes``.
-        temperature: the logits of all are divided by it.
-        vocab_size: number of token ids of all distributions; see :func:`.vocab_parallel_log_probs`. With it,
-            and without tensor parallelism, the logits may be padded to different widths; with tensor
-            parallelism see :meth:`.OutputHead.resharded`.
+        vocab_size: with it, and without tensor parallelism, the logits may be padded to different widths;
+            with tensor parallelism see :meth:`.OutputHead.resharded`.
 
     Returns:
         ``[n]`` in float32 (float64 for float64 logits of the student), the same bits on all ranks of
@@ -101,10 +98,9 @@ def full_vocabulary_divergence(
 
     Raises:
         InvalidInputError: arguments do not fit; on every rank alike, before any collective. There is one
-            all-gather of up to six numbers per row, and a second one of two or three numbers for divergences
-            from a mixture of student and teacher, for a mixture of teachers, and where one distribution gives
-            an id, or a block of ids, a probability of zero or nearly zero (log-probabilities more than 1,000
-            nats apart) and another does not.
+            all-gather of up to six numbers per row, and a second one of two or three for divergences from a
+            mixture of student and teacher, for a mixture of teachers, and where log-probabilities of an id,
+            or of a block of ids, are more than 1,000 nats apart.
     """
     teachers = [teacher] if isinstance(teacher, Tensor) else check_list("teacher", teacher)
     measure = divergence_named(divergence, beta)
@@ -186,19 +182,13 @@ def check_weights(weights: Any) -> tuple[float, ...]:
 
 
 class _Sides(NamedTuple):
-    """What functions of a block get beside the logits of all sides.
-
-    Attributes:
-        log_weights: logarithms of the weights of the teachers' mixture, which add up to one.
-        scales: tensors without dimensions, or ``None`` for 1: what the logits of each side are divided by, or
-            a single one that they have in common.
-        dtype: the dtype of the computation.
-    """
+    """What functions of a block get beside the logits of all sides."""
 
     divergence: Divergence
-    log_weights: tuple[Tensor | float, ...]
+    log_weights: tuple[Tensor | float, ...]  # of the teachers' mixture
+    # What the logits of each side are divided by, or all; tensors without dimensions, or None for 1.
     scales: list[Tensor | None]
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the computation
 
     @property
     def scale(self) -> Tensor | None:

@@ -121,17 +121,11 @@ def vocab_parallel_log_probs_and_entropy(
     ignore_index: int = -100,
     entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of a target token, and the entropy in nats, of each selected row.
+    """Return the log-probability of a target token ``[n]``, and the entropy ``[n]`` in nats, of selected rows.
 
     Both come from the same pass over the logits and the same collective. The arguments are those of
-    :func:`vocab_parallel_log_probs`; a keep-mask costs a second pass.
-
-    Args:
-        entropy_grad: ``False``: the entropy does not require grad (a metric, or a coefficient of zero), and
-            backward costs what it does without.
-
-    Returns:
-        Log-probabilities ``[n]`` and entropies ``[n]``.
+    :func:`vocab_parallel_log_probs`; a keep-mask costs a second pass. Without ``entropy_grad`` the entropy
+    does not require grad (a metric, or a coefficient of zero), and backward costs what it does without.
     """
     how = tp_group, temperature, inplace_backward, block_bytes, fused, ignore_index, True, entropy_grad
     options = VocabParallelOptions(*how, vocab_size=vocab_size)

@@ -31,12 +31,9 @@ def _derived(
     dtype: torch.dtype | None = None,
     memory_format: torch.memory_format | None = torch.contiguous_format,
 ) -> DeferredLogits | None:
-    """Return logits with contents of their own, made of others.
+    """Return logits with contents of their own: rows of the layer's logits, in the shape of the result.
 
-    Args:
-        rows: which rows of the layer's logits, in the shape of the result.
-        division: one more than the first parent has.
-        memory_format: whether dimensions keep their order in memory, as for ``clone``.
+    They have one ``division`` more than the first parent, if there is one; ``memory_format`` is as for clone.
     """
     if (has_gradient := _has_gradient_of_rows(parents)) is None:
         return None

@@ -24,7 +24,7 @@ from ...common.devices import each_prefetched, on_device
 from ...errors import InvalidInputError
 from .arguments import DEFAULT, VocabParallelOptions, as_one_slice
 from .reduction import STRETCH, TORCH, Block, Blocks, each_block, ranges
-from .softmax import NO_SOFTMAX, block_gradient, exp_floor, finite
+from .softmax import NO_SOFTMAX, block_gradient
 from .sources import Gradients, Grid, Inputs, Source, Tensors, Tile
 
 LayerInputs = tuple[Tensor, Tensor, Tensor | None]  # hidden states, weight and bias
@@ -65,16 +65,11 @@ class MainGradient:
 
 
 class TileOptions(NamedTuple):
-    """How the tiles of an output layer are computed, and how much memory they may take.
-
-    Attributes:
-        tile_bytes: see :func:`.deferred_logits`, as for all others but ``main_gradient``.
-        main_gradient: where the weight's gradient goes; ``None``: to autograd.
-    """
+    """How the tiles of an output layer are computed; see :func:`.deferred_logits`."""
 
     tile_bytes: int | None = None
     keep_bytes: int = 0
-    main_gradient: MainGradient | None = None
+    main_gradient: MainGradient | None = None  # where the weight's gradient goes; None: to autograd
     logit_dtype: torch.dtype | None = None
 
 
@@ -102,21 +97,15 @@ class StoredTiles(dict[tuple[int, int], Tensor]):
 
 @dataclass(eq=False)
 class OutputLayerRows(Source):
-    """Rows of the logits ``hidden @ weight.T + bias`` of an output layer, which exist one tile at a time.
+    """Rows of the logits ``hidden @ weight.T + bias`` of an output layer, which exist one tile at a time."""
 
-    Attributes:
-        hidden: ``[T, h]``.
-        weight: ``[V / tp, h]``, this rank's part; see :func:`.deferred_logits`, as for the bias ``[V / tp]``.
-        keeps_tiles: whether tiles may be kept for a backward; ``stored_tiles`` are.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
+    hidden: Tensor  # [T, h]
+    weight: Tensor  # [V / tp, h], this rank's part; see deferred_logits
+    bias: Tensor | None  # [V / tp]
     index: slice | Tensor
     tiling: TileOptions
     options: VocabParallelOptions = DEFAULT
-    keeps_tiles: bool = False
+    keeps_tiles: bool = False  # whether tiles may be kept for a backward
     stored_tiles: StoredTiles = field(default_factory=StoredTiles)
     computes_tiles = True
 
@@ -204,11 +193,9 @@ class OutputLayerRows(Source):
 
     def forward_derivative(self) -> ForwardDerivative | None:
         is_frozen = not any(t is not None and t.requires_grad for t in (self.weight, self.bias))
-        needed = is_frozen and self.keeps_tiles and self.hidden.requires_grad
-        return ForwardDerivative(self.without_keeping()) if needed else None
-
-    def gradients_by_derivative(self, gradient_nh: Tensor) -> Inputs:
-        return self.spread(gradient_nh), None, None
+        return (
+            ForwardDerivative(self) if is_frozen and self.keeps_tiles and self.hidden.requires_grad else None
+        )
 
     def select(
         self, index: slice | Tensor, options: VocabParallelOptions, trained: bool = True, keeps: bool = False
@@ -293,16 +280,14 @@ class _InputGradients(Gradients):
 class OutputLayer:
     """The logits ``[..., V / tp]`` of an output layer, which deferred logits are rows of.
 
-    Attributes:
-        source: reads all of them in tiles.
-        numbers: the number of each row, int64 ``[T]``.
-        has_hooks: whether a hook waits for their gradient.
-        has_losses: whether a loss has been computed whose gradient does not pass through them.
-        materialized: all of them ``[T, V / tp]``, once code has read them; nobody may write to them.
+    Its ``source`` reads all of them in tiles, and ``numbers`` are those of its rows, int64 ``[T]``.
     """
 
-    has_hooks = has_losses = False
-    materialized: Tensor | None = None
+    has_hooks = False  # whether a hook waits for their gradient
+    has_losses = False  # whether a loss has been computed whose gradient does not pass through them
+    materialized: Tensor | None = (
+        None  # all of them [T, V / tp], once code has read them; nobody writes to it
+    )
 
     def __init__(self, inputs: LayerInputs, tiling: TileOptions, shape: torch.Size, product: Product) -> None:
         n, self.shape, self._product = len(inputs[0]), shape, product
@@ -355,39 +340,33 @@ class ForwardDerivative:
     """
 
     def __init__(self, layer: OutputLayerRows) -> None:
-        weight = layer.weight.detach()
-        self._layer, self._weight, self._scale = layer, weight, layer.options.scale
-        self._max_logit = weight.new_full((layer.n,), float("-inf"), dtype=torch.float64)
-        self._exp = weight.new_zeros((layer.n, weight.shape[1]), dtype=layer.dtype)
+        self._layer, self._weight = layer, layer.weight.detach()
+        new = partial(self._weight.new_full, dtype=layer.dtype)
+        self._max_logit = new((layer.n, 1), torch.finfo(layer.dtype).min)  # -inf counts as this, too
+        self._one, self._exp = new((layer.n, 1), 1.0), new((layer.n, self._weight.shape[1]), 0.0)
 
     def add(self, tile: Tile, max_logit: Tensor, column: Tensor, is_target: Tensor) -> None:
         """Add a tile, which is overwritten; ``column`` is that of the target, where it ``is_target``."""
-        rows = tile.rows
-        highest = torch.maximum(self._max_logit[rows], max_logit)
-        reference = finite(highest.to(self._exp.dtype))
-        shift = (self._max_logit[rows] - reference) / self._scale
-        shift.clamp_(min=exp_floor(torch.float64))  # it is -inf before the first tile
-        self._max_logit[rows] = highest
-        self._exp[rows] *= shift.exp().to(self._exp.dtype)[:, None]
-        numbers = torch.stack([reference, torch.ones_like(reference)])[:, :, None]
+        layer, highest, total = self._layer, self._max_logit[tile.rows], self._exp[tile.rows]
+        before = highest.clone()
+        torch.maximum(before, max_logit.to(layer.dtype)[:, None], out=highest)
+        total *= ((before - highest) / layer.options.scale).exp_()
 
         def write(block: Block) -> None:
-            part = *(block.cut(number[block.in_tile]) for number in numbers), None
-            block.function(
-                block.xs[0], block.out, part, NO_SOFTMAX, None, None, self._layer.scale, block.work
-            )
+            softmax = block.part(self._max_logit), block.part(self._one), None
+            block.function(block.xs[0], block.out, softmax, NO_SOFTMAX, None, None, layer.scale, block.work)
 
-        each_block(self._layer, [tile], block_gradient, write, Blocks(0), tile.x)
+        each_block(layer, [tile], block_gradient, write, Blocks(0), tile.x)
         tile.put(column, tile.at(column).masked_fill(is_target, 0.0))
         weight = self._weight[tile.columns]
-        add_product(self._exp[rows], tile.x.to(weight.dtype), weight, may_round=True)
+        add_product(total, tile.x.to(weight.dtype), weight, may_round=True)
 
     def finish(
         self, column: Tensor, is_target: Tensor, max_logit: Tensor, sum_exp: Tensor, log_prob: Tensor
     ) -> Tensor:
         """Return this rank's part, from columns as for :meth:`add` and from numbers of all ranks."""
-        scale, dtype = self._scale, self._exp.dtype
-        factor = ((self._max_logit - max_logit) / scale).exp() / (sum_exp * scale)
+        scale, dtype = self._layer.options.scale, self._exp.dtype
+        factor = ((self._max_logit[:, 0] - max_logit) / scale).exp() / (sum_exp * scale)
         at_target = torch.where(is_target, -log_prob.expm1() / scale, 0.0)
         target_part = self._weight[column].to(dtype) * at_target.to(dtype)[:, None]
         return target_part - self._exp * factor.to(dtype)[:, None]

@@ -42,52 +42,28 @@ _COMPILER_COPIES = TORCH < (2, 13)
 
 
 class Blocks(NamedTuple):
-    """How large blocks are, and what plain operators work in.
+    """How large blocks are, and what plain operators work in."""
 
-    Attributes:
-        tensors: how many tensors of a block's size plain operators need at a time, beside the copy of its
-            logits that a gradient overwrites.
-        has_work: they get these as buffers; what they sum up comes in stretches then, as for a compiler.
-        compiled: on a CPU, a compiled function gets a tile in so many blocks or more; 0: nothing is compiled.
-        compiled_on_gpu: blocks of a compiled function on a GPU are so many times as large as others.
-        takes_numbers: a compiled function gets rows that are no slice as :class:`.RowsOf`, not as a copy.
-    """
-
-    tensors: int = 1
-    has_work: bool = True
-    compiled: int = 1
-    compiled_on_gpu: int = 16
-    takes_numbers: bool = False
+    tensors: int = 1  # of a block's size, that plain operators need beside the logits that they overwrite
+    has_work: bool = True  # they get these as buffers, and what they sum up in stretches
+    compiled: int = 1  # on a CPU, a compiled function gets a tile in so many blocks or more; 0: none is
+    compiled_on_gpu: int = 16  # blocks of a compiled function on a GPU are so many times as large as others
+    takes_numbers: bool = False  # a compiled function gets rows that are no slice as RowsOf, not as a copy
 
 
 class Block(NamedTuple):
-    """Some rows of a tile.
+    """Some rows of a tile."""
 
-    Attributes:
-        xs: their logits of each source, the student's first, perhaps as :class:`.RowsOf` a tile:
-            :func:`stretches` where they are summed up, rows ``[b, w]`` or one stretch for a gradient.
-        out: where to write their gradient; perhaps the same object as the first of ``xs``, so that a compiler
-            knows it.
-        rows: which of the ``n`` rows.
-        tile: the student's.
-        work: buffers for plain operators, cut as the logits are. Where no gradient is written, the first may
-            be the logits. ``None`` where the function is compiled.
-        function: what computes the block.
-        cut: returns what the function gets in place of a tensor ``[..., w]``.
-    """
-
+    # Their logits of each source, the student's first, perhaps as RowsOf a tile: stretches where they are
+    # summed up, rows [b, w] or one stretch for a gradient.
     xs: list[Any]
-    out: Any
-    rows: slice
-    tile: Tile
-    work: Tensor | None
-    function: Callable[..., Any]
-    cut: Callable[[Tensor], Tensor]
-
-    @property
-    def in_tile(self) -> slice:
-        """Which of the tile's rows."""
-        return slice(self.rows.start - self.tile.rows.start, self.rows.stop - self.tile.rows.start)
+    out: Any  # where to write their gradient; perhaps the very object xs[0], so that a compiler knows it
+    rows: slice  # of the n rows
+    tile: Tile  # the student's
+    # Buffers for plain operators, cut as the logits are. Without a gradient the first may be the logits.
+    work: Tensor | None  # None: the function is compiled
+    function: Callable[..., Any]  # computes the block
+    cut: Callable[[Tensor], Tensor]  # returns what the function gets in place of a tensor [..., w]
 
     def part(self, values: Tensor | None) -> Tensor | None:
         """Return the block's rows of ``values`` ``[n, 1]``, cut as its logits are."""
@@ -95,19 +71,12 @@ class Block(NamedTuple):
 
 
 class Writer(NamedTuple):
-    """How a loss writes the gradient of a tile.
+    """How a loss writes the gradient of a tile."""
 
-    Attributes:
-        function: what computes the gradient of a block.
-        write: calls it for a block.
-        blocks: of which size.
-        finish: is called with each tile and its gradient after that.
-    """
-
-    function: Callable[..., Any]
-    write: Callable[[Block], None]
+    function: Callable[..., Any]  # computes the gradient of a block
+    write: Callable[[Block], None]  # calls it for a block
     blocks: Blocks
-    finish: Callable[[Tile, Tensor], None] | None = None
+    finish: Callable[[Tile, Tensor], None] | None = None  # is called with a tile and its gradient after that
 
 
 class Loss(ABC):
@@ -127,12 +96,9 @@ class Loss(ABC):
         """Return the results, and the tensors that :meth:`writer` needs; :meth:`read` has got the sources."""
 
     def writer(self, sources: Sequence[Any], saved: Tensors, *gradients: Tensor | None) -> Writer | Tensor:
-        """Return what writes the gradient of the first source, if there is one.
+        """Return what writes the gradient of the first source, from those of the results, or ``None``.
 
-        Where forward has summed up the derivative, return it for each row, weighted with the gradients.
-
-        Args:
-            gradients: of the results; ``None`` for a result that nobody differentiates.
+        Where forward has summed up the derivative by hidden states, return it for each row, weighted.
         """
         raise NotImplementedError
 
@@ -142,7 +108,7 @@ class Loss(ABC):
         """Return the gradients of the first source's inputs; ``None`` for one that needs none."""
         writer = self.writer(sources, saved, *gradients)
         if isinstance(writer, Tensor):
-            return sources[0].gradients_by_derivative(writer)
+            return sources[0].spread(writer), None, None
         totals = sources[0].gradients(needed)
         for tiles in _in_step(sources, self.grid, is_backward=True):
             out = totals.out(tiles[0])
@@ -163,15 +129,12 @@ class Loss(ABC):
         finish_tile: Callable[[Tile, Tensor], Tensor] | None = None,
         keeps_tiles: bool = True,
     ) -> Tensor:
-        """Return statistics, float64 ``[m, n]``, of all columns of all ranks.
+        """Return statistics, float64 ``[m, n]``, of all columns of all ranks; sources are read in step.
 
         Args:
-            sources: what is read, in step.
             claim: of the storage that backward overwrites; the ranks tell each other whether they can.
-            function: what computes a block.
-            part: returns the statistics of a block, ``[m, b]``.
+            part: returns the statistics of a block, ``[m, b]``, which ``function`` computes.
             merge: makes statistics of those of several parts of the columns, in their order.
-            blocks: of which size.
             finish_tile: returns a tile's statistics in the units of the caller from those of its blocks.
             keeps_tiles: whether backward may read tiles that this pass has computed.
         """
@@ -263,10 +226,8 @@ def each_block(
 ) -> list[Any]:
     """Call ``compute`` for one block of rows of the tiles after the other, and return what it returns.
 
-    Args:
-        source: that of the first tile.
-        function: what computes a block; it is compiled for large logits, see :class:`.BlockFunction`.
-        gradient: ``[any, w]``, where the tile's rows are to be written.
+    A block's ``function`` is compiled for large logits, see :class:`.BlockFunction`. The first tile is that
+    of the source; its gradient ``[any, w]`` is where the tile's rows are to be written.
     """
     tile, options, is_writing, results = tiles[0], source.options, gradient is not None, list[Any]()
     runs, done = tile.runs or [(tile.rows, slice(0, 0))], tile.rows.start

@@ -62,10 +62,7 @@ def put(out: Tensor | RowsOf, values: Tensor) -> None:
 def block_statistics(
     x: Tensor | RowsOf, passes: Sequence[_Pass], scale: Tensor | None
 ) -> list[tuple[Tensor, ...]]:
-    """Return the statistics of each pass over logits ``[rows, stretches, columns]``.
-
-    Compiled, one kernel reads the logits, once for all passes. Small ones merge the stretches of each row.
-    """
+    """Return the statistics of each pass over logits ``[rows, stretches, columns]``, which are read once."""
     x = taken(x)
     x = x if x.dtype == torch.float64 else x.float()
     return [_merged_stretches(x, one_pass, scale) for one_pass in passes]
@@ -123,10 +120,7 @@ def finite(max_logit: Tensor) -> Tensor:
 
 
 def merged(parts: Sequence[Tensor], scale: float) -> Tensor:
-    """Return the statistics ``[2 or 3, n]`` over all columns from those of parts.
-
-    In float64 and in the order of the parts, so that ranks that have the same parts get the same bits.
-    """
+    """Return statistics ``[2 or 3, n]`` of all columns from those of parts, with equal bits on all ranks."""
     return torch.stack(_merged(torch.stack(list(parts)).unbind(1), scale))
 
 

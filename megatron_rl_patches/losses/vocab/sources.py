@@ -51,21 +51,13 @@ class Grid(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The part of the logits that is in memory.
+    """The part of the logits that is in memory."""
 
-    Attributes:
-        x: logits ``[any, columns]``, which autograd does not see.
-        place: which of its rows count.
-        rows: which of the ``n`` selected rows these are.
-        columns: which of this rank's ``V / tp``.
-        runs: the same rows as ranges of the ``n``, each with its place in ``x``.
-    """
-
-    x: Tensor
-    place: Place
-    rows: slice
-    columns: slice
-    runs: Runs
+    x: Tensor  # [any, columns], which autograd does not see
+    place: Place  # which of its rows count
+    rows: slice  # which of the n selected rows these are
+    columns: slice  # of this rank's V / tp
+    runs: Runs  # the same rows as ranges of the n, each with its place in x
 
     def at(self, column: Tensor) -> Tensor:
         """Return the logit of each row in its column."""
@@ -104,33 +96,19 @@ class Gradients(ABC):
 
 
 class Source(ABC):
-    """``n`` selected rows of logits ``[T, V / tp]``, of which one tile is in memory at a time.
+    """``n`` selected rows of logits ``[T, V / tp]``, of which one tile is in memory at a time."""
 
-    Attributes:
-        options: how they are read; their scale is that of these logits.
-        n: how many rows.
-        width: how many columns this rank has, ``V / tp``.
-        first_id: the token id of the first of them.
-        num_columns: how many of them have a token id; those behind them pad the vocabulary.
-        scale: the options' scale as a :meth:`scalar`, or ``None`` where it is 1.
-        dtype: that of statistics and gradients: float64 for float64 logits, else float32.
-        device: where the logits are, or would be.
-        inputs: the tensors that have gradients.
-        computes_tiles: whether a tile takes memory of its own.
-        copies_rows: whether a block of rows cannot be a view in the dtype of the computation.
-    """
-
-    options: VocabParallelOptions
+    options: VocabParallelOptions  # their scale is that of these logits
     n: int
-    width: int
-    first_id: int
-    num_columns: int
-    scale: Tensor | None
-    dtype: torch.dtype
-    device: torch.device
-    inputs: Inputs
-    copies_rows: bool
-    computes_tiles: ClassVar[bool] = False
+    width: int  # how many columns this rank has, V / tp
+    first_id: int  # the token id of the first of them
+    num_columns: int  # how many of them have a token id; those behind them pad the vocabulary
+    scale: Tensor | None  # the options' scale as a scalar(), or None where it is 1
+    dtype: torch.dtype  # of statistics and gradients: float64 for float64 logits, else float32
+    device: torch.device  # where the logits are, or would be
+    inputs: Inputs  # the tensors that have gradients
+    copies_rows: bool  # whether a block of rows cannot be a view in the dtype of the computation
+    computes_tiles: ClassVar[bool] = False  # whether a tile takes memory of its own
 
     def set_up(
         self,
@@ -176,10 +154,7 @@ class Source(ABC):
         return StorageClaim(self.options.inplace_backward or self.options.others_overwrite)
 
     def shape_of_tiles(self, width: int, share: int) -> tuple[int, int]:
-        """Return how many rows and columns a tile has, where so many tiles take the memory of one.
-
-        Only a source that computes its tiles is asked.
-        """
+        """Return rows and columns of a tile that is computed; ``share`` tiles have the memory of one."""
         raise NotImplementedError
 
     def columns_of_ids(self, ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
@@ -198,10 +173,6 @@ class Source(ABC):
     def forward_derivative(self) -> Any:
         """Return what sums up the derivative of log-probabilities in forward, if backward needs no more."""
         return None
-
-    def gradients_by_derivative(self, gradient_nh: Tensor) -> Inputs:
-        """Return the gradients of the inputs from what :meth:`forward_derivative` has summed up, weighted."""
-        raise NotImplementedError
 
     def scalar(self, number: float) -> Tensor:
         """Return a number as a tensor without dimensions, in the dtype of the computation.
@@ -229,12 +200,7 @@ def rows_of(logits: Tensor, rows: Rows, options: VocabParallelOptions, name: str
 
 
 class SelectedRows(Source):
-    """Distinct rows of logits that exist, all of which are one tile.
-
-    Attributes:
-        logits: ``[T, V / tp]``.
-        index: which of the ``T`` rows: a slice, several slices, or numbers.
-    """
+    """Distinct rows of logits ``[T, V / tp]`` that exist: a slice, several slices, or numbers."""
 
     def __init__(self, logits: Tensor, index: RowIndex, options: VocabParallelOptions = DEFAULT) -> None:
         self.logits, self.index, are_numbers = logits, index, isinstance(index, Tensor)
@@ -259,9 +225,8 @@ class SelectedRows(Source):
     def claim(self) -> StorageClaim:
         claim, logits = super().claim(), self.logits
         if self.options.inplace_backward and torch.is_grad_enabled() and logits.requires_grad:
-            reason = _reason_against(logits)
-            claim.reason = _REASONS.index(reason)
-            if reason is None:
+            claim.reason = _reason_against(logits)
+            if not claim.reason:
                 setattr(logits.untyped_storage(), _CLAIM, weakref.ref(claim))
         return claim
 
@@ -337,27 +302,21 @@ class _LogitGradients(Gradients):
 
 # --- who may overwrite logits that exist, and who reads them after that
 #
-# Autograd's version counters stop every operation that saved the logits before they were overwritten. They do
-# not stop an operation that reads them *afterwards*: a loss that is computed again, as in a second backward
-# through checkpointing, would take the gradient for logits. So the fact is recorded on the storage, which all
-# views of the logits have in common.
+# Autograd's version counters stop operations that saved the logits before they were overwritten, but none
+# that reads them *afterwards*: a loss that is computed again, as in a second backward through checkpointing,
+# would take the gradient for logits. So the fact is recorded on the storage, which all their views share.
 
 _CLAIM = "_loss_storage_claim"
 _GRADIENT_VERSION = "_loss_gradient_version"
-
-_LEAF = (
-    "inplace_backward would overwrite a leaf that requires grad: pass the output of an operation, "
-    "or inplace_backward=False"
-)
-_PART = (
-    "inplace_backward needs logits with a storage of their own, and these are a part of something "
-    "larger: pass the whole (rows= selects), or inplace_backward=False"
-)
-_CLAIMED = (
-    "these logits were given to another inplace_backward: only one loss can have their storage; "
-    "use vocab_parallel_log_probs_and_entropy for both, or inplace_backward=False"
-)
-_REASONS = (None, _LEAF, _PART, _CLAIMED)
+_LEAF, _PART, _CLAIMED = 1, 2, 3
+_REASONS = {
+    _LEAF: "inplace_backward would overwrite a leaf that requires grad: pass the output of an operation, "
+    "or inplace_backward=False",
+    _PART: "inplace_backward needs logits with a storage of their own, and these are a part of something "
+    "larger: pass the whole (rows= selects), or inplace_backward=False",
+    _CLAIMED: "these logits were given to another inplace_backward: only one loss can have their storage; "
+    "use vocab_parallel_log_probs_and_entropy for both, or inplace_backward=False",
+}
 
 
 @dataclass(eq=False)
@@ -365,16 +324,11 @@ class StorageClaim:
     """The right of a backward to overwrite the logits; it lives as long as the graph of the loss.
 
     Each rank decides by its own logits whether they can be overwritten. A rank that refuses must not leave
-    the others waiting for it, so the refusal travels with the collective of the forward; see :meth:`check`.
-
-    Attributes:
-        asked_for: whether some rank wants to overwrite its logits, which is known alike on all ranks; then
-            each rank sends the others its reason.
-        reason: why the logits of this rank cannot be overwritten, as an index into ``_REASONS``; 0: they can.
+    the others waiting for it, so its reason travels with the collective of the forward; see :meth:`check`.
     """
 
-    asked_for: bool
-    reason: int = 0
+    asked_for: bool  # whether some rank wants to overwrite its logits, which is known alike on all ranks
+    reason: int = 0  # why the logits of this rank cannot be overwritten, one of _REASONS; 0: they can
 
     def check(self, gathered: Tensor) -> None:
         """Raise if the marker of any rank, in ``gathered`` ``[tp]``, names a reason.
@@ -393,21 +347,20 @@ class StorageClaim:
             raise InvalidInputError(f"{_REASONS[self.reason or reasons[ranks[0]]]}{where}")
 
 
-def _reason_against(logits: Tensor) -> str | None:
+def _reason_against(logits: Tensor) -> int:
     base = logits if logits._base is None else logits._base
     if base.is_leaf and base.requires_grad:
         return _LEAF
-    repeats = any(
-        size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)
-    )
     storage = logits.untyped_storage()
+    dimensions = zip(logits.shape, logits.stride(), strict=True)
+    repeats = any(size > 1 and stride == 0 for size, stride in dimensions)
     if repeats or storage.nbytes() != logits.numel() * logits.element_size():
         return _PART
     earlier = getattr(storage, _CLAIM, None)
     # Activation checkpointing computes the same loss a second time, within backward.
     if earlier is not None and earlier() is not None and torch._C._current_graph_task_id() == -1:
         return _CLAIMED
-    return None
+    return 0
 
 
 def mark_overwritten(logits: Tensor) -> None:

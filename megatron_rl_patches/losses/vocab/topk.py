@@ -107,12 +107,8 @@ def _largest_and_tail(
     z = torch.sub(x, finite(tail_max)[:, None], out=buffer.flatten(1))
     z.scatter_(1, columns, _MINUS_INF)
     exp(scaled_(z, scale), out=z)
-    return (
-        logits[:, :k],
-        columns[:, :k],
-        tail_max.double(),
-        sum_of_columns(buffer).sum(1, dtype=torch.float64),
-    )
+    tail_sum = sum_of_columns(buffer).sum(1, dtype=torch.float64)
+    return logits[:, :k], columns[:, :k], tail_max.double(), tail_sum
 
 
 def _largest_in_groups(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -139,12 +135,9 @@ def _largest_in_groups(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _take_lowest_columns(
     tile: Tile, logits: Tensor, columns: Tensor, chosen: Tensor, options: VocabParallelOptions
 ) -> None:
-    """Give the last places of some rows, where logits are equal, the lowest columns that have this logit.
+    """Give the last places of ``chosen`` rows, where logits are equal, the lowest columns that have them.
 
-    Args:
-        logits: the ``k`` largest of each row, ``[n, k]``, from the largest on.
-        columns: their columns, which are changed.
-        chosen: int64, which of the rows.
+    The logits ``[n, k]`` are the largest of each row, from the largest on; their columns are changed.
     """
     k, row_bytes = logits.shape[1], 2 * tile.x.shape[1] * max(tile.x.element_size(), 4)
     for rows in ranges(0, len(chosen), rows_of_block(tile.x, options, row_bytes)):
