@@ -71,8 +71,7 @@ def _bound(
 
     Keyword arguments are bound, since ``checkpoint()`` takes some of these names for its own options. So are
     deferred logits: hooks of saved tensors, such as ``save_on_cpu``, would give back others, without a graph.
-    What is bound are clones: other code may read or overwrite the logits before backward, which makes them
-    ordinary ones, and the loss of these saves other tensors.
+    Clones are bound: code that reads or overwrites logits before backward makes ordinary ones of them.
     """
     kwargs = {name: x.clone() if _is_deferred(x) else x for name, x in kwargs.items()}
     deferred = {place: x.clone() for place, x in enumerate(args) if _is_deferred(x)}

@@ -14,14 +14,8 @@ from .objectives.distillation import DistillationBatch, DistillationOptions, com
 from .objectives.policy import PolicyBatch, PolicyOptions, loss_of_tokens
 from .objectives.reduction import LossAndCount
 from .sequences import SequenceLayout
-from .vocab.arguments import (
-    VocabParallelOptions,
-    check_ids,
-    check_instance,
-    check_one_device,
-    check_positive,
-    in_common,
-)
+from .vocab import arguments
+from .vocab.arguments import VocabParallelOptions
 from .vocab.log_probs import log_probs_and_entropy
 
 LossFunc = Callable[[torch.Tensor], LossAndCount]
@@ -58,7 +52,7 @@ def packed_log_probs_and_entropy(
         InvalidInputError: logits, tokens and layout are not of the same microbatch, or not on one device. For
             an id outside of the vocabulary on every context-parallel rank, whichever of them scores it.
     """
-    check_instance("layout", layout, SequenceLayout)
+    arguments.check_instance("layout", layout, SequenceLayout)
     keep_mask = options.pop("keep_mask", None)
     how = VocabParallelOptions(with_entropy=with_entropy, entropy_grad=entropy_grad, **options)
     rows_nv, targets, split = layout.rows_of(logits), layout.targets(tokens), layout.split_responses
@@ -76,7 +70,9 @@ def _scored(
     """Return log-probs and perhaps entropies of this CP rank's tokens; ``targets`` are those of all ranks."""
     if layout.cp_size > 1:
         # A rank that refused its own ids alone would leave the others waiting for its values.
-        check_ids("targets", targets, how.num_ids(rows_nv.shape[1]), how.ignore_index, "to ignore a row")
+        arguments.check_ids(
+            "targets", targets, how.num_ids(rows_nv.shape[1]), how.ignore_index, "to ignore a row"
+        )
     mine = targets.index_select(0, layout.response_index)
     return log_probs_and_entropy(rows_nv, mine, layout.response_slices, keep_mask, how)
 
@@ -123,8 +119,8 @@ def make_loss_func(
         InvalidInputError: batch, layout and options do not fit together; before any collective.
     """
     options = PolicyOptions() if options is None else options
-    check_instance("batch", batch, PolicyBatch)
-    check_instance("options", options, PolicyOptions)
+    arguments.check_instance("batch", batch, PolicyBatch)
+    arguments.check_instance("options", options, PolicyOptions)
     batch.check_for(options)
     entropy = {"with_entropy": with_entropy, "entropy_grad": options.entropy_coef != 0}
     how = VocabParallelOptions(tp_group, temperature, inplace_backward, vocab_size=vocab_size, **entropy)
@@ -132,13 +128,13 @@ def make_loss_func(
         raise InvalidInputError(f"entropy_coef is {options.entropy_coef}, which needs with_entropy=True")
     divisor = _checked_divisor(batch.response_lengths, layout, cp_group, normalizer)
     masks, advantages = batch.loss_masks[0], batch.advantages[0]
-    check_one_device(layout=layout.response_rows, loss_masks=masks, advantages=advantages)
+    arguments.check_one_device(layout=layout.response_rows, loss_masks=masks, advantages=advantages)
     targets = layout.targets(tokens)
     others = [batch.old_log_probs, batch.ref_log_probs, batch.rollout_log_probs]
 
     def loss_func(logits: torch.Tensor) -> LossAndCount:
         rows_nv = layout.rows_of(logits)
-        in_common(others, vocab_size=how.num_ids(rows_nv.shape[1]))
+        arguments.in_common(others, vocab_size=how.num_ids(rows_nv.shape[1]))
         log_probs_n, entropies_n = _scored(rows_nv, targets, layout, keep_mask, how)
         if layout.cp_size > 1:
             # One tensor for both, so that there is one collective in forward and one in backward.
@@ -166,9 +162,8 @@ def make_distillation_loss_func(
 ) -> LossFunc:
     """Return the function ``logits -> (loss, num_tokens, metrics)`` that a Megatron forward step returns.
 
-    The student is scored at the teachers' ids. Under context parallelism each rank compares its own tokens
-    with the teachers', and three numbers per token are gathered over ``cp_group``, so that every rank
-    computes the whole loss. Arguments and errors are those of :func:`make_loss_func`, except for:
+    The student is scored at the teachers' ids. Under context parallelism three numbers per token are gathered
+    over ``cp_group``. Arguments and errors are those of :func:`make_loss_func`, except for:
 
     Args:
         layout: where the responses stand in the logits.
@@ -177,8 +172,8 @@ def make_distillation_loss_func(
         inplace_backward: with full distributions it has an effect where all tokens have the same teacher.
     """
     options = DistillationOptions() if options is None else options
-    check_instance("batch", batch, DistillationBatch)
-    check_instance("options", options, DistillationOptions)
+    arguments.check_instance("batch", batch, DistillationBatch)
+    arguments.check_instance("options", options, DistillationOptions)
     batch.check_for(options)
     how: dict[str, Any] = {"tp_group": tp_group, "temperature": temperature, "vocab_size": vocab_size}
     VocabParallelOptions(**how)  # refuses bad ones now
@@ -201,11 +196,11 @@ def _checked_divisor(
     normalizer: float | None,
 ) -> float:
     """Check batch, group and normalizer; return the divisor of a loss that every CP rank computes in full."""
-    check_instance("layout", layout, SequenceLayout)
+    arguments.check_instance("layout", layout, SequenceLayout)
     if response_lengths != list(layout.response_lengths):
         raise InvalidInputError(
             f"batch has responses of the lengths {response_lengths}, layout of "
             f"{list(layout.response_lengths)}; pass the full responses, under context parallelism too"
         )
     layout.check_group(cp_group)
-    return 1.0 if normalizer is None else check_positive("normalizer", normalizer)
+    return 1.0 if normalizer is None else arguments.check_positive("normalizer", normalizer)

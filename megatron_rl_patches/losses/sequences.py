@@ -7,8 +7,8 @@ The samples of a microbatch, each a prompt and a response, reach the model in on
 
 Context parallelism (CP) divides them in one of two ways:
 
-* zigzag: each sample is cut into ``2 * cp_size`` chunks of the same length. Rank ``r`` has the chunks ``r``
-  and ``2 * cp_size - 1 - r``, so that causal attention costs all ranks the same;
+* zigzag: of ``2 * cp_size`` chunks of a sample, rank ``r`` has the chunks ``r`` and ``2 * cp_size - 1 - r``,
+  so that causal attention costs all ranks the same;
 * all-gather (packed only): the whole stream is cut into ``cp_size`` contiguous pieces.
 
 These are the layouts of slime (``cp_utils.py``, ``data.get_batch``), miles and verl (``mcore/util.py``).

@@ -11,18 +11,12 @@ from torch import Tensor
 
 from ...common.devices import each_on_device, on_device
 from ...errors import InvalidInputError
-from ..vocab.arguments import (
-    VocabParallelOptions,
-    check_distinct,
-    check_floats,
-    check_ids,
-    check_instance,
-    check_lengths,
-    in_common,
-)
+from ..vocab import arguments
+from ..vocab.arguments import VocabParallelOptions
 from ..vocab.at_ids import vocab_parallel_log_probs_at
 from ..vocab.divergences import Divergence, DivergenceName, divergence_named
 from ..vocab.full_divergence import check_weights, full_vocabulary_divergence, normalize_weights, weighted
+from . import reduction
 from .distributions import (
     NO_ENTRY,
     Distribution,
@@ -31,15 +25,7 @@ from .distributions import (
     check_one_kind,
     check_same_indices,
 )
-from .reduction import (
-    LossAndCount,
-    Normalization,
-    check_masks,
-    check_normalization,
-    check_responses,
-    metrics_of,
-    weights_and_count,
-)
+from .reduction import LossAndCount, Normalization
 from .topk_divergences import bucket_divergence
 
 
@@ -65,7 +51,7 @@ class DistillationOptions:
         object.__setattr__(self, "beta", divergence_named(self.divergence, self.beta).beta)
         if self.teacher_weights is not None:
             object.__setattr__(self, "teacher_weights", check_weights(self.teacher_weights))
-        check_normalization(self.normalization, self.constant_length)
+        reduction.check_normalization(self.normalization, self.constant_length)
 
     @property
     def measure(self) -> Divergence:
@@ -96,7 +82,7 @@ class DistillationBatch:
     old: Sequence[Distribution] | None = None
 
     def __post_init__(self) -> None:
-        check_masks(self.loss_masks)
+        reduction.check_masks(self.loss_masks)
         if not (isinstance(self.teachers, Sequence) and self.teachers):
             raise InvalidInputError(f"teachers are {self.teachers!r}, expected a list of at least one")
         if None in self.teachers:
@@ -110,10 +96,12 @@ class DistillationBatch:
         if not all(isinstance(distributions, Sequence) for distributions in scored.values()):
             raise InvalidInputError("teachers: expected a list of distributions for each, and for old")
         check_one_kind("teachers and old", self.distributions)
-        in_common(self.distributions)
+        arguments.in_common(self.distributions)
         for name, distributions in scored.items():
             values = [one.tensors[0] for one in distributions]
-            check_lengths(f"distributions of {name}", values, self.response_lengths, "the loss masks")
+            arguments.check_lengths(
+                f"distributions of {name}", values, self.response_lengths, "the loss masks"
+            )
         if not self.is_full:
             for scores in zip(*scored.values(), strict=True):
                 check_same_indices(scores)
@@ -168,16 +156,16 @@ def distillation_loss(
     Raises:
         InvalidInputError: shapes differ from the batch's, or the options need something that is missing.
     """
-    check_instance("batch", batch, DistillationBatch)
-    check_instance("options", options, DistillationOptions)
+    arguments.check_instance("batch", batch, DistillationBatch)
+    arguments.check_instance("options", options, DistillationOptions)
     batch.check_for(options)
     if batch.is_full:
         raise InvalidInputError("the teachers are full distributions: use make_distillation_loss_func")
     lengths = batch.response_lengths
-    tail_log_probs = check_responses("tail_log_probs", tail_log_probs, lengths)
-    log_probs = check_lengths("log_probs", log_probs, lengths, "the loss masks")
+    tail_log_probs = reduction.check_responses("tail_log_probs", tail_log_probs, lengths)
+    log_probs = arguments.check_lengths("log_probs", log_probs, lengths, "the loss masks")
     for values, tail in zip(log_probs, tail_log_probs, strict=True):
-        check_floats(log_probs=values, tail_log_probs=tail)
+        arguments.check_floats(log_probs=values, tail_log_probs=tail)
     log_probs_nk, tail_n = torch.cat(log_probs), torch.cat(tail_log_probs)
     tokens = _Tokens.selected(batch, tail_n.device, slice(None))
     return summed(_per_token(log_probs_nk, tail_n, tokens, options), batch, options)
@@ -187,11 +175,11 @@ def summed(values_n3: Tensor, batch: DistillationBatch, options: DistillationOpt
     """Return loss, count and metrics from divergence, and perhaps tails, of the full responses."""
     masks = each_on_device(batch.loss_masks, values_n3.device)
     how = options.normalization, options.constant_length, values_n3.dtype
-    weights_n, count = weights_and_count(masks, *how)
+    weights_n, count = reduction.weights_and_count(masks, *how)
     names = ("divergence", "student_tail", "teacher_tail")
     averages = dict(zip(names, values_n3.unbind(1), strict=False))
     divergence_n = averages["divergence"]
-    metrics = metrics_of({"loss": divergence_n}, averages, weights_n, count)
+    metrics = reduction.metrics_of({"loss": divergence_n}, averages, weights_n, count)
     return (weights_n * divergence_n).sum(), count, metrics
 
 
@@ -208,17 +196,17 @@ def comparison(
     if batch.is_full:
         return _full_comparison(rows, index, batch, options, how)
     scored = batch.distributions
-    in_common(scored, temperature=how["temperature"])
+    arguments.in_common(scored, temperature=how["temperature"])
     vocabulary = VocabParallelOptions(how["tp_group"], vocab_size=how.get("vocab_size"))
     tokens = _Tokens.selected(batch, rows.device, index)
 
     def compare(logits: Tensor) -> Tensor:
         ids = tokens.teachers[0].indices
         num_ids = vocabulary.num_ids(logits.shape[1])
-        in_common(scored, vocab_size=num_ids)
+        arguments.in_common(scored, vocab_size=num_ids)
         if len(ids) < len(tokens.all_ids):
             # A rank that refused its own ids alone would leave the others waiting for its values.
-            check_ids("indices", tokens.all_ids, num_ids, NO_ENTRY, "for no entry")
+            arguments.check_ids("indices", tokens.all_ids, num_ids, NO_ENTRY, "for no entry")
         at_ids = vocab_parallel_log_probs_at(logits, ids, rows=rows, with_tail=True, **how)
         return _per_token(*at_ids, tokens, options)
 
@@ -246,7 +234,7 @@ class _Tokens(NamedTuple):
         scored = [*batch.teachers] if batch.old is None else [*batch.teachers, batch.old]
         whole = [TopKDistribution.cat(cast("Sequence[TopKDistribution]", one)).to(device) for one in scored]
         all_ids = whole[0].indices.masked_fill(~counts[:, None], NO_ENTRY)
-        check_distinct("indices", all_ids)
+        arguments.check_distinct("indices", all_ids)
         ids, mask, chosen = all_ids[index], counts[index], []
         for one in (distributions[index] for distributions in whole):
             values = _masked(one.log_probs, mask), _masked(one.tail_log_prob, mask)

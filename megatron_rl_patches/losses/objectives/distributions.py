@@ -19,15 +19,7 @@ from torch import Tensor
 from ...common.devices import on_device
 from ...errors import InvalidInputError
 from ..output_layer import OutputHead
-from ..vocab.arguments import (
-    check_floats,
-    check_instance,
-    check_integer,
-    check_list,
-    check_one_device,
-    check_positive,
-    in_common,
-)
+from ..vocab import arguments
 from ..vocab.deferred import DeferredLogits
 from ..vocab.full_divergence import check_weights, normalize_weights
 
@@ -131,18 +123,18 @@ class TopKDistribution(Distribution):
         indices, log_probs, tail = self.tensors
         named = {"indices": indices, "log_probs": log_probs, "tail_log_prob": tail}
         for name, tensor in named.items():
-            check_instance(name, tensor)
+            arguments.check_instance(name, tensor)
         if self.temperature is not None:
-            object.__setattr__(self, "temperature", check_positive("temperature", self.temperature))
+            object.__setattr__(self, "temperature", arguments.check_positive("temperature", self.temperature))
         if self.vocab_size is not None:
-            check_integer("vocab_size", self.vocab_size, 1, "the number of token ids, or None")
+            arguments.check_integer("vocab_size", self.vocab_size, 1, "the number of token ids, or None")
         fits = indices.dim() == 2 and indices.shape == log_probs.shape and indices.shape[:1] == tail.shape
         if not fits or indices.dtype != torch.int64 or not log_probs.dtype == tail.dtype in _FLOATS:
             actual = ", ".join(f"{name} {x.dtype} {list(x.shape)}" for name, x in named.items())
             raise InvalidInputError(
                 f"{actual}: expected torch.int64 [n, k], and torch.float32 or torch.float64 [n, k] and [n]"
             )
-        check_one_device(**named)
+        arguments.check_one_device(**named)
         if log_probs.requires_grad or tail.requires_grad:
             raise InvalidInputError(
                 "log_probs or tail_log_prob require grad, and would keep the logits alive: compute them "
@@ -167,11 +159,11 @@ class TopKDistribution(Distribution):
 
     @classmethod
     def cat(cls, distributions: Sequence[TopKDistribution]) -> TopKDistribution:
-        return replace(super().cat(distributions), **in_common(distributions))
+        return replace(super().cat(distributions), **arguments.in_common(distributions))
 
     @classmethod
     def mixture(cls, distributions: Sequence[TopKDistribution], weights: Sequence[float]) -> TopKDistribution:
-        shared = in_common(distributions)
+        shared = arguments.in_common(distributions)
         check_same_indices(distributions)
 
         def mix(*log_probs: Tensor) -> Tensor:
@@ -205,7 +197,7 @@ class FullDistribution(Distribution):
     weights: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        check_list("hidden", self.hidden)
+        arguments.check_list("hidden", self.hidden)
         counts = [0 if values is None else len(values) for values in (self.hidden, self.heads, self.weights)]
         if len(set(counts)) > 1 or not counts[0]:
             raise InvalidInputError(
@@ -214,8 +206,8 @@ class FullDistribution(Distribution):
             )
         object.__setattr__(self, "weights", check_weights(self.weights))
         for hidden, head in zip(self.hidden, self.heads, strict=True):
-            check_floats(hidden=hidden)
-            check_instance("heads", head, OutputHead)
+            arguments.check_floats(hidden=hidden)
+            arguments.check_instance("heads", head, OutputHead)
             n = len(self.hidden[0]) if self.hidden[0].dim() == 2 else "n"
             if hidden.shape != (n, head.weight.shape[1]):
                 raise InvalidInputError(

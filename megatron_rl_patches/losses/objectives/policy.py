@@ -24,15 +24,8 @@ from torch import Tensor
 
 from ...errors import InvalidInputError
 from ..vocab.arguments import check_floats, check_instance, check_one_device, is_number
-from .reduction import (
-    LossAndCount,
-    Normalization,
-    check_masks,
-    check_normalization,
-    check_responses,
-    metrics_of,
-    weights_and_count,
-)
+from . import reduction
+from .reduction import LossAndCount, Normalization
 
 Objective = Literal["ppo", "gspo", "cispo"]
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -100,7 +93,7 @@ class PolicyOptions:
         for requirement, holds in conditions.items():
             if not holds:
                 raise InvalidInputError(requirement)
-        check_normalization(self.normalization, self.constant_length)
+        reduction.check_normalization(self.normalization, self.constant_length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,11 +120,11 @@ class PolicyBatch:
     rollout_log_probs: Sequence[Tensor] | None = None
 
     def __post_init__(self) -> None:
-        lengths = list(map(len, check_masks(self.loss_masks)))
-        check_responses("advantages", self.advantages, lengths, scalars=True)
+        lengths = list(map(len, reduction.check_masks(self.loss_masks)))
+        reduction.check_responses("advantages", self.advantages, lengths, scalars=True)
         for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs"):
             if (values := getattr(self, name)) is not None:
-                check_responses(name, values, lengths)
+                reduction.check_responses(name, values, lengths)
 
     @property
     def response_lengths(self) -> list[int]:
@@ -180,9 +173,9 @@ def policy_loss(
     check_instance("options", options, PolicyOptions)
     batch.check_for(options)
     lengths = batch.response_lengths
-    log_probs = check_responses("log_probs", log_probs, lengths)
+    log_probs = reduction.check_responses("log_probs", log_probs, lengths)
     if entropies is not None:
-        entropies = check_responses("entropies", entropies, lengths)
+        entropies = reduction.check_responses("entropies", entropies, lengths)
     elif options.entropy_coef:
         raise InvalidInputError(f"entropy_coef is {options.entropy_coef}: entropies are needed, and missing")
     if (dtype := log_probs[0].dtype) not in (torch.float32, torch.float64):
@@ -199,7 +192,7 @@ def loss_of_tokens(
     log_probs_n: Tensor, batch: PolicyBatch, options: PolicyOptions, entropies_n: Tensor | None
 ) -> LossAndCount:
     """Return what :func:`policy_loss` does, without checks, from the tokens of all responses in a row."""
-    weights_n, count = weights_and_count(
+    weights_n, count = reduction.weights_and_count(
         batch.loss_masks, options.normalization, options.constant_length, log_probs_n.dtype
     )
     mask_n, lengths = weights_n > 0, batch.response_lengths
@@ -236,7 +229,7 @@ def loss_of_tokens(
         if options.entropy_coef:
             loss_n = loss_n - options.entropy_coef * per_token["entropy"]
 
-    metrics = metrics_of({"loss": loss_n, **in_loss}, per_token, weights_n, count)
+    metrics = reduction.metrics_of({"loss": loss_n, **in_loss}, per_token, weights_n, count)
     greatest = torch.nn.functional.pad(ratio_n.detach() * mask_n, (0, 1)).max()
     metrics["ratio_max"] = torch.stack([greatest, torch.ones_like(greatest)])
     return (weights_n * loss_n).sum(), count, metrics

@@ -23,15 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ..vocab.arguments import (
-    Rows,
-    VocabParallelOptions,
-    check_floats,
-    check_instance,
-    check_integer,
-    check_one_device,
-    in_common,
-)
+from ..vocab import arguments
+from ..vocab.arguments import Rows, VocabParallelOptions
 from ..vocab.divergences import RULED_OUT, Compared, Divergence, Normalizer, divergence_named
 from ..vocab.sources import rows_of
 from ..vocab.topk import TopK
@@ -69,7 +62,7 @@ def vocab_parallel_topk(
     if source.device.type == "meta":
         raise InvalidInputError("logits are on the device meta, where they have no values: pass real ones")
     size = options.num_ids(source.width)
-    k = check_integer("k", k, 1, f"from 1 to {size}, the size of the vocabulary", highest=size)
+    k = arguments.check_integer("k", k, 1, f"from 1 to {size}, the size of the vocabulary", highest=size)
     return TopKDistribution(*TopK(k)(source), temperature=options.temperature, vocab_size=size)
 
 
@@ -135,18 +128,18 @@ def bucket_divergence(
     old: TopKDistribution | None = None,
 ) -> Tensor:
     """Return the divergence of each token, ``[n]``; some need the ``old`` policy, which sampled."""
-    check_floats(log_probs=log_probs, tail_log_prob=tail_log_prob)
+    arguments.check_floats(log_probs=log_probs, tail_log_prob=tail_log_prob)
     if log_probs.dim() != 2 or tail_log_prob.shape != log_probs.shape[:1]:
         raise InvalidInputError(
             f"log_probs are {list(log_probs.shape)} and tail_log_prob {list(tail_log_prob.shape)}, expected "
             "[n, k] and [n]"
         )
-    check_instance("teacher", teacher, TopKDistribution)
+    arguments.check_instance("teacher", teacher, TopKDistribution)
     if divergence.needs_old:
-        check_instance("old", old, TopKDistribution)
+        arguments.check_instance("old", old, TopKDistribution)
     others = [teacher] if old is None else [teacher, old]
-    in_common(others)
-    check_one_device(log_probs=log_probs, tail_log_prob=tail_log_prob, teacher=teacher.log_probs)
+    arguments.in_common(others)
+    arguments.check_one_device(log_probs=log_probs, tail_log_prob=tail_log_prob, teacher=teacher.log_probs)
     for other in others:
         if other.log_probs.shape != log_probs.shape:
             raise InvalidInputError(
@@ -193,8 +186,8 @@ def opd_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
     gradient of the reverse KL over the whole vocabulary, with the variance of a single sample. A top-k
     divergence is no advantage: it does not depend on the sampled token, so nothing is learned (miles#2410).
     """
-    check_floats(log_probs=log_probs, teacher_log_probs=teacher_log_probs)
-    check_one_device(log_probs=log_probs, teacher_log_probs=teacher_log_probs)
+    arguments.check_floats(log_probs=log_probs, teacher_log_probs=teacher_log_probs)
+    arguments.check_one_device(log_probs=log_probs, teacher_log_probs=teacher_log_probs)
     if log_probs.shape != teacher_log_probs.shape:
         raise InvalidInputError(
             f"log_probs are {list(log_probs.shape)}, teacher_log_probs {list(teacher_log_probs.shape)}: "

@@ -6,9 +6,8 @@ For logits ``x`` of a row, a temperature ``T`` and ids ``S``, with ``p = softmax
     tail_log_prob    = log(sum of p outside S)     d / dx = (p / tail outside S - p) / T
 
 The tail has a softmax of its own, see :mod:`.topk`. What a block of columns adds are the logits at the ids,
--inf for ids of other blocks, and the tail's largest logit and sum. Backward needs no collective, since a
-rank's gradient is the whole derivative by its own logits. (slime#2033 sums log-probs with a collective that
-has no backward.)
+-inf for ids of other blocks, and the tail's largest logit and sum. A rank's gradient is the whole derivative
+by its own logits, without a collective. (slime#2033 has one without a backward.)
 """
 
 from __future__ import annotations

@@ -20,16 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ...common.devices import on_device
 from ...common.messages import Message
 from ...errors import InvalidInputError
-from .arguments import (
-    RowIndex,
-    VocabParallelOptions,
-    as_numbers,
-    as_one_slice,
-    check_floats,
-    check_group,
-    check_integer,
-    check_no_transform,
-)
+from . import arguments
+from .arguments import RowIndex, VocabParallelOptions
 from .autograd import gradients_of_inputs, save_sources, sum_gradient
 from .output_layer import Divisions, OutputLayer, Product, TileOptions, product
 from .reduction import without_autocast
@@ -101,11 +93,11 @@ def deferred_logits(
         InvalidInputError: arguments do not fit; before any communication, on every rank alike.
     """
     layer = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-    check_floats(hidden=hidden, **layer)
-    check_no_transform(hidden, weight, bias)
-    check_group(tp_group)
-    check_integer("tile_bytes", 1 if tile_bytes is None else tile_bytes, 1, "a number of bytes")
-    check_integer("keep_bytes", keep_bytes, 0, "a number of bytes")
+    arguments.check_floats(hidden=hidden, **layer)
+    arguments.check_no_transform(hidden, weight, bias)
+    arguments.check_group(tp_group)
+    arguments.check_integer("tile_bytes", 1 if tile_bytes is None else tile_bytes, 1, "a number of bytes")
+    arguments.check_integer("keep_bytes", keep_bytes, 0, "a number of bytes")
     shapes = f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}"
     if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or len(weight) == 0:
         raise InvalidInputError(f"{shapes}, expected [..., h] and [vocab / tp, h]")
@@ -222,9 +214,8 @@ class DeferredLogits(Tensor):
     def is_deferred(self) -> bool:
         """Whether a loss may compute values and gradients in tiles, without these logits and their graph.
 
-        This is so as long as no code has written to the values, or has an ordinary tensor in their memory, no
-        hook waits for the gradient of the logits, and only operations whose gradient this class knows lie
-        between the output layer and these logits. Ranks that differ in this run the same collectives.
+        It may unless code has written to the values or has an ordinary tensor in their memory, a hook waits
+        for their gradient, or an operation whose gradient this class does not know has returned them.
         """
         layer = self._contents.layer
         needs_gradient = self.requires_grad and torch.is_grad_enabled()
@@ -260,10 +251,10 @@ class DeferredLogits(Tensor):
         keeps, rows, device = trained and torch.is_grad_enabled(), self._rows.flatten(), layer.source.device
         layer.has_losses |= keeps
         if isinstance(index, tuple):
-            index = as_numbers(index)
+            index = arguments.as_numbers(index)
         if isinstance(index, Tensor):
             rows = on_device(rows, index.device)
-        selected, options = as_one_slice(rows[index], device), options.divided(divisor)
+        selected, options = arguments.as_one_slice(rows[index], device), options.divided(divisor)
         return layer.source.select(selected, options, trained, keeps)
 
     # --- operations

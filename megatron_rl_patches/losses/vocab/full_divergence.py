@@ -6,10 +6,10 @@ relative entropy, which holds for tiles and for tensor-parallel ranks alike::
 
     KL(p, q) = sum of P_i KL(p_i, q_i) + KL(P, Q)
 
-The Jensen-Shannon divergence, and a mixture of teachers, need the normalizers of the whole vocabulary first.
-They take a second pass and a second collective. So does a divergence where one distribution gives an id, or
-a block of ids, a probability of zero or nearly zero and another does not. What this adds is limited through
-the log-probability of each id in the whole row (see RULED_OUT), which a part alone does not know.
+Mixtures, of teachers or with the student, need the normalizers of the whole vocabulary first: a second pass
+and a second collective. So does a divergence where one distribution gives an id, or a block of ids, a
+probability of nearly zero and another does not. What this adds is limited through the log-probability of each
+id in the whole row (see RULED_OUT), which a part alone does not know.
 
 For large logits this is compiled, with each stretch of columns as a part of its own: one kernel reads the
 logits of all and computes what the stretches contribute, and another one puts these together.
@@ -202,11 +202,7 @@ class _Sides(NamedTuple):
 
 
 class FullDivergence(Loss):
-    """The divergence ``[n]`` of a student from its teachers.
-
-    The sources are the student, the teachers, and the old policy, if the divergence needs one. All have the
-    same ``n`` rows.
-    """
+    """The divergence ``[n]`` of a student from its teachers; the old policy may be the last source."""
 
     def __init__(self, divergence: Divergence, log_weights: tuple[float, ...]) -> None:
         self.divergence, self.log_weights = divergence, log_weights
@@ -340,11 +336,7 @@ def _sums(xs: list[Tensor], sides: _Sides, row_values: Tensor) -> Tensor:
 def _block_derivative(
     xs: list[Tensor], sides: _Sides, row_values: Tensor, masks_ruled_out: bool, out: Tensor
 ) -> None:
-    """Write the gradient of the student's logits into ``out``.
-
-    The last of ``row_values`` are the sums that derivatives subtract, and the gradients of the divergences
-    over the student's temperature.
-    """
+    """Write the gradient of the student's logits into ``out``; ``row_values`` end with sums and weights."""
     compared, expected, weight = _compared(xs, sides, row_values), row_values[-2], row_values[-1]
     derivative = sides.divergence.derivative(compared, expected)
     if masks_ruled_out:

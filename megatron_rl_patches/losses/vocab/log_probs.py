@@ -6,11 +6,9 @@ For logits ``x`` of a row and a temperature ``T``::
     entropy  = -sum(p * log p)                   d entropy / dx  = -p * (log p + entropy) / T
 
 Beyond the caller's logits nothing of their size is allocated but the gradient, and with ``inplace_backward``
-not even that: forward keeps a few numbers per row, backward computes the softmax again, a block of rows at a
-time. Tensor parallel ranks exchange these few numbers once in forward and nothing in backward.
-
-What a block of columns adds to a row are the statistics of :mod:`.softmax`, of the columns in a keep-mask
-first, if there is one, and the target's logit.
+not even that: forward keeps the statistics of :mod:`.softmax` per row and the target's logit, backward
+computes the softmax again, a block of rows at a time. Tensor parallel ranks exchange these few numbers once
+in forward and nothing in backward.
 
 Frameworks keep one to three softmaxes and use three to six collectives: slime's
 ``_VocabParallelLogProbEntropy``, verl's ``vocab_parallel_entropy``, Megatron's
@@ -121,7 +119,7 @@ def vocab_parallel_log_probs_and_entropy(
     ignore_index: int = -100,
     entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of a target token ``[n]``, and the entropy ``[n]`` in nats, of selected rows.
+    """Return the log-probability of a target token ``[n]`` and the entropy ``[n]`` in nats, of selected rows.
 
     Both come from the same pass over the logits and the same collective. The arguments are those of
     :func:`vocab_parallel_log_probs`; a keep-mask costs a second pass. Without ``entropy_grad`` the entropy
@@ -215,10 +213,8 @@ class LogProbsAndEntropy(Loss):
             exact_entropy = unmasked.entropy()
             entropy = exact_entropy.masked_fill(is_ignored, 0.0).to(source.dtype)
         if derivative is not None:
-            column, is_here = _target_columns(ids, source, slice(0, source.width))
-            # It compares with the logits that this rank reads.
-            max_logit = masked.max_logit * options.divisor
-            derivative_nh = derivative.finish(column, is_here, max_logit, masked.sum_exp, exact)
+            target = _target_columns(ids, source, slice(0, source.width))
+            derivative_nh = derivative.finish(*target, *masked.for_backward(), -exact.expm1() / options.scale)
             return (log_prob, entropy), {"ids": ids, "derivative": derivative_nh}
         # Of the target, whose gradient is more than that of a column, by log-probability and by entropy.
         values = [*masked.for_backward(), exact.expm1()]  # 1 - p, accurate when p is near 1
@@ -241,9 +237,8 @@ class LogProbsAndEntropy(Loss):
         valid = saved["ids"] != source.options.ignore_index
         if "derivative" in saved:
             assert g is not None
-            # A row without a gradient may hold NaN.
-            has_grad = (valid & (g != 0))[:, None]
-            return torch.where(has_grad, g[:, None] * saved["derivative"], 0.0)
+            has_grad = valid & (g != 0)  # other rows may hold NaN
+            return torch.where(has_grad[:, None], g[:, None] * saved["derivative"], 0.0)
         ids, keep_mask, numbers = saved.values()
         scale = source.options.scale
         max_logit, weight, by_log_prob, *entropy_numbers = numbers.unbind()

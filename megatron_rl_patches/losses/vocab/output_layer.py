@@ -74,10 +74,7 @@ class TileOptions(NamedTuple):
 
 
 class StoredTiles(dict[tuple[int, int], Tensor]):
-    """Tiles that wait for a backward, by their first row and column, in memory that may be larger.
-
-    The last tile of a forward stays until its backward, or until other logits need memory for a tile.
-    """
+    """Tiles that wait for a backward, by their first row and column, in memory that may be larger."""
 
     _latest: ClassVar[dict[torch.device, tuple[weakref.ref[StoredTiles], tuple[int, int]]]] = {}
 
@@ -302,10 +299,7 @@ class OutputLayer:
         return all((t._version, t.data_ptr()) == (version, place) for t, version, place in self._versions)
 
     def values(self, rows: Tensor, dtype: torch.dtype, divisions: Divisions, own: bool = False) -> Tensor:
-        """Return rows ``[n]`` of the logits, converted and divided, ``[n, V / tp]``.
-
-        They are in memory of their ``own``, or perhaps in that of all logits, which stay for other readers.
-        """
+        """Return rows ``[n]``, converted and divided, in memory of their ``own`` or perhaps of all logits."""
         source = self.source
         is_inference = any(t.is_inference() for t in source.inputs if t is not None)
         # Values do not depend on the autograd and autocast modes of who reads them.
@@ -334,9 +328,9 @@ class OutputLayer:
 class ForwardDerivative:
     """The derivative ``[n, h]`` of log-probabilities by the hidden states of an output layer that is frozen.
 
-    Forward, which has the logits at hand, computes it, and backward only multiplies it. A tile contributes
-    ``exp(z) @ weight``, without the target's column, and with ``z`` relative to the largest logit so far. The
-    sum is scaled when a tile with a larger one comes. An entropy would need another product.
+    Forward computes it, and backward only multiplies it. A tile contributes ``exp(z) @ weight``, without the
+    target's column, and with ``z`` relative to the largest logit so far; the sum is scaled when a tile with a
+    larger one comes. An entropy would need another product.
     """
 
     def __init__(self, layer: OutputLayerRows) -> None:
@@ -362,14 +356,13 @@ class ForwardDerivative:
         add_product(total, tile.x.to(weight.dtype), weight, may_round=True)
 
     def finish(
-        self, column: Tensor, is_target: Tensor, max_logit: Tensor, sum_exp: Tensor, log_prob: Tensor
+        self, column: Tensor, is_target: Tensor, max_logit: Tensor, weight: Tensor, at_target: Tensor
     ) -> Tensor:
         """Return this rank's part, from columns as for :meth:`add` and from numbers of all ranks."""
-        scale, dtype = self._layer.options.scale, self._exp.dtype
-        factor = ((self._max_logit[:, 0] - max_logit) / scale).exp() / (sum_exp * scale)
-        at_target = torch.where(is_target, -log_prob.expm1() / scale, 0.0)
-        target_part = self._weight[column].to(dtype) * at_target.to(dtype)[:, None]
-        return target_part - self._exp * factor.to(dtype)[:, None]
+        dtype, shift = self._exp.dtype, self._max_logit[:, 0] - max_logit
+        factor = (shift / self._layer.options.scale).exp() * weight
+        of_target = self._weight[column].to(dtype) * at_target.masked_fill(~is_target, 0.0).to(dtype)[:, None]
+        return of_target.addcmul_(self._exp, factor.to(dtype)[:, None])
 
 
 # --- products

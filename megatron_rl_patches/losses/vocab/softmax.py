@@ -12,9 +12,9 @@ What a block of columns adds to a row, with ``z = (x - max_logit) / T``:
 
 Numerics: a sum over a row is made of float32 sums over stretches of 64 to 2,048 columns, or of the row where
 its width has no such divisor, added up in float64. The largest term, ``exp(0) = 1``, is left out, since it
-would swallow the digits of all others where these are small. Measured against float64, log-probabilities and
-entropies have a relative error of 1e-7 in ordinary cases, and below 2e-6 in the worst cases of the tests. A
-gradient holds single terms ``exp(z)``, whose error grows with ``-z``, to 4e-6 for probabilities below 1e-20.
+would swallow the digits of small others. Against float64, log-probabilities and entropies have a relative
+error of 1e-7, and below 2e-6 in the worst cases of the tests; a gradient's single terms ``exp(z)`` have one
+that grows with ``-z``, to 4e-6 for probabilities below 1e-20.
 """
 
 from __future__ import annotations
