@@ -9,7 +9,7 @@ import math
 import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -222,15 +222,6 @@ def check_no_transform(*tensors: Tensor | None) -> None:
 # --- logits and what belongs to their rows
 
 
-class ReadRows(Protocol):
-    """The ``n`` rows ``[n, V / tp]`` that a loss reads, see :class:`.Source`."""
-
-    n: int
-    width: int
-    device: torch.device
-    options: VocabParallelOptions
-
-
 def check_logits(name: str, logits: Tensor, options: VocabParallelOptions) -> None:
     """Reject logits that are not ``[T, V / tp]`` in one of the dtypes, with a column for each token id."""
     check_instance(name, logits)
@@ -242,32 +233,6 @@ def check_logits(name: str, logits: Tensor, options: VocabParallelOptions) -> No
         raise InvalidInputError(f"{name} are {logits.dtype}, expected one of {', '.join(map(str, FLOATS))}")
     check_no_transform(logits)
     options.num_ids(logits.shape[1])
-
-
-def check_mask(keep_mask: Tensor, source: ReadRows) -> None:
-    """Reject a mask that is not bool ``[n, V / tp]``."""
-    check_instance("keep_mask", keep_mask)
-    _check_device("keep_mask", keep_mask, source.device)
-    if keep_mask.dtype != torch.bool or keep_mask.shape != (source.n, source.width):
-        raise InvalidInputError(
-            f"keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}, expected torch.bool "
-            f"{[source.n, source.width]}: a line per selected row, a column per column of logits"
-        )
-
-
-def valid_ids(name: str, ids: Tensor, source: ReadRows, *, several: bool = False) -> Tensor:
-    """Return token ids ``[n]``, or ``several`` per row, ``[n, K]``, as int64; reject what does not fit."""
-    check_instance(name, ids)
-    shape, meaning = f"[{source.n}]: one token id for each selected row", "to ignore a row"
-    fits = ids.shape == (source.n,)
-    if several:
-        shape, meaning = f"[{source.n}, K]: K token ids for each selected row, K at least 1", "for no entry"
-        fits = ids.dim() == 2 and len(ids) == source.n and ids.shape[1] > 0
-    if not fits or ids.dtype not in INTEGERS:
-        raise InvalidInputError(f"{name} are {ids.dtype} {list(ids.shape)}, expected torch.int64 {shape}")
-    _check_device(name, ids, source.device)
-    check_ids(name, ids, source.options.num_ids(source.width), source.options.ignore_index, meaning)
-    return ids.long()
 
 
 def check_ids(name: str, ids: Tensor, vocab_size: int, ignore_index: int, meaning: str) -> None:
@@ -314,7 +279,7 @@ def valid_rows(rows: Rows, logits: Tensor) -> RowIndex:
             f"rows are {rows.dtype} {list(rows.shape)}, expected a slice or row numbers, torch.int64 [n]"
             + ("; rows of a mask are mask.nonzero().squeeze(1)" if rows.dtype == torch.bool else "")
         )
-    _check_device("rows", rows, logits.device)
+    check_device("rows", rows, logits.device)
     _require((rows >= 0) & (rows < size), f"rows: numbers from 0 to {size - 1}", rows)
     once = torch.ones_like(rows)
     uses = torch.zeros(size, dtype=torch.int64, device=rows.device).index_add_(0, rows, once)
@@ -323,7 +288,8 @@ def valid_rows(rows: Rows, logits: Tensor) -> RowIndex:
     return as_slices(rows)
 
 
-def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Refuse a tensor on another device than the logits."""
     if tensor.device != device:
         raise InvalidInputError(f"{name} on {tensor.device}, logits on {device}: expected one device")
 

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import Rows, VocabParallelOptions, valid_ids
+from .arguments import Rows, VocabParallelOptions
 from .reduction import Block, Blocks, Loss, Writer, ranges, rows_of_block
 from .softmax import NO_SOFTMAX, block_gradient, block_statistics, buffered_statistics, merged
-from .sources import Source, Tensors, rows_of
+from .sources import Source, Tensors, rows_of, valid_ids
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

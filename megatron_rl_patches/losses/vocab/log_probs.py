@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import Rows, VocabParallelOptions, check_mask, valid_ids
+from .arguments import Rows, VocabParallelOptions
 from .reduction import Block, Blocks, Loss, Writer
 from .softmax import (
     NO_SOFTMAX,
@@ -35,7 +35,7 @@ from .softmax import (
     exp_floor,
     merged,
 )
-from .sources import Source, Tensors, Tile, rows_of
+from .sources import Source, Tensors, Tile, check_mask, rows_of, valid_ids
 
 _MINUS_INF = float("-inf")
 

@@ -34,7 +34,8 @@ from torch import Tensor
 
 from ...common.text import listed
 from ...errors import InvalidInputError
-from .arguments import DEFAULT, RowIndex, Rows, VocabParallelOptions, as_numbers, check_logits, valid_rows
+from . import arguments
+from .arguments import DEFAULT, RowIndex, Rows, VocabParallelOptions
 
 Inputs = tuple[Tensor | None, ...]
 Place = slice | Tensor  # rows of a tensor: a range, or numbers
@@ -190,13 +191,39 @@ def rows_of(logits: Tensor, rows: Rows, options: VocabParallelOptions, name: str
 
     Logits that need not exist name their own source: an attribute ``loss_source(index, options)`` returns it.
     """
-    check_logits(name, logits, options)
-    index = valid_rows(rows, logits)
+    arguments.check_logits(name, logits, options)
+    index = arguments.valid_rows(rows, logits)
     own: Callable[..., Source] | None = getattr(logits, "loss_source", None)
     if own is not None:
         return own(index, options)
     check_not_overwritten(logits)
     return SelectedRows(logits, index, options)
+
+
+def check_mask(keep_mask: Tensor, source: Source) -> None:
+    """Reject a mask that is not bool ``[n, V / tp]``."""
+    arguments.check_instance("keep_mask", keep_mask)
+    arguments.check_device("keep_mask", keep_mask, source.device)
+    if keep_mask.dtype != torch.bool or keep_mask.shape != (source.n, source.width):
+        raise InvalidInputError(
+            f"keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}, expected torch.bool "
+            f"{[source.n, source.width]}: a line per selected row, a column per column of logits"
+        )
+
+
+def valid_ids(name: str, ids: Tensor, source: Source, *, several: bool = False) -> Tensor:
+    """Return token ids ``[n]``, or ``several`` per row, ``[n, K]``, as int64; reject what does not fit."""
+    arguments.check_instance(name, ids)
+    shape, meaning = f"[{source.n}]: one token id for each selected row", "to ignore a row"
+    fits = ids.shape == (source.n,)
+    if several:
+        shape, meaning = f"[{source.n}, K]: K token ids for each selected row, K at least 1", "for no entry"
+        fits = ids.dim() == 2 and len(ids) == source.n and ids.shape[1] > 0
+    if not fits or ids.dtype not in arguments.INTEGERS:
+        raise InvalidInputError(f"{name} are {ids.dtype} {list(ids.shape)}, expected torch.int64 {shape}")
+    arguments.check_device(name, ids, source.device)
+    arguments.check_ids(name, ids, source.options.num_ids(source.width), source.options.ignore_index, meaning)
+    return ids.long()
 
 
 class SelectedRows(Source):
@@ -244,7 +271,7 @@ class SelectedRows(Source):
         """Which of the ``T`` rows the ``n`` are, int64, where they are no single slice."""
         if isinstance(self.index, Tensor):
             return self.index
-        return as_numbers(tuple(place for _, place in self._runs), self.device)
+        return arguments.as_numbers(tuple(place for _, place in self._runs), self.device)
 
     def _place(self, rows: slice) -> Place:
         """Return which of the ``T`` rows some of the ``n`` are."""
