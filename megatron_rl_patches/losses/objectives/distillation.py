@@ -38,7 +38,8 @@ class DistillationOptions:
         beta: weight of the teacher in the mixture that ``"jensen_shannon"`` and the skewed divergences have.
         teacher_weights: weights of the divergences from several teachers; they are divided by their sum.
             ``None`` weights all teachers alike.
-        normalization: what the loss is an average over; see :func:`token_weights`, also for its length.
+        normalization: what the loss is an average over; ``"constant"`` divides by ``constant_length``; see
+            :func:`token_weights`.
     """
 
     divergence: DivergenceName = "reverse_kl"

@@ -50,8 +50,10 @@ class PolicyOptions:
         clip_high: ``clip(r)`` is at most ``1 + clip_high``.
         dual_clip: for ``A < 0``, bound the loss by ``-dual_clip A`` (1912.09729); greater than 1.
         entropy_coef: weight of the entropy bonus.
-        kl_coef: weight of the KL divergence from the reference policy, which :func:`estimate_kl` estimates.
-        normalization: what the loss is an average over; see :func:`token_weights`, also for its length.
+        kl_coef: weight of the KL divergence from the reference policy, as ``kl_estimator`` estimates it; see
+            :func:`estimate_kl`.
+        normalization: what the loss is an average over; ``"constant"`` divides by ``constant_length``; see
+            :func:`token_weights`.
         tis_clip: truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings
             you off-policy RL training"): weight each token by ``min(p_old / p_rollout, tis_clip)``. ``inf``
             makes it decoupled PPO (2110.00641) with ``p_old`` as the proximal policy.

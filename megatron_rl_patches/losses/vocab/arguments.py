@@ -46,7 +46,7 @@ class VocabParallelOptions:
     with_entropy: bool = False  # beside log-probabilities
     entropy_grad: bool = False  # entropies require grad
     others_overwrite: bool = False  # other ranks may have inplace_backward though this one has not
-    # Deferred logits are read undivided: the caller's are these by a number, which may differ by rank.
+    # Deferred logits are read undivided: the caller's are these over a number, which ranks may differ in.
     divisor: float = 1.0
     vocab_size: int | None = None
     scale: float = field(init=False)  # of the logits that are read: temperature * divisor
