@@ -190,9 +190,8 @@ class OutputLayerRows(Source):
 
     def forward_derivative(self) -> ForwardDerivative | None:
         is_frozen = not any(t is not None and t.requires_grad for t in (self.weight, self.bias))
-        return (
-            ForwardDerivative(self) if is_frozen and self.keeps_tiles and self.hidden.requires_grad else None
-        )
+        needed = is_frozen and self.keeps_tiles and self.hidden.requires_grad
+        return ForwardDerivative(self) if needed else None
 
     def select(
         self, index: slice | Tensor, options: VocabParallelOptions, trained: bool = True, keeps: bool = False
@@ -282,9 +281,8 @@ class OutputLayer:
 
     has_hooks = False  # whether a hook waits for their gradient
     has_losses = False  # whether a loss has been computed whose gradient does not pass through them
-    materialized: Tensor | None = (
-        None  # all of them [T, V / tp], once code has read them; nobody writes to it
-    )
+    # All of them [T, V / tp], once code has read them; nobody writes to it.
+    materialized: Tensor | None = None
 
     def __init__(self, inputs: LayerInputs, tiling: TileOptions, shape: torch.Size, product: Product) -> None:
         n, self.shape, self._product = len(inputs[0]), shape, product
