@@ -73,13 +73,13 @@ LINES = {
     ("frameworks",): 2_400,
     ("reentry",): 1_950,
     ("inference",): 3_550,
-    ("losses",): 7_025,
+    ("losses",): 6_672,
     ("testing",): 3_613,
     ("cli", "doctor"): 880,
     ("demo",): 360,
 }
-LINES_IN_ALL, MODULES_IN_ALL = 23_575, 146
-BESIDE = {"tests": 37_617, "benchmarks": 3_540}
+LINES_IN_ALL, MODULES_IN_ALL = 23_222, 146
+BESIDE = {"tests": 37_619, "benchmarks": 3_540}
 
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -160,8 +160,7 @@ def test_lines_stay_within_their_budgets() -> None:
 
 # Functions may have so many lines without their docstring, and so many parameters; modules so many lines.
 MOST_LINES, MOST_PARAMETERS, MOST_IN_MODULE = 60, 8, 350
-MOST_IN_A_LOSS = 450  # formula, statistic and gradient stand on one page
-LONG = {"losses/objectives/policy.py"}
+MOST_IN_A_LOSS = 430  # formula, statistic and gradient stand on one page
 # Public functions whose parameters are the options of one dataclass, or of the command line.
 OF_ONE_DATACLASS = {
     *("vocab_parallel_log_probs", "vocab_parallel_log_probs_and_entropy", "forward_topk"),
@@ -177,7 +176,7 @@ def test_functions_and_modules_stay_short() -> None:
     for path in MODULES:
         name, text = str(path.relative_to(PACKAGE)), path.read_text()
         most = MOST_IN_A_LOSS if name.startswith("losses/vocab/") else MOST_IN_MODULE
-        if name not in LONG and (count := len(text.splitlines())) > most:
+        if (count := len(text.splitlines())) > most:
             wrong[name] = count
         for qualname, node in _functions(ast.parse(text)):
             lines = (node.end_lineno or 0) - node.lineno + 1
