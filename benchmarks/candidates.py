@@ -36,12 +36,14 @@ class Candidate:
     Attributes:
         function: takes what ``needs`` returns, if there is one, before its other arguments.
         needs: is called where the function is measured; what it raises then is why that is left out.
+        modes: what it is measured at; everything if there are none.
     """
 
     name: str
     function: Callable[..., Any]
     needs: Callable[[], Any] | None = None
     splits_vocabulary: bool = True
+    modes: tuple[str, ...] = ()
 
 
 def calls(

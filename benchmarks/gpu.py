@@ -33,7 +33,7 @@ from typing import Any
 import psutil
 import torch
 
-from .page import Outcome, join, left_out, machine, number, table
+from .page import Outcome, join, machine, number, table
 
 ROOT = Path(__file__).parents[1]
 PAGE, FIGURES = "gpu.md", "gpu.json"
@@ -126,8 +126,8 @@ def _run_step(step: Step, dry: bool, outcome: Outcome) -> None:
     note = "a dry run at a small size, no measurement" if dry else f"CUDA {torch.version.cuda}"
     outcome.begin(title=step.title, status="not ended", seconds=0.0, machine=f"{machine()}, {note}")
     started, log = time.monotonic(), outcome.figures.with_name(f"{step.name}.log")
-    step_arguments = [step.module, step.name, str(outcome.figures)]
-    command = [sys.executable, "-m", "benchmarks.gpu", "--step", *step_arguments]
+    own = ["--step", step.module, step.name, str(outcome.figures)]
+    command = [sys.executable, "-m", "benchmarks.gpu", *own]
     status = _run(command, _DRY_SECONDS if dry else step.seconds, log)
     outcome.update(status=status, seconds=round(time.monotonic() - started, 1))
     if status != "ok":
@@ -182,7 +182,7 @@ def section(outcome: Mapping[str, Any]) -> str:
             "\n".join(f"- {name}: {value}" for name, value in result["figures"].items()),
             table(result["claims"]),
             *(table(_rows(case, costs, result["units"][case])) for case, costs in result["costs"].items()),
-            left_out(result["left_out"]),
+            table({"left out": name, "why": why} for name, why in result["left_out"].items()),
         ]
     blocks = [f"```text\n{text.strip()}\n```" for text in texts.values() if text.strip()]
     return join(f"## {outcome['title']}", status, *measured, *blocks)

@@ -6,7 +6,7 @@ import importlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -40,11 +40,6 @@ Group = dist.ProcessGroup
 Values = tuple[Tensor, ...]
 #: (logits [T, V / tp], targets [T] in the whole vocabulary, group, mode) -> values.
 Loss = Callable[[Tensor, Tensor, Group, str], Values]
-
-
-@dataclass(frozen=True)
-class LossCandidate(Candidate):
-    modes: tuple[str, ...] = MODES
 
 
 def ours(logits: Tensor, targets: Tensor, group: Group, mode: str, **options: Any) -> Values:
@@ -168,29 +163,28 @@ NEMO_RL_MODULE = of_checkout("nemo-rl", "nemo_rl.distributed.model_utils")
 NAIVE, SLIME, PLAIN, COMPILED = "naive autograd", "slime", "ours, plain", "ours, compiled"
 MINIMAL = "minimal, compiled"
 COMPILED_IN_PLACE, PLAIN_IN_PLACE = f"{COMPILED}, in place", f"{PLAIN}, in place"
-ALONE: dict[str, Any] = {"modes": (LOG_PROBS,)}
 CANDIDATES = (
-    LossCandidate(COMPILED, partial(ours, fused=True)),
-    LossCandidate(COMPILED_IN_PLACE, partial(ours, fused=True, inplace_backward=True)),
-    LossCandidate(PLAIN, partial(ours, fused=False)),
-    LossCandidate(PLAIN_IN_PLACE, partial(ours, fused=False, inplace_backward=True)),
-    LossCandidate(MINIMAL, minimal, splits_vocabulary=False, modes=(ENTROPY_GRAD,)),
-    LossCandidate(NAIVE, naive, splits_vocabulary=False),
-    LossCandidate(
+    Candidate(COMPILED, partial(ours, fused=True)),
+    Candidate(COMPILED_IN_PLACE, partial(ours, fused=True, inplace_backward=True)),
+    Candidate(PLAIN, partial(ours, fused=False)),
+    Candidate(PLAIN_IN_PLACE, partial(ours, fused=False, inplace_backward=True)),
+    Candidate(MINIMAL, minimal, splits_vocabulary=False, modes=(ENTROPY_GRAD,)),
+    Candidate(NAIVE, naive, splits_vocabulary=False),
+    Candidate(
         "naive, checkpointed", partial(checkpoint, naive, use_reentrant=False), splits_vocabulary=False
     ),
-    LossCandidate("Megatron cross entropy", megatron_cross_entropy, **ALONE),
-    LossCandidate("Megatron fused cross entropy", megatron_fused_cross_entropy, **ALONE),
-    LossCandidate(SLIME, slime, SLIME_MODULE),
-    LossCandidate("slime, chunks of 1024", partial(slime, chunk_size=1024), SLIME_MODULE),
-    LossCandidate("verl (Megatron)", verl, VERL_MODULE),
-    LossCandidate("NeMo-RL, chunks of 128", partial(nemo_rl, chunk_size=128), NEMO_RL_MODULE),
-    LossCandidate("Liger", liger, _liger_module, splits_vocabulary=False, **ALONE),
+    Candidate("Megatron cross entropy", megatron_cross_entropy, modes=(LOG_PROBS,)),
+    Candidate("Megatron fused cross entropy", megatron_fused_cross_entropy, modes=(LOG_PROBS,)),
+    Candidate(SLIME, slime, SLIME_MODULE),
+    Candidate("slime, chunks of 1024", partial(slime, chunk_size=1024), SLIME_MODULE),
+    Candidate("verl (Megatron)", verl, VERL_MODULE),
+    Candidate("NeMo-RL, chunks of 128", partial(nemo_rl, chunk_size=128), NEMO_RL_MODULE),
+    Candidate("Liger", liger, _liger_module, splits_vocabulary=False, modes=(LOG_PROBS,)),
 )
 
 
-def with_mode(mode: str) -> list[LossCandidate]:
-    return [candidate for candidate in CANDIDATES if mode in candidate.modes]
+def with_mode(mode: str) -> list[Candidate]:
+    return [candidate for candidate in CANDIDATES if mode in (candidate.modes or MODES)]
 
 
 class Inputs(Logits):

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,7 +107,7 @@ def objectives(of: Problem) -> dict[str, Objective]:
 
 
 def gradient(objective: Objective, student: Tensor) -> Tensor:
-    logits = student.clone().requires_grad_()
+    logits = student.detach().requires_grad_()
     return torch.autograd.grad(objective(logits).sum(), logits)[0]
 
 
@@ -162,13 +163,9 @@ def memories(of: Problem) -> dict[str, float]:
         computed[CLAMPED] = verl(of)
     peaks = {}
     for name, objective in computed.items():
-        logits = of.student.clone().requires_grad_()
-
-        def step(objective: Objective = objective, logits: Tensor = logits) -> Tensor:
-            return torch.autograd.grad(objective(logits).sum(), logits)[0]
-
+        step = partial(gradient, objective, of.student)
         step()  # compiles
-        peaks[name] = live_bytes(step).peak / logits.nbytes
+        peaks[name] = live_bytes(step).peak / of.student.nbytes
     return dict.fromkeys(OBJECTIVES, math.nan) | peaks
 
 

@@ -145,11 +145,6 @@ def number(value: float, form: str) -> str:
     return "–" if math.isnan(value) else format(value, form)
 
 
-def left_out(reasons: Mapping[str, str]) -> str:
-    """Say what was not measured, and why."""
-    return f"Left out: {'; '.join(f'{name} ({why})' for name, why in reasons.items())}." if reasons else ""
-
-
 def new_figure(height: float) -> Any:
     """Return a figure of the width of a page, in the style of the pages."""
     import matplotlib

@@ -26,8 +26,9 @@ def die(save: Any) -> None:
 
 
 def hang(save: Any) -> None:
-    """Print the number of a process with a session of its own, as the demo's launcher is, and wait."""
+    """Print the number of a process with a session of its own, which no interrupt ends, and wait."""
     succeed(save)
-    waiting = [sys.executable, "-c", "import time; time.sleep(600)"]
+    stubborn = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
+    waiting = [sys.executable, "-c", stubborn]
     print(subprocess.Popen(waiting, start_new_session=True).pid, flush=True)
     time.sleep(600)

@@ -14,12 +14,13 @@ from unittest import mock
 
 import torch.distributed
 import wrapt
+from packaging.version import Version
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from .cuda_redirect import Replacements, names_cuda
-from .transformer_engine.optimizers import FusedAdam
+from .transformer_engine.functions import FusedAdam
 
 Arguments = dict[str, Any]
 
@@ -39,12 +40,7 @@ def _adapted(function: Callable[..., Any], change: Callable[[Arguments], None]) 
 
 def _on_cpu(name: str) -> Callable[[Arguments], None]:
     """Return a change of one argument: the CPU in the place of a GPU."""
-
-    def change(call: Arguments) -> None:
-        if names_cuda(call[name]):
-            call[name] = "cpu"
-
-    return change
+    return lambda call: call.update({name: "cpu"} if names_cuda(call[name]) else {})
 
 
 def _autocast_on_cpu(call: Arguments) -> None:
@@ -134,16 +130,8 @@ def replacements() -> list[Replacements]:
 # --- what megatron-core lacks, or does wrong, where TransformerEngine is not installed
 
 
-def _known_te_version(original: Any) -> Any:
-    if original is not None or find_spec("transformer_engine") is not None:
-        return original
-    from packaging.version import Version
-
-    return Version("0.0.0")
-
-
-def _if_te_is_installed(original: Any) -> bool:
-    return bool(original) and find_spec("transformer_engine") is not None
+def _has_te() -> bool:
+    return find_spec("transformer_engine") is not None
 
 
 class _HostCopies(TorchFunctionMode):
@@ -175,11 +163,15 @@ def _knowing_host_copies(original: Callable[..., Any]) -> Callable[..., Any]:
 # Module -> attribute -> what makes the new value from the attribute's value, which is None if it is missing.
 _GAPS: dict[str, dict[str, Callable[[Any], Any]]] = {
     # Up to megatron-core 0.18, is_te_min_version compares _te_version with a version even if it is None.
-    "megatron.core.utils": {"_te_version": _known_te_version},
+    "megatron.core.utils": {
+        "_te_version": lambda version: version if version or _has_te() else Version("0.0.0")
+    },
     # The router compares te_general_gemm with None, but the failed import has left the name undefined.
     "megatron.core.transformer.moe.moe_utils": {"te_general_gemm": lambda original: original},
     # In megatron-core 0.16 to 0.18 it is true without TransformerEngine, whose classes are mocks then.
-    "megatron.core.transformer.multi_latent_attention": {"HAVE_TE": _if_te_is_installed},
+    "megatron.core.transformer.multi_latent_attention": {
+        "HAVE_TE": lambda have_te: bool(have_te) and _has_te()
+    },
     # On a GPU, Adam is a fused one: its rate may be set late, and it counts the steps of a group.
     "megatron.core.optimizer": {
         "Adam": lambda original: FusedAdam,

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.utils.checkpoint import DefaultDeviceType
 
 from megatron_rl_patches.testing import TinyModel, cpu_backend
-from megatron_rl_patches.testing.transformer_engine.optimizers import FusedAdam
+from megatron_rl_patches.testing.transformer_engine.functions import FusedAdam
 from tests.ranks import on_ranks
 
 STEPS = 4

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -74,12 +74,7 @@ def plot(estimate: MemoryEstimate, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
-    draw(estimate, figure.subplots())
-    figure.savefig(path, dpi=150)
-
-
-def draw(estimate: MemoryEstimate, axes: Any) -> None:
-    """Draw the same on axes of matplotlib."""
+    axes = figure.subplots()
     memories = uses(estimate, estimate.worst)
     power = _power(memory.total for memory in memories.values())
     labels = [use.replace(" + ", "\n+ ") for use in memories]
@@ -93,6 +88,7 @@ def draw(estimate: MemoryEstimate, axes: Any) -> None:
         axes.annotate(f"{total:.1f}", (index, total), ha="center", va="bottom")
     axes.set(ylabel=f"{_DECIMAL[power]} per device", ymargin=0.1)
     axes.legend(loc="upper right")
+    figure.savefig(path, dpi=150)
 
 
 def _row(name: str, sizes: Sequence[int], unit: int) -> tuple[str, ...]:

@@ -21,7 +21,6 @@ from .attention import DotProductAttention
 from .base import TransformerEngineBaseModule, add_to_main_grad, get_dummy_wgrad
 from .distributed import CudaRNGStatesTracker, activation_recompute_forward, checkpoint
 from .layers import GroupedLinear, LayerNorm, LayerNormLinear, Linear, RMSNorm
-from .optimizers import FusedAdam
 
 _NAME = "transformer_engine"
 _in_place: _Finder | None = None
@@ -148,7 +147,7 @@ def _contents() -> dict[str, dict[str, Any]]:
         "module.base": _named(TransformerEngineBaseModule, get_dummy_wgrad),
         "ops": _named(functions.FusibleOperation, functions.Sequential) | functions.ACTIVATIONS,
         "permutation": {name: value for name, value in vars(functions).items() if name.startswith("moe_")},
-        "optimizers": _named(FusedAdam) | {"FusedSGD": torch.optim.SGD},
+        "optimizers": _named(functions.FusedAdam) | {"FusedSGD": torch.optim.SGD},
         "router": dict.fromkeys(router, refusals.refused("fused router (moe_router_fusion)")),
         "tensor": _named(refusals.QuantizedTensor),
     }
