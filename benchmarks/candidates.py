@@ -85,6 +85,10 @@ def _from_checkout(package: str, module: str) -> Any:
         raise
 
 
+SLIME = checkout("slime", "slime.utils.ppo_utils")
+NEMO_RL = checkout("nemo-rl", "nemo_rl.distributed.model_utils")
+
+
 @cache
 def definition(file: Path, name: str, *needed: str) -> Any:
     """Return one function or class of a file, without importing what the rest of the file needs.

@@ -24,7 +24,7 @@ from megatron_rl_patches.losses import (
 )
 from tests.references import heads
 
-from .candidates import Candidate, calls, checkout, revisions
+from .candidates import NEMO_RL, Candidate, calls, checkout, revisions
 from .measure import Call, Result, largest_error, left_out, on_ranks, rows
 from .page import Benchmark, Parts, Table
 
@@ -119,8 +119,7 @@ def trl(module: Any, x: Inputs, divergence: str) -> Tensor:
 
 def nemo_rl_function() -> Any:
     """The divergence of NeMo-RL#3978, which older checkouts do not have."""
-    module = checkout("nemo-rl", "nemo_rl.distributed.model_utils")()
-    return module.ChunkedDistributedReverseKLToFixedLogits
+    return NEMO_RL().ChunkedDistributedReverseKLToFixedLogits
 
 
 def nemo_rl(function: Any, x: Inputs, divergence: str) -> Tensor:

@@ -153,11 +153,6 @@ def _run(command: Sequence[str], seconds: float, log: Path) -> str:
     return f"not done in {seconds} s"
 
 
-def _step(module: str, name: str, figures: str) -> None:
-    """Call the function of a step in this process."""
-    getattr(importlib.import_module(module), name)(Outcome(Path(figures), name).save)
-
-
 EXPLANATION = """\
 # On a GPU
 
@@ -212,4 +207,5 @@ if __name__ == "__main__":
     # The log shows where a process was that does not return to Python.
     faulthandler.enable()
     faulthandler.register(signal.SIGINT, chain=True)
-    _step(*sys.argv[2:])
+    module, name, file = sys.argv[2:]
+    getattr(importlib.import_module(module), name)(Outcome(Path(file), name).save)

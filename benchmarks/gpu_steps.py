@@ -355,7 +355,7 @@ def _scoring(case: memory_cases.Case, seconds: float, result: StepResult, save: 
     """Measure the forward pass of a model that only scores."""
     batch = 64
     with gpu_or_cpu() as device, torch.no_grad():
-        memory_cases.initialize(case)
+        case.tiny.initialize()
         [model] = memory_cases.inference_model(case, device)
         tokens = torch.ones(batch, memory_cases.SEQUENCE, dtype=torch.int64, device=device)
         positions = torch.arange(memory_cases.SEQUENCE, device=device).expand_as(tokens)

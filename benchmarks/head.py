@@ -25,6 +25,7 @@ from megatron_rl_patches.losses import (
 )
 from tests.references.heads import ALL_KEPT, BASE, DEFERRED, Setup
 
+from . import candidates
 from .candidates import Candidate, calls, checkout, definition, revisions
 from .measure import DEVICE, TURNS, Call, Result, largest_error, left_out, on_ranks, rows
 from .page import Benchmark, Parts, Table, number
@@ -199,7 +200,7 @@ OURS = (
 )
 SKYRL = checkout("SkyRL", "skyrl.backends.skyrl_train.distributed.megatron.model_utils")
 OTHERS = (
-    Candidate(NEMO_RL, nemo_rl, checkout("nemo-rl", "nemo_rl.distributed.model_utils")),
+    Candidate(NEMO_RL, nemo_rl, candidates.NEMO_RL),
     Candidate("SkyRL, chunks of 128", partial(skyrl, chunk_size=128), SKYRL),
     Candidate("TRL", trl, checkout("trl", "trl.kernels.chunked_logprob")),
 )
@@ -225,7 +226,7 @@ CANDIDATES = {
 }
 #: What a user has: without patches, with `lean-loss`, and with `lean-head`.
 STOCK = (
-    Candidate("stock code (slime)", slime, checkout("slime", "slime.utils.ppo_utils")),
+    Candidate("stock code (slime)", slime, candidates.SLIME),
     *(candidate for candidate in OURS if candidate.name in (BASE, DEFERRED)),
 )
 

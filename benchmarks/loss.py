@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_rl_patches.losses import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 from tests.references.dense import dense_log_probs_and_entropy
 
-from .candidates import Candidate, calls, revisions
-from .candidates import checkout as of_checkout
+from . import candidates
+from .candidates import NEMO_RL, Candidate, calls, checkout, revisions
 from .logits import REFERENCE_ROWS, Logits, LogitsSetup
 from .measure import TURNS, Call, Result, largest_error, left_out, on_ranks, rows
 from .page import Benchmark, Parts, Table
@@ -157,9 +157,6 @@ def _with_entropy(log_probs: Tensor, entropy: Callable[[], Tensor], mode: str) -
         return log_probs, entropy()
 
 
-SLIME_MODULE = of_checkout("slime", "slime.utils.ppo_utils")
-VERL_MODULE = of_checkout("verl", "verl.utils.megatron.tensor_parallel")
-NEMO_RL_MODULE = of_checkout("nemo-rl", "nemo_rl.distributed.model_utils")
 NAIVE, SLIME, PLAIN, COMPILED = "naive autograd", "slime", "ours, plain", "ours, compiled"
 MINIMAL = "minimal, compiled"
 COMPILED_IN_PLACE, PLAIN_IN_PLACE = f"{COMPILED}, in place", f"{PLAIN}, in place"
@@ -175,10 +172,10 @@ CANDIDATES = (
     ),
     Candidate("Megatron cross entropy", megatron_cross_entropy, modes=(LOG_PROBS,)),
     Candidate("Megatron fused cross entropy", megatron_fused_cross_entropy, modes=(LOG_PROBS,)),
-    Candidate(SLIME, slime, SLIME_MODULE),
-    Candidate("slime, chunks of 1024", partial(slime, chunk_size=1024), SLIME_MODULE),
-    Candidate("verl (Megatron)", verl, VERL_MODULE),
-    Candidate("NeMo-RL, chunks of 128", partial(nemo_rl, chunk_size=128), NEMO_RL_MODULE),
+    Candidate(SLIME, slime, candidates.SLIME),
+    Candidate("slime, chunks of 1024", partial(slime, chunk_size=1024), candidates.SLIME),
+    Candidate("verl (Megatron)", verl, checkout("verl", "verl.utils.megatron.tensor_parallel")),
+    Candidate("NeMo-RL, chunks of 128", partial(nemo_rl, chunk_size=128), NEMO_RL),
     Candidate("Liger", liger, _liger_module, splits_vocabulary=False, modes=(LOG_PROBS,)),
 )
 

@@ -18,7 +18,7 @@ from megatron_rl_patches.losses.objectives.distributions import log1mexp
 from tests.references.dense_topk import dense_log_probs_at
 from tests.references.sent_bytes import sent_bytes
 
-from .candidates import Candidate, calls, checkout
+from .candidates import NEMO_RL, Candidate, calls, checkout
 from .logits import REFERENCE_ROWS, Logits, LogitsSetup
 from .measure import DEVICE, Call, Result, largest_error, left_out, on_ranks, rows
 from .page import Benchmark, Parts
@@ -75,7 +75,6 @@ def select_by_gathering(logits: Tensor, k: int, group: Group) -> Tensor:
     return torch.cat(parts, 1).topk(k).indices
 
 
-NEMO_RL = checkout("nemo-rl", "nemo_rl.distributed.model_utils")
 AT_IDS = (
     Candidate("ours", ours),
     Candidate("ours, in place", partial(ours, inplace_backward=True)),
@@ -125,8 +124,10 @@ class Inputs(Logits):
             return torch.autograd.grad([value.sum() for value in values], logits)[0]
 
         def details() -> tuple[float, ...]:
-            errors = [self._gradient_error(at_ids), *(self._tail_error(at_ids, tail) for tail in TAILS)]
-            return *self._sent(partial(run, self.fresh())), *errors
+            # Of log-probabilities, and of the tail where there is one, relative to the largest value.
+            error = largest_error(*self._gradients(at_ids, self.first_rows, slice(None)))
+            of_tails = (self._tail_error(at_ids, tail) for tail in TAILS)
+            return *self._sent(partial(run, self.fresh())), error, *of_tails
 
         return Call(run, self.fresh, least_bytes=3 * self.pristine.nbytes, details=details)
 
@@ -141,10 +142,6 @@ class Inputs(Logits):
         with sent_bytes() as sent:
             call()
         return sum(nbytes for _, nbytes in sent) / len(self.ids), len(sent)
-
-    def _gradient_error(self, at_ids: AtIds) -> float:
-        """Of log-probabilities, and of the tail where there is one, relative to the largest value."""
-        return largest_error(*self._gradients(at_ids, self.first_rows, slice(None)))
 
     def _tail_error(self, at_ids: AtIds, tail: float) -> float:
         """Relative, of the gradient of the tail's log-probability outside the ids."""

@@ -1,9 +1,7 @@
 """``torch.cuda`` and ``torch.accelerator`` without a GPU: tensors and calls that name it go to the CPU.
 
-There are two mechanisms, as neither reaches everything:
-
-* :class:`CudaToCpu`, a function mode, rewrites the *arguments* of factory calls and of ``.to``;
-* :func:`replacements` lists attributes that are replaced while the redirect is on.
+Neither reaches everything: :class:`CudaToCpu` rewrites arguments of factory calls and of ``.to``, and
+:func:`replacements` lists attributes that are replaced while the redirect is on.
 """
 
 from __future__ import annotations

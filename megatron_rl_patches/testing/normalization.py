@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import InvalidInputError
 from .cpu_backend import cpu_backend
 from .ranks import spawn_ranks
+from .tiny_models import TinyModel
 
 Sample = Mapping[str, Any]
 #: Gradients that differ by less than this are the same: float32 leaves a tenth of it.
@@ -200,8 +201,6 @@ def _gradients(
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.utils import get_model_config
 
-        from .tiny_models import TinyModel
-
         gradients = []
         for split in splits:
             tiny = TinyModel(
@@ -243,8 +242,6 @@ def _train_step(loss_func: Callable[..., Any], model: list[Any], microbatches: l
 
 def _packed_logits(chunk: torch.nn.Module, microbatch: Microbatch) -> Tensor:
     """Return logits of packed samples; each runs alone, as packed attention needs TransformerEngine."""
-    from .tiny_models import TinyModel
-
     cp, logits = microbatch.split.cp, []
     for sample in microbatch.samples:
         length = _padded(len(sample["tokens"]), 2 * cp if cp > 1 else 1)

@@ -25,8 +25,6 @@ from typing import Any, NamedTuple
 _environ_lock = threading.Lock()
 # Other ranks may go on for so long after the first failure, so that those that fail alike are reported, too.
 _GRACE_SECONDS = 2.0
-
-
 #: What gloo and torch's store say to a rank whose peer has died or left.
 _LOST_CONNECTION = re.compile(r"[Cc]onnection (was likely )?(closed|reset|refused)|Broken pipe")
 

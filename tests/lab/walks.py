@@ -69,9 +69,8 @@ def _slime(framework: Any, logits: torch.Tensor) -> None:
 
 
 def _on_one_rank(call: Callable[[], Any]) -> None:
-    from megatron.core import (
-        parallel_state,
-    )  # not above, as ``apply`` is looked at before Megatron is imported
+    # Not above, as ``apply`` is looked at before Megatron is imported.
+    from megatron.core import parallel_state
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -139,7 +139,7 @@ def inference_model(case: Case, device: str) -> list[Any]:
 
 
 def _measure(case: Case, device: str) -> Measured:
-    initialize(case)
+    case.tiny.initialize()
     before = _held(device)
     teacher = inference_model(case, device)
     inference = [after - held for after, held in zip(_held(device), before, strict=True)]
@@ -155,10 +155,6 @@ def _measure(case: Case, device: str) -> Measured:
 def _held(device: str) -> tuple[int, int]:
     """Return the bytes that can be reached, and those that the CUDA allocator has given."""
     return reachable_bytes(), torch.cuda.memory_allocated() if device == "cuda" else 0
-
-
-def initialize(case: Case) -> None:
-    case.tiny.initialize()
 
 
 def _provide(case: Case, config: TransformerConfig, pre_process: bool, post_process: bool) -> GPTModel:

@@ -39,6 +39,7 @@ from megatron_rl_patches.losses.vocab.softmax import block_gradient, block_stati
 from tests.lab.kernels.machine_code import load
 from tests.lab.kernels.pretended_gpu import pretended_gpu
 from tests.lab.kernels.sources import CAPABILITY, Source, sizes_of, tensors_of
+from tests.lab.rehearsal.recorder import raise_at_once
 
 STRETCHES = 3
 #: Standard deviations of logits. Beyond these, errors grow with the distance from a row's largest logit.
@@ -263,10 +264,6 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-def _raise(block: object, error: Exception) -> None:
-    raise error
-
-
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
@@ -276,7 +273,7 @@ if __name__ == "__main__":
             (compiling, "WORTHWHILE_ELEMENTS", 0),
             (compiling, "_has_compiler", lambda device: True),
             (compiling, "_compiled", interpreting(sources, errors)),
-            (compiling.BlockFunction, "_give_up", _raise),
+            (compiling.BlockFunction, "_give_up", raise_at_once),
             # As on a GPU:
             (reduction, "_as_one_stretch", reduction.stretches),
             (reduction, "_compiled_rows", lambda tile, *others: tile.rows.stop - tile.rows.start),

@@ -267,7 +267,8 @@ def _apply(module: torch.nn.Module, convert: Callable[[Tensor], Tensor]) -> torc
     return module
 
 
-def _raise(block: Any, error: Exception) -> None:
+def raise_at_once(block: object, error: Exception) -> None:
+    """Take the place of ``BlockFunction._give_up``, which would go on with plain operators."""
     raise error
 
 
@@ -342,7 +343,7 @@ def recording(conditions_hold: bool = False, compiling_fails: bool = False) -> I
             # Where it need not fail, do not go on with plain operators.
             (compiling, "_call_compiled", fail)
             if compiling_fails
-            else (compiling.BlockFunction, "_give_up", _raise),
+            else (compiling.BlockFunction, "_give_up", raise_at_once),
             # A fake parameter is a FakeTensor, which the output layer would not take for a parameter.
             (output_layer, "type", lambda x: Tensor if isinstance(x, FakeTensor) else type(x)),
         ):
