@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from itertools import product
@@ -25,6 +26,13 @@ NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence
 def _no_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide that other tests of this process have imported Megatron."""
     monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
+
+
+@pytest.fixture
+def te() -> Iterator[Any]:
+    """Return the package of the stand-in, which is in place."""
+    with cpu_backend(transformer_engine=True):
+        yield import_module("transformer_engine.pytorch")
 
 
 def _marks(parameter: torch.nn.Parameter) -> tuple[object, ...]:
@@ -78,26 +86,24 @@ def test_megatron_without_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
         pass
 
 
-def test_what_it_does_not_have_is_refused_by_name() -> None:
-    with cpu_backend(transformer_engine=True):
-        te = import_module("transformer_engine.pytorch")
-        with te.fp8_autocast(enabled=False), te.fp8_model_init(enabled=False):
-            pass
-        with pytest.raises(MegatronRLPatchesError, match="FP8"):
-            te.fp8_autocast(enabled=True)
-        with pytest.raises(MegatronRLPatchesError, match="fp8_model_init"):
-            te.fp8_model_init(enabled=True)
-        with pytest.raises(MegatronRLPatchesError, match="use_transformer_engine_op_fuser"):
-            te.ops.Sequential(named=True)
-        with pytest.raises(MegatronRLPatchesError, match="moe_router_fusion"):
-            import_module("transformer_engine.pytorch.router").fused_moe_aux_loss()
-        with pytest.raises(MegatronRLPatchesError, match="padding for FP8"):
-            te.Fp8Padding(num_gemms=2)
-        with pytest.raises(MegatronRLPatchesError, match="without an attention_mask"):
-            te.DotProductAttention(1, 4)(*(torch.ones(3, 1, 1, 4),) * 3, attn_mask_type="padding")
-        assert te.DotProductAttention(2, 4).window_size == (-1, 0)
-        fp8 = import_module("transformer_engine.pytorch.fp8")
-        assert not fp8.check_fp8_support()[0] and not fp8.FP8GlobalStateManager.is_mxfp8_available()[0]
+def test_what_it_does_not_have_is_refused_by_name(te: Any) -> None:
+    with te.fp8_autocast(enabled=False), te.fp8_model_init(enabled=False):
+        pass
+    with pytest.raises(MegatronRLPatchesError, match="FP8"):
+        te.fp8_autocast(enabled=True)
+    with pytest.raises(MegatronRLPatchesError, match="fp8_model_init"):
+        te.fp8_model_init(enabled=True)
+    with pytest.raises(MegatronRLPatchesError, match="use_transformer_engine_op_fuser"):
+        te.ops.Sequential(named=True)
+    with pytest.raises(MegatronRLPatchesError, match="moe_router_fusion"):
+        te.router.fused_moe_aux_loss()
+    with pytest.raises(MegatronRLPatchesError, match="padding for FP8"):
+        te.Fp8Padding(num_gemms=2)
+    with pytest.raises(MegatronRLPatchesError, match="without an attention_mask"):
+        te.DotProductAttention(1, 4)(*(torch.ones(3, 1, 1, 4),) * 3, attn_mask_type="padding")
+    assert te.DotProductAttention(2, 4).window_size == (-1, 0)
+    fp8 = te.fp8
+    assert not fp8.check_fp8_support()[0] and not fp8.FP8GlobalStateManager.is_mxfp8_available()[0]
 
 
 @pytest.mark.parametrize(("release", "marked"), [("2.12.0", True), ("2.13.0", False)])
@@ -155,41 +161,37 @@ def test_marks_of_the_stand_in_are_shown_without_an_installation(
     assert "weight1: partition_dim=1, partition_stride=1, shape=[16, 8], tensor_model_parallel=True" in shown
 
 
-def test_layers_on_the_device_meta_get_values_and_marks_later() -> None:
-    with cpu_backend(transformer_engine=True):
-        te = import_module("transformer_engine.pytorch")
-        for name, sizes in {"Linear": (4, 6), "LayerNormLinear": (4, 6), "GroupedLinear": (2, 4, 6)}.items():
-            options = {"parallel_mode": "row", "tp_size": 2, "sequence_parallel": True}
-            options["bias"] = name != "GroupedLinear"
-            later, now = (getattr(te, name)(*sizes, **options, device=d) for d in ("meta", "cuda"))
-            assert all(p.is_meta and not vars(p) for p in later.parameters())
-            later.reset_parameters()
-            carried = [{key: vars(p) for key, p in layer.named_parameters()} for layer in (later, now)]
-            assert carried[0] == carried[1] and not any(p.is_meta for p in later.parameters())
-        norm = te.LayerNorm(4, sequence_parallel=True, device="meta")
-        assert not vars(norm.weight)
-        norm.reset_parameters()
-        assert norm.weight.eq(1).all() and norm.bias.eq(0).all() and vars(norm.bias)
+def test_layers_on_the_device_meta_get_values_and_marks_later(te: Any) -> None:
+    for name, sizes in {"Linear": (4, 6), "LayerNormLinear": (4, 6), "GroupedLinear": (2, 4, 6)}.items():
+        options = {"parallel_mode": "row", "tp_size": 2, "sequence_parallel": True}
+        options["bias"] = name != "GroupedLinear"
+        later, now = (getattr(te, name)(*sizes, **options, device=d) for d in ("meta", "cuda"))
+        assert all(p.is_meta and not vars(p) for p in later.parameters())
+        later.reset_parameters()
+        carried = [{key: vars(p) for key, p in layer.named_parameters()} for layer in (later, now)]
+        assert carried[0] == carried[1] and not any(p.is_meta for p in later.parameters())
+    norm = te.LayerNorm(4, sequence_parallel=True, device="meta")
+    assert not vars(norm.weight)
+    norm.reset_parameters()
+    assert norm.weight.eq(1).all() and norm.bias.eq(0).all() and vars(norm.bias)
 
 
-def test_permutation_with_probabilities() -> None:
+def test_permutation_with_probabilities(te: Any) -> None:
     """Rows of an expert lie together; padding has no token, and what is not routed gets zeros."""
     x, probs = torch.randn(4, 3), torch.rand(4, 2)
     routes = torch.tensor([[1, 1], [0, 1], [1, 0], [0, 0]])
-    with cpu_backend(transformer_engine=True):
-        te = import_module("transformer_engine.pytorch.permutation")
-        rows, of_rows, row_map = te.moe_permute_with_probs(x, probs, routes, num_out_tokens=4)
-        back = te.moe_unpermute(rows, row_map, probs, restore_shape=x.shape)
-        chunks = te.moe_sort_chunks_by_index(rows, torch.tensor([1, 3]), torch.tensor([1, 0]))
-        with pytest.raises(MegatronRLPatchesError, match="map_type"):
-            te.moe_permute(x, routes, map_type="index")
+    rows, of_rows, row_map = te.permutation.moe_permute_with_probs(x, probs, routes, num_out_tokens=4)
+    back = te.permutation.moe_unpermute(rows, row_map, probs, restore_shape=x.shape)
+    chunks = te.permutation.moe_sort_chunks_by_index(rows, torch.tensor([1, 3]), torch.tensor([1, 0]))
+    with pytest.raises(MegatronRLPatchesError, match="map_type"):
+        te.permutation.moe_permute(x, routes, map_type="index")
     assert torch.equal(rows, x[[0, 2, 0, 1]]) and torch.equal(of_rows, probs.t()[routes.t().bool()])
     assert torch.equal(chunks, rows[[1, 2, 3, 0]])
     torch.testing.assert_close(back, x * (probs * routes).sum(1, keepdim=True))
 
 
 @pytest.mark.parametrize("mask_type", ["causal", "no_mask", "causal_bottom_right", "padding", "arbitrary"])
-def test_attention_is_that_of_torch(mask_type: str) -> None:
+def test_attention_is_that_of_torch(te: Any, mask_type: str) -> None:
     q, k, v = (torch.randn(size, 2, 4, 8) for size in (5, 7, 7))
     ahead = torch.arange(7)[None] - torch.arange(5)[:, None]
     seen = {"causal": ahead <= 0, "causal_bottom_right": ahead <= 2}.get(mask_type, ahead < 9)
@@ -197,42 +199,38 @@ def test_attention_is_that_of_torch(mask_type: str) -> None:
     if mask_type in ("padding", "arbitrary"):
         seen = (torch.arange(7) < 6).expand(5, 7)
         mask = ~(seen[:1] if mask_type == "padding" else seen)[None, None].expand(2, -1, -1, -1)
-    with cpu_backend(transformer_engine=True):
-        attention = import_module("transformer_engine.pytorch").DotProductAttention(4, 8)
-        found = attention(q, k, v, mask, attn_mask_type=mask_type)
+    attention = te.DotProductAttention(4, 8)
+    found = attention(q, k, v, mask, attn_mask_type=mask_type)
     by_head = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
     expected = torch.nn.functional.scaled_dot_product_attention(*by_head, attn_mask=seen)
     torch.testing.assert_close(found, expected.permute(2, 0, 1, 3).flatten(2))
 
 
-def test_windows_of_masks() -> None:
+def test_windows_of_masks(te: Any) -> None:
     """They lie at the end of the keys, but for a causal mask."""
     q, k, v = (torch.randn(size, 1, 1, 4) for size in (1, 5, 5))
-    with cpu_backend(transformer_engine=True):
-        attention = import_module("transformer_engine.pytorch").DotProductAttention(1, 4)
-        for mask_type, keys in (("no_mask", slice(3, 5)), ("causal", slice(0, 1))):
-            found = attention(q, k, v, attn_mask_type=mask_type, window_size=(1, 0))
-            expected = attention(q, k[keys], v[keys], attn_mask_type="no_mask", window_size=(-1, -1))
-            torch.testing.assert_close(found, expected)
+    attention = te.DotProductAttention(1, 4)
+    for mask_type, keys in (("no_mask", slice(3, 5)), ("causal", slice(0, 1))):
+        found = attention(q, k, v, attn_mask_type=mask_type, window_size=(1, 0))
+        expected = attention(q, k[keys], v[keys], attn_mask_type="no_mask", window_size=(-1, -1))
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("poisoned", [0, 1])  # queries, keys
-def test_attention_of_nan_is_nan(poisoned: int) -> None:
+def test_attention_of_nan_is_nan(te: Any, poisoned: int) -> None:
     qkv = [torch.randn(3, 1, 2, 4) for _ in range(3)]
     qkv[poisoned][1] = float("nan")
-    with cpu_backend(transformer_engine=True):
-        found = import_module("transformer_engine.pytorch").DotProductAttention(2, 4)(*qkv)
+    found = te.DotProductAttention(2, 4)(*qkv)
     # The query, or the later ones that see the key.
     assert found.isnan().all((1, 2)).tolist() == [False, True, poisoned > 0]
 
 
-def test_softmax_with_an_offset_and_the_largest_logit() -> None:
+def test_softmax_with_an_offset_and_the_largest_logit(te: Any) -> None:
     q, k, v = (torch.randn(5, 1, 2, 4) for _ in range(3))
     options = {"softmax_type": "learnable", "attn_mask_type": "no_mask", "return_max_logit": True}
-    with cpu_backend(transformer_engine=True):
-        attention = import_module("transformer_engine.pytorch").DotProductAttention(2, 4, **options)
-        attention.softmax_offset.data += torch.tensor([0.3, -1.0])
-        found, largest = attention(q, k, v)
+    attention = te.DotProductAttention(2, 4, **options)
+    attention.softmax_offset.data += torch.tensor([0.3, -1.0])
+    found, largest = attention(q, k, v)
     scores = torch.einsum("sbhd,tbhd->bhst", q, k) / 2
     weights = scores.exp() / (
         scores.exp().sum(-1, keepdim=True) + attention.softmax_offset.exp()[:, None, None]
@@ -266,66 +264,60 @@ def test_autocast_of_a_gpu_decides_the_precision_of_products(dtype: torch.dtype)
     assert not torch.is_autocast_enabled() and modules[0].weight.grad.dtype == x.grad.dtype == torch.float32
 
 
-def test_checkpoints_of_local_layers_load() -> None:
+def test_checkpoints_of_local_layers_load(te: Any) -> None:
     """They lack the extra state of attention."""
-    with cpu_backend(transformer_engine=True):
-        te = import_module("transformer_engine.pytorch")
-        layer = torch.nn.ModuleDict({"core_attention": te.DotProductAttention(2, 4), "proj": te.Linear(2, 2)})
-        state = {name: value for name, value in layer.state_dict().items() if "attention" not in name}
-        assert "proj._extra_state" in state and not layer.load_state_dict(state).missing_keys
+    layer = torch.nn.ModuleDict({"core_attention": te.DotProductAttention(2, 4), "proj": te.Linear(2, 2)})
+    state = {name: value for name, value in layer.state_dict().items() if "attention" not in name}
+    assert "proj._extra_state" in state and not layer.load_state_dict(state).missing_keys
 
 
-def test_activations_and_a_checkpoint() -> None:
+def test_activations_and_a_checkpoint(te: Any) -> None:
     x = torch.randn(3, 8, requires_grad=True)
-    with cpu_backend(transformer_engine=True):
-        te = import_module("transformer_engine.pytorch")
-        first, second = x.chunk(2, -1)
-        torch.testing.assert_close(te.ops.SwiGLU()(x), torch.nn.functional.silu(first) * second)
-        tracker = te.CudaRNGStatesTracker()
-        tracker.add("model-parallel-rng", 3)
+    first, second = x.chunk(2, -1)
+    torch.testing.assert_close(te.ops.SwiGLU()(x), torch.nn.functional.silu(first) * second)
+    tracker = te.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 3)
 
-        def with_dropout(rows: torch.Tensor) -> torch.Tensor:
-            with tracker.fork():
-                return torch.nn.functional.dropout(rows)
+    def with_dropout(rows: torch.Tensor) -> torch.Tensor:
+        with tracker.fork():
+            return torch.nn.functional.dropout(rows)
 
-        dropped = te.checkpoint(with_dropout, x, get_rng_state_tracker=lambda: tracker)
-        dropped.sum().backward()
+    dropped = te.checkpoint(with_dropout, x, get_rng_state_tracker=lambda: tracker)
+    dropped.sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad * x, dropped)
 
 
 @pytest.mark.parametrize(("adam_w", "dtype"), [(True, torch.float), (False, torch.float), (True, torch.half)])
-def test_fused_adam_counts_its_steps_in_the_group(adam_w: bool, dtype: torch.dtype) -> None:
-    with cpu_backend(transformer_engine=True):
-        parameter, expected = (torch.nn.Parameter(torch.ones(3, dtype=x)) for x in (dtype, torch.float))
-        # Megatron sets the rate later, and may save and load moments before the first step.
-        options = {"lr": None, "weight_decay": 0.1, "adam_w_mode": adam_w, "bias_correction": True}
-        fused = import_module("transformer_engine.pytorch.optimizers").FusedAdam([parameter], **options)
-        if dtype == torch.float:
-            fused.state[parameter].update(exp_avg=torch.zeros(3), exp_avg_sq=torch.zeros(3))
-        fused.param_groups[0]["lr"] = 1e-3
-        reference = (torch.optim.AdamW if adam_w else torch.optim.Adam)([expected], weight_decay=0.1)
-        for _ in range(3):
-            fused.load_state_dict(fused.state_dict())
-            expected.grad = torch.tensor([1.0, -2.0, 0.5])
-            parameter.grad = expected.grad.to(dtype)
-            assert fused.step(lambda: 0.5) == 0.5
-            reference.step()
+def test_fused_adam_counts_its_steps_in_the_group(te: Any, adam_w: bool, dtype: torch.dtype) -> None:
+    parameter, expected = (torch.nn.Parameter(torch.ones(3, dtype=x)) for x in (dtype, torch.float))
+    # Megatron sets the rate later, and may save and load moments before the first step.
+    options = {"lr": None, "weight_decay": 0.1, "adam_w_mode": adam_w, "bias_correction": True}
+    fused = te.optimizers.FusedAdam([parameter], **options)
+    if dtype == torch.float:
+        fused.state[parameter].update(exp_avg=torch.zeros(3), exp_avg_sq=torch.zeros(3))
+    fused.param_groups[0]["lr"] = 1e-3
+    reference = (torch.optim.AdamW if adam_w else torch.optim.Adam)([expected], weight_decay=0.1)
+    for _ in range(3):
+        fused.load_state_dict(fused.state_dict())
+        expected.grad = torch.tensor([1.0, -2.0, 0.5])
+        parameter.grad = expected.grad.to(dtype)
+        assert fused.step(lambda: 0.5) == 0.5
+        reference.step()
     assert dtype == torch.half or (torch.equal(parameter, expected) and parameter[0] != 1)
     moments = {name: x for name, x in reference.state[expected].items() if name != "step"}
     torch.testing.assert_close(fused.state[parameter], moments, rtol=0, atol=0)
     assert fused.param_groups[0]["step"] == 3
 
 
-def test_padding_between_packed_samples_is_zero() -> None:
+def test_padding_between_packed_samples_is_zero(te: Any) -> None:
     edges, padded = torch.tensor([0, 2, 5]).int(), torch.tensor([0, 4, 8]).int()
     x = torch.randn(10, 2, 4)
-    with cpu_backend(transformer_engine=True):
-        attention = import_module("transformer_engine.pytorch").DotProductAttention(2, 4)
-        lengths = {"cu_seqlens_q": edges, "cu_seqlens_kv": edges}
-        starts = {"cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded}
-        kind = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
-        found = attention(x, x, x, **kind, **lengths, **starts)
-        one = attention(*(x[None, 4:7],) * 3, qkv_format="bshd", attn_mask_type="causal")
+    attention = te.DotProductAttention(2, 4)
+    lengths = {"cu_seqlens_q": edges, "cu_seqlens_kv": edges}
+    starts = {"cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded}
+    kind = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
+    found = attention(x, x, x, **kind, **lengths, **starts)
+    one = attention(*(x[None, 4:7],) * 3, qkv_format="bshd", attn_mask_type="causal")
     assert found[[2, 3, 7, 8, 9]].eq(0).all()
     torch.testing.assert_close(found[4:7], one[0])
