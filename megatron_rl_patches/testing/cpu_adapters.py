@@ -1,4 +1,4 @@
-"""What a CPU calls in another way: ``torch.distributed``, and what megatron-core lacks without GPUs."""
+"""Replacements that let Megatron run on CPUs: in ``torch.distributed``, for gloo, and in megatron-core."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _with_listed_splits(call: Arguments) -> None:
 
 
 def replacements() -> list[Replacements]:
-    """Return the functions that are adapted while the redirect is on."""
+    """Return the functions that :mod:`.cuda_redirect` replaces, each with its adapted version."""
     changes: dict[str, Callable[[Arguments], Any]] = {
         "init_process_group": _gloo_by_default,
         "new_group": _gloo_in_place_of_nccl,
@@ -135,7 +135,7 @@ def _has_te() -> bool:
 
 
 class _HostCopies(TorchFunctionMode):
-    """Function mode in which ``is_cuda`` is true but for copies in host memory and what they turn into."""
+    """Make ``tensor.is_cuda`` true, except for results of ``tensor.cpu()`` and of functions of these."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def _knowing_host_copies(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# Module -> attribute -> what makes the new value from the attribute's value, which is None if it is missing.
+# Module -> attribute -> function that returns its new value. It gets the old one, or None if there is none.
 _GAPS: dict[str, dict[str, Callable[[Any], Any]]] = {
     # Up to megatron-core 0.18, is_te_min_version compares _te_version with a version even if it is None.
     "megatron.core.utils": {
@@ -187,7 +187,7 @@ _GAPS: dict[str, dict[str, Callable[[Any], Any]]] = {
         "HybridDeviceOptimizer._get_sub_optimizer_param_groups": _knowing_host_copies,
     },
 }
-_undo: ExitStack | None = None  # while the gaps are filled
+_undo: ExitStack | None = None  # only while filled_gaps() runs
 
 
 def _fill(module: ModuleType) -> None:
@@ -206,7 +206,7 @@ for _name in _GAPS:
 
 @contextmanager
 def filled_gaps() -> Iterator[None]:
-    """Fill the gaps of modules that are imported, and of those that will be while the context lasts."""
+    """Set the attributes of ``_GAPS`` until the block ends, also in modules that are imported in it."""
     global _undo
     with ExitStack() as _undo:
         for name in _GAPS.keys() & sys.modules.keys():

@@ -1,7 +1,7 @@
 """A model's pass over microbatches, forward only, through Megatron's pipeline schedules.
 
-It is checked and agreed on by all ranks that would wait for each other, and then run. The model runs in
-another state than it trains in, and comes back from it as it was.
+A :class:`Plan` checks the model and the microbatches, and raises on all ranks if one of them has to refuse.
+:meth:`Plan.run` puts the model in eval mode, without gradients and sync functions, and restores it then.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _LOSS_SCALERS = (
 
 
 class Plan:
-    """One pass, which :meth:`run` runs.
+    """One checked forward-only pass over this rank's microbatches.
 
     Attributes:
         chunks, config: the model's.
-        vocabulary: of how many token ids the scores are; ``None`` if neither option nor model says it.
+        vocabulary: number of token ids; ``None`` if neither the options nor the model give it.
         batches: this rank's microbatches.
-        rounds: how many it runs: some more at the end, whose scores are dropped.
-        alike: the groups through which this rank reaches those that score the same samples.
+        rounds: number of microbatches that run; those after ``batches`` are dropped.
+        alike: process groups that connect this rank with the ranks that score the same samples.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class Plan:
 
     @contextmanager
     def _scoring_state(self) -> Iterator[None]:
-        """Put the model in the state in which it scores, and at the end back into the one that it had."""
+        """Switch the model to eval mode and the settings of a forward-only pass; restore both at the end."""
         models = list(map(unwrap, self.chunks))
         configs, modes = distinct_configs(models), modules_with_modes(self.chunks)
         # If shapes differ, the stages tell each other every shape.
@@ -314,7 +314,7 @@ def _without_float32_copy(chunk: Any) -> dict[str, bool]:
 
 
 def _problem_with(output: Any, batch: ScoringBatch, is_last: bool, are_values: bool) -> str | None:
-    """Say what is wrong with what a chunk returned, or ``forward``; ``None``: nothing."""
+    """Say what is wrong with the output of a chunk or of ``options.forward``; ``None`` if nothing is."""
     if not isinstance(output, torch.Tensor):
         return f"`forward` returned {described(output)}. Expected: what the chunk returns."
     if is_last and (output.dim() != 3 or output.shape[:2] != batch.layout.logits_shape):

@@ -1,8 +1,8 @@
 """Next-token distributions of teachers, known at k ids and a tail, or over the whole vocabulary.
 
-The latter are known by hidden states and an output layer; logits need not exist. All teachers must share the
-student's vocabulary. Those that are known at k ids must score the same ids, those of the *student's* top-k
-when it sampled. Mixture and divergences are then exact for the k ids and for the tail.
+A :class:`FullDistribution` is known by hidden states and an output layer; its logits need not exist. A
+:class:`TopKDistribution` has the ids of the *student's* top-k when it sampled, the same for all teachers, so
+that mixture and divergences are exact for these ids and for the tail. All share the student's vocabulary.
 """
 
 from __future__ import annotations

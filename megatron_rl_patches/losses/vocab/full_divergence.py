@@ -1,4 +1,4 @@
-"""The divergence of two distributions over the whole vocabulary, of logits that need not exist.
+"""The divergence of a student from its teachers over the whole vocabulary, computed tile by tile.
 
 A Kullback-Leibler divergence takes one pass. The columns of a tile have conditional distributions ``p_i`` and
 ``q_i``, whose normalizers are those of the tile alone, and masses ``P_i`` and ``Q_i``. By the chain rule of
@@ -7,12 +7,12 @@ relative entropy, which holds for tiles and for tensor-parallel ranks alike::
     KL(p, q) = sum of P_i KL(p_i, q_i) + KL(P, Q)
 
 Mixtures, of teachers or with the student, need the normalizers of the whole vocabulary first: a second pass
-and a second collective. So does a divergence where one distribution gives an id, or a block of ids, a
-probability of nearly zero and another does not. What this adds is limited through the log-probability of each
-id in the whole row (see RULED_OUT), which a part alone does not know.
+and a second collective. So does a Kullback-Leibler divergence where one distribution gives an id, or a block
+of ids, a probability of nearly zero and the other does not. The log-prob of such an id is limited (see
+RULED_OUT), and to know it takes the normalizer of the whole vocabulary.
 
-For large logits this is compiled, with each stretch of columns as a part of its own: one kernel reads the
-logits of all and computes what the stretches contribute, and another one puts these together.
+For large logits ``torch.compile`` makes two kernels. The first reads the logits of student and teachers and
+computes a partial result for each stretch of columns; the second combines the partial results of a row.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def check_weights(weights: Any) -> tuple[float, ...]:
 
 
 class _Sides(NamedTuple):
-    """What functions of a block get beside the logits of all sides."""
+    """Arguments of the block functions beside the logits of student, teachers and old policy, the "sides"."""
 
     divergence: Divergence
     log_weights: tuple[Tensor | float, ...]  # of the teachers' mixture
@@ -196,7 +196,7 @@ class _Sides(NamedTuple):
         return self.scales[0] if len(self.scales) == 1 else None
 
     def row_values(self, normalizers: Tensor, *others: Tensor) -> Tensor:
-        """Return what blocks get of each row, ``[any, n, 1]``: see :func:`_compared`; others are ``[n]``."""
+        """Stack normalizers and ``others``, ``[n]`` each, to the ``[any, n, 1]`` of :func:`_compared`."""
         normalizer_values = torch.stack(Normalizer.of(normalizers, self.dtype, self.scale), 1).flatten(0, 1)
         return torch.cat([normalizer_values, *(values.to(self.dtype)[None, :, None] for values in others)])
 

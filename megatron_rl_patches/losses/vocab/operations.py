@@ -1,7 +1,7 @@
-"""The operations on deferred logits whose result is deferred, too, and their sum, which is computed in tiles.
+"""ATen operations on :class:`.DeferredLogits` that compute no logits, such as views, indexing and division.
 
-Each function gets the operation and its arguments, and returns ``None`` for arguments that it cannot follow.
-To import this module fills in :attr:`.DeferredLogits.followed`.
+Each function returns its result, or ``None`` if these arguments need the logits. ``sum()`` adds them up tile
+by tile. Importing this module registers the functions in :attr:`.DeferredLogits.followed`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _has_gradient_of_rows(parents: Sequence[DeferredLogits]) -> bool | None:
 
 
 def _view(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-    """Follow a view that has complete rows, and no columns among rows.
+    """Return the view, deferred, if it keeps the vocabulary as the last dimension, and all of it.
 
     The operation is applied to a matrix with the row's number in every column, which takes no memory.
     """
@@ -153,7 +153,7 @@ def _division(divisor: Any, logits: DeferredLogits) -> tuple[float, Tensor | flo
 
 
 def _convert(func: Any, logits: DeferredLogits, *, dtype: Any = None, **kwargs: Any) -> DeferredLogits | None:
-    """Follow a conversion to the same or a more precise dtype."""
+    """Return the logits, still deferred, in the same or a more precise dtype."""
     dtype = dtype or logits.dtype
     elsewhere = kwargs.get("device") not in (None, logits.device) or kwargs.get("pin_memory")
     if elsewhere or dtype not in (logits.dtype, torch.float32) or logits.dtype == torch.float64 != dtype:
@@ -162,7 +162,7 @@ def _convert(func: Any, logits: DeferredLogits, *, dtype: Any = None, **kwargs: 
 
 
 def _like(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-    """Make a tensor for which only shape, strides, dtype and device of the logits matter."""
+    """Create a tensor from shape, strides, dtype and device of the logits; their values do not matter."""
     stand_in = torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device="meta")
     return func(stand_in, *args, **{**kwargs, "device": kwargs.get("device") or logits.device})
 

@@ -1,4 +1,4 @@
-"""What is no layer: activations, permutations of tokens, rotary embeddings, and ``FusedAdam``."""
+"""Functions of TransformerEngine: activations, permutations, rotary embeddings; and ``FusedAdam``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .refusals import check_options, refuse, refused, require
 
 
 class FusibleOperation(torch.nn.Module):
-    """Base of operations."""
+    """The base class of TransformerEngine's fusible operations."""
 
 
 class Sequential(FusibleOperation):

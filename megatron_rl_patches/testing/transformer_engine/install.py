@@ -1,4 +1,4 @@
-"""The modules that Megatron imports of TransformerEngine: what is in them, put in place and taken away."""
+"""Puts the stand-in for ``transformer_engine`` into ``sys.modules`` and removes it; lists its modules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .layers import GroupedLinear, LayerNorm, LayerNormLinear, Linear, RMSNorm
 
 _NAME = "transformer_engine"
 _in_place: _Finder | None = None
-_blocks = 0  # that have asked for it and have not ended
+_blocks = 0  # number of ``with stand_in()`` blocks that are open
 
 
 class _Distribution(Distribution):
@@ -53,11 +53,11 @@ class _Finder(MetaPathFinder):
 
 @contextmanager
 def stand_in(requested: str | None = None) -> Iterator[None]:
-    """Have the stand-in of a version in place. If Megatron is imported meanwhile, it stays for good.
+    """Install the stand-in until the last open block ends. It stays for good if Megatron was imported.
 
     Raises:
-        MegatronRLPatchesError: TransformerEngine is installed, Megatron was imported without it, the version
-            is none, or the stand-in stands for another one already.
+        MegatronRLPatchesError: TransformerEngine is installed, Megatron was imported without it,
+            ``requested`` is no version, or the stand-in is installed with another version already.
     """
     global _in_place, _blocks
     try:
