@@ -11,6 +11,7 @@ from .patch import Site
 
 #: States in which a patch that was asked for is not in place, and should be.
 Fault = Literal["missing", "drifted", "conflict", "failed"]
+_FAULTS = get_args(Fault)
 State = Literal[Fault, "fits", "absent", "applied", "waiting", "not needed", "lost", "reverted"]
 
 
@@ -35,7 +36,7 @@ class SiteStatus:
 
     @property
     def is_fault(self) -> bool:
-        return self.state in get_args(Fault)
+        return self.state in _FAULTS
 
     def __str__(self) -> str:
         detail = f"; {self.detail}" if self.detail else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import hashlib
 import itertools
 import warnings
@@ -14,6 +15,7 @@ from typing import Any
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 _NAMES: dict[type, str] = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg"}
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _LEAVING = (ast.Return, ast.Raise, ast.Break, ast.Continue)
 
 
@@ -72,9 +74,10 @@ class TargetSource:
     @property
     def runs_when_called(self) -> bool:
         """Whether the function is neither a coroutine function nor a generator."""
-        return isinstance(self.function, ast.FunctionDef) and not any(
-            isinstance(node, ast.Yield | ast.YieldFrom) for node in _own_nodes(self.function)
-        )
+        nodes: list[ast.AST] = [self.function] if isinstance(self.function, ast.FunctionDef) else []
+        for node in nodes:  # what a function within it yields is not its own
+            nodes += (each for each in ast.iter_child_nodes(node) if not isinstance(each, _FUNCTIONS))
+        return bool(nodes) and not any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in nodes)
 
     def mentions(self, name: str, in_module: bool = False) -> bool:
         """Return whether the name stands in the function (or in its module): as a variable or attribute."""
@@ -182,12 +185,19 @@ def _descriptor(node: FunctionNode) -> str:
     return ""
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)
 def _parse(text: str) -> ast.Module:
     with warnings.catch_warnings():
         # The import of the framework gives such warnings, for instance of an invalid escape.
         warnings.simplefilter("ignore")
-        return ast.parse(text)
+        # Before Python 3.12, so many new nodes set off a full collection, which with torch takes 0.2 s.
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return ast.parse(text)
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -198,14 +208,6 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             nested = [node, *getattr(node, "handlers", [])]
             for part, field in itertools.product(nested, ("body", "orelse", "finalbody")):
                 yield from _statements(getattr(part, field, []))
-
-
-def _own_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Nodes of a function, those of functions in it left out."""
-    for node in ast.iter_child_nodes(tree):
-        if not isinstance(node, FunctionNode | ast.Lambda):
-            yield node
-            yield from _own_nodes(node)
 
 
 def _tests_before(tree: ast.AST | None, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
