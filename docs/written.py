@@ -23,10 +23,9 @@ import _megatron_rl_patches_startup as startup  # noqa: E402
 import megatron_rl_patches  # noqa: E402
 from megatron_rl_patches.common.messages import messages  # noqa: E402
 from megatron_rl_patches.engine import registry  # noqa: E402
-from megatron_rl_patches.engine.announce import summary  # noqa: E402
 from megatron_rl_patches.engine.patch import Patch  # noqa: E402
 from megatron_rl_patches.engine.settings import parse_selection  # noqa: E402
-from megatron_rl_patches.engine.statuses import SiteStatus, grouped  # noqa: E402
+from megatron_rl_patches.engine.statuses import SiteStatus, grouped, summary  # noqa: E402
 from tests.frameworks.page import (  # noqa: E402
     FRAMEWORKS,
     NOT_CHECKED,

@@ -17,9 +17,8 @@ class Call:
 
     Attributes:
         function: the original, which is bound to ``instance`` if it is a method.
+        args, kwargs: the arguments that the caller passed by position, and by name.
         instance: the object whose method is called; ``None`` for a function.
-        args: the arguments that the caller passed by position.
-        kwargs: the arguments that the caller passed by name.
         signature_of: returns the signature of the function.
         options: an instance of the dataclass that the patch declares, as the patch was last applied with it.
     """

@@ -17,13 +17,12 @@ from ..common.messages import Message
 from ..common.scopes import replaced
 from ..errors import PatchError
 from . import registry
-from .announce import Announcer
 from .call import Call
 from .judge import all_or_nothing, refuse_faults
 from .patch import Patch, Site, imported, third_party
 from .records import ApplyCall, Moves, Record, current, rebind
 from .settings import Settings
-from .statuses import SiteStatus, Statuses, status_of
+from .statuses import Announcer, SiteStatus, Statuses, status_of
 
 _INTERNAL_ERROR = Message(
     "internal error: {reason}",
@@ -35,7 +34,7 @@ _LASTING = {required: ApplyCall(required, lasts=True) for required in (True, Fal
 
 
 class Installer(Listener):
-    """The state of one process. All functions of :mod:`.api` act on one instance."""
+    """The state of one process, whose one instance all functions of :mod:`.api` act on."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -72,8 +71,8 @@ class Installer(Listener):
                 if apply_call.required:
                     raise
                 registry.LEFT_OUT.log(error=error)
-        # The lock is held from selection to judgement, so that no other thread sees what may yet be undone.
-        # Hooks take no other lock, and nothing below waits for an import, so this cannot deadlock.
+        # No other thread sees what may yet be undone. This cannot deadlock, as hooks take no other lock, and
+        # nothing below waits for an import.
         with self._lock:
             before = dict(self._records)
             in_blocks = self._in_blocks()
@@ -190,7 +189,7 @@ class Installer(Listener):
                 raise PatchError(f"megatron_rl_patches: internal error: {reason}") from error
             if not self._has_failed:
                 self._has_failed = True
-                # Not through announce.py, which may be what is damaged.
+                # Not by the announcer, which may be what is damaged.
                 _INTERNAL_ERROR.log(reason=reason)
 
     # --- judging and wrapping
@@ -205,7 +204,6 @@ class Installer(Listener):
         self.announcer.warn(faults)
 
     def _missed(self) -> list[Record]:
-        """Return the records of imported modules whose site may be patched and has not been."""
         return [r for r in self._records.values() if r.wrapper is None and r.is_open and r.is_imported]
 
     def _apply_ready(self, records: Iterable[Record]) -> list[SiteStatus]:
@@ -230,13 +228,10 @@ class Installer(Listener):
     def _apply_group(self, name: tuple[str, str]) -> list[SiteStatus]:
         """Put one patch in place in one framework, or leave it out there altogether.
 
-        A patch that is half in place is worse than none: the guard around ``train()``, say, without the
-        method that it relies on. So all sites of the group are judged before the first is touched, those of
-        modules that are not imported yet by their source. That judgement can still turn out wrong twice: an
-        attribute can refuse to be set, and a module that is imported later can hold something else than its
-        source says. Both show as a fault in a group of which parts are wrapped already, and then these are
-        unwrapped again. Sites that wait for their module go on waiting; when it is imported, the whole group
-        is judged and wrapped again.
+        A patch that is half in place is worse than none. So all sites of the group are judged before one is
+        touched, those of modules that are not imported yet by their source; when such a module is imported,
+        the whole group is judged and wrapped again. An attribute can still refuse to be set, and a module
+        hold something else than its source says: then what is wrapped already is unwrapped again.
         """
         group = [r for r in self._records.values() if r.group == name and not r.is_reverted]
         imported = {record for record in group if record.is_imported}

@@ -64,11 +64,7 @@ class Site:
     target: str = field(init=False)
 
     def __post_init__(self) -> None:
-        parts = self.module.split(".")
-        framework = ".".join(
-            parts[: 2 if parts[0] == "megatron" else 1]
-        )  # several distributions share that one
-        vars(self).update(framework=framework, target=f"{self.module}.{self.qualname}")
+        vars(self).update(framework=_framework_of(self.module), target=f"{self.module}.{self.qualname}")
         for name in ("parameters", "requires_names", "helps"):  # one name as text, and lists, will do
             names = getattr(self, name)
             vars(self)[name] = (names,) if isinstance(names, str) else tuple(names)
@@ -114,10 +110,11 @@ class Patch:
 
         def attach(adapter: Any) -> Any:
             names = (modules,) if isinstance(modules, str) else modules
-            sites = [Site(module, qualname, adapter, patch=self.name, **options) for module in names]
-            for site in sites:
-                alike = {other.module for other in sites if other.framework == site.framework}
-                self.sites.append(replace(site, elsewhere=tuple(sorted(alike - {site.module}))))
+            for module in names:
+                alike = {each for each in names if _framework_of(each) == _framework_of(module)}
+                others = tuple(sorted(alike - {module}))
+                site = Site(module, qualname, adapter, patch=self.name, elsewhere=others, **options)
+                self.sites.append(site)
             return adapter
 
         if to:
@@ -134,7 +131,12 @@ class Patch:
         with third_party(f"function `configured` of patch {self.name!r}"):
             configured = self.configured(options) if self.configured else ()
             sites = (*self.sites, *(site for site in configured if site.target not in known))
-            return tuple(replace(site, patch=self.name) for site in sites)
+            return tuple(s if s.patch == self.name else replace(s, patch=self.name) for s in sites)
+
+
+def _framework_of(module: str) -> str:
+    """Return the root package; below ``megatron``, which several distributions share, the package there."""
+    return ".".join(module.split(".")[: 2 if module.startswith("megatron.") else 1])
 
 
 def imported(path: str) -> Adapter:
@@ -147,9 +149,8 @@ def imported(path: str) -> Adapter:
 def third_party(what: str, passing: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     """Raise ``PatchError`` in place of whatever the block raises, ``sys.exit()`` included.
 
-    Ctrl-C, and what the handler of a signal raises, ends the program as ever. The message is
-    ``{what} raised SystemExit: 0``; exceptions that are ``passing`` stay as they are. An adapter does not run
-    in such a block, but in a call of the framework, which gets what it raises.
+    Ctrl-C, what the handler of a signal raises, and exceptions that are ``passing`` stay as they are. An
+    adapter does not run in such a block, but in a call of the framework, which gets what it raises.
     """
     try:
         yield

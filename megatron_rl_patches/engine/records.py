@@ -22,7 +22,7 @@ from .patch import Site, third_party
 from .sources import Environment
 from .statuses import SiteStatus, status_of
 from .target_source import layers, resolve
-from .wrapper import SwitchableWrapper, as_in_its_class
+from .wrapper import SwitchableWrapper
 
 #: Old and new functions, one after the other: the new one of a pair may be the old one of a later pair.
 Moves = list[tuple[Any, Any]]
@@ -89,7 +89,11 @@ class Record:
             if module := self._code_on_top():
                 reason = f"{status.reason}, under code of {module}; in force only if that calls what it wraps"
                 status = replace(status, reason=reason)
-            return replace(status, detail=self._detail())
+            try:
+                with third_party("its function `detail`"):
+                    return replace(status, detail=self.site.detail() if self.site.detail else "")
+            except PatchError as error:
+                return replace(status, detail=str(error))
         if status.state != "waiting" or site.module in sys.modules:
             return status
         has_module, has_framework = map(environment.has_package, (site.module, site.framework))
@@ -98,13 +102,6 @@ class Record:
         if has_framework:
             return judge_site(site, environment)
         return replace(status, state="absent", reason=f"{site.framework} is not installed")
-
-    def _detail(self) -> str:
-        try:
-            with third_party("its function `detail`"):
-                return self.site.detail() if self.site.detail else ""
-        except PatchError as error:
-            return str(error)
 
     def judge(self, is_imported: bool) -> SiteStatus:
         """Judge the site anew, unless it is in place."""
@@ -225,7 +222,9 @@ def _waiting(site: Site, fingerprint: str = "") -> SiteStatus:
 
 
 def _layers(function: Any) -> Iterator[Any]:
-    return map(as_in_its_class, layers(function))
+    """Yield the layers of a function; a wrapper that is read from its class counts as the wrapper itself."""
+    bound = SwitchableWrapper.__bound_function_wrapper__
+    return (layer._self_parent if type(layer) is bound else layer for layer in layers(function))
 
 
 def _holders(ids: Collection[int]) -> Iterator[tuple[ModuleType, str]]:

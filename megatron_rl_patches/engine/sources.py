@@ -52,8 +52,7 @@ class Environment:
         return None
 
     def find_spec(self, module: str) -> ModuleSpec | None:
-        """Return what ``import`` would find, a bare folder included."""
-        # importlib.util.find_spec would import the parents of a dotted name; this does not.
+        """Return what ``import`` would find, a bare folder included; parents are not imported for it."""
         if module not in self._specs:
             parent = module.rpartition(".")[0]
             above = self.find_spec(parent) if parent else None
@@ -102,11 +101,8 @@ class Files:
     """What ``import`` would find in a list of files.
 
     Every folder that is not inside a package counts as a place to import from, the shallowest first, so that
-    ``src/`` and vendored layouts (``slime/slime/...``) need no options.
-
-    Args:
-        paths: files by their path from the source's root, with forward slashes.
-        content: gives the bytes of such a file.
+    ``src/`` and vendored layouts (``slime/slime/...``) need no options. ``paths`` begin at the source's root
+    and have forward slashes; ``content`` gives the bytes of such a file.
     """
 
     def __init__(self, name: str, paths: Iterable[str], content: Callable[[str], bytes]) -> None:
@@ -189,10 +185,10 @@ def _unzipped(file: Path | io.BytesIO, name: str) -> Files:
 def _open_commit(repository: Path, revision: str, name: str) -> Files:
     """Read the Python files of a commit; the repository may be bare."""
     root = repository.parent if repository.name == ".git" else repository
-    commit = _git(repository, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
+    asked = (("--verify", "--end-of-options", f"{revision}^{{commit}}"), ("--absolute-git-dir",))
+    commit, folder = (os.fsdecode(_git(repository, "rev-parse", *each)).rstrip("\n") for each in asked)
     # Run in .git, git archive takes the whole tree. In a folder of the work tree it takes only that.
-    git_folder = Path(_line(_git(repository, "rev-parse", "--absolute-git-dir")))
-    content = _git(git_folder, "archive", "--format=zip", "-0", _line(commit), "--", "*.py")
+    content = _git(Path(folder), "archive", "--format=zip", "-0", commit, "--", "*.py")
     return _unzipped(io.BytesIO(content), name or f"{root.name.removesuffix('.git')} {revision}")
 
 
@@ -205,7 +201,3 @@ def _git(repository: Path, *arguments: str) -> bytes:
     if done.returncode:
         raise MegatronRLPatchesError(f"{' '.join(command)}: {done.stderr.decode(errors='replace').strip()}")
     return done.stdout
-
-
-def _line(output: bytes) -> str:
-    return os.fsdecode(output).rstrip("\n")

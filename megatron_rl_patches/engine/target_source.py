@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+#: Nodes that are a name, and the field that holds it.
 _NAMES: dict[type, str] = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _LEAVING = (ast.Return, ast.Raise, ast.Break, ast.Continue)
@@ -52,9 +53,8 @@ class TargetSource:
 
     Attributes:
         target: ``module.qualname``.
-        function: syntax tree of the function; ``None`` when the module does not define it.
+        function, module: syntax trees of both; the function is ``None`` when the module does not define it.
         imported_from: set when the module binds the name by an import instead of defining it.
-        module: syntax tree of the whole module.
         descriptor: the decorator that makes a property of the function, or ``""``.
     """
 
@@ -90,7 +90,7 @@ class TargetSource:
 
     def cleans_up(self, name: str) -> bool:
         """Return whether the last statement is a ``try`` with the name in its ``finally``."""
-        last = self.function.body[-1] if self.function else None
+        last = self.function and self.function.body[-1]
         return isinstance(last, ast.Try) and any(_mentions(node, name) for node in last.finalbody)
 
     def tests_before(self, name: str) -> list[dict[str, bool]]:
@@ -168,21 +168,17 @@ def layers(function: Any) -> Iterator[Any]:
 
 def runs_when_called(value: Any) -> bool:
     """Return whether the attribute of a class or module runs when it is called, and not when it is read."""
-    if hasattr(type(value), "__set__"):  # a property, say
-        return False
-    return callable(value) or isinstance(
-        value, classmethod | staticmethod | partialmethod | singledispatchmethod
-    )
+    descriptors = (classmethod, staticmethod, partialmethod, singledispatchmethod)
+    is_property = hasattr(type(value), "__set__")
+    return not is_property and (callable(value) or isinstance(value, descriptors))
 
 
 def _descriptor(node: FunctionNode) -> str:
     """Return the decorator that makes a property of the function, or ``""``."""
     accessors = ("setter", "getter", "deleter")
-    for decorator in node.decorator_list:
-        name = ast.unparse(decorator).rpartition(".")[2]
-        if name.endswith(("property", *accessors)):
-            return "property" if name in accessors else name
-    return ""
+    names = [ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list]
+    found = next((name for name in names if name.endswith(("property", *accessors))), "")
+    return "property" if found in accessors else found
 
 
 @lru_cache(maxsize=4)
@@ -201,7 +197,7 @@ def _parse(text: str) -> ast.Module:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a scope, those under ``if`` and ``try`` included."""
+    """Yield the statements of a scope, those under ``if`` and ``try`` included."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try):

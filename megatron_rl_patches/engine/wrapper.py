@@ -104,11 +104,6 @@ class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     __copy__ = __deepcopy__
 
 
-def as_in_its_class(function: Any) -> Any:
-    """Return the wrapper itself if this is one as accessed through its class, and anything else as it is."""
-    return function._self_parent if type(function) is _BoundWrapper else function
-
-
 def is_patched(function: Any, patch: str) -> bool:
     """Return whether the function is the wrapper of this patch, in force and with no other around it."""
     return type(function) is SwitchableWrapper and function.is_on and function.path[0] == patch

@@ -148,7 +148,7 @@ def test_every_message_has_three_sentences_and_no_other_code_logs() -> None:
     files = [path for path in package.rglob("*.py") if re.search(logs, path.read_text("utf-8"))]
     logging = {str(path.relative_to(package)) for path in files}
     # The announcer falls back to stderr, and the CPU backend filters a message of Megatron's.
-    assert logging == {"common/messages.py", "engine/announce.py", "testing/cpu_backend.py"}
+    assert logging == {"common/messages.py", "engine/statuses.py", "testing/cpu_backend.py"}
 
 
 def _text(svg: str) -> str:

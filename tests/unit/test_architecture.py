@@ -49,10 +49,9 @@ ENGINE: dict[str, set[str]] = {
     "registry": {"patch"},
     "settings": {"patch", "registry"},
     "judge": {"patch", "settings", "sources", "statuses", "target_source"},
-    "announce": {"statuses"},
     "wrapper": {"call", "patch"},
     "records": {"call", "judge", "patch", "sources", "statuses", "target_source", "wrapper"},
-    "installer": {"announce", "call", "judge", "patch", "records", "registry", "settings", "statuses"},
+    "installer": {"call", "judge", "patch", "records", "registry", "settings", "statuses"},
     "api": {"installer", "judge", "records", "registry", "settings", "sources", "statuses"},
 }
 

@@ -15,9 +15,8 @@ from pytest import CaptureFixture, LogCaptureFixture, MonkeyPatch
 
 from megatron_rl_patches import __version__, apply
 from megatron_rl_patches.common.messages import is_rank_0
-from megatron_rl_patches.engine import announce, registry
-from megatron_rl_patches.engine.announce import Announcer, summary
-from megatron_rl_patches.engine.statuses import SiteStatus
+from megatron_rl_patches.engine import registry, statuses
+from megatron_rl_patches.engine.statuses import Announcer, SiteStatus, summary
 from tests.worlds.program import run_program
 
 from .conftest import Framework
@@ -178,7 +177,7 @@ def test_what_is_said_of_used_frameworks(monkeypatch: MonkeyPatch, caplog: LogCa
     [line] = said(Announcer().at_exit, *(site("one", root, "waiting", name) for root, name in functions))
     assert "nothing was patched there: used.train, used.save. " in line
     # Other ranks are silent.
-    monkeypatch.setattr(announce, "is_rank_0", lambda: False)
+    monkeypatch.setattr(statuses, "is_rank_0", lambda: False)
     assert said(Announcer().warn, site("one", "used", "missing")) == []
 
 
