@@ -94,16 +94,14 @@ def judge_all(source: Source, patches: Iterable[Patch], settings: Settings) -> l
     """Judge all sites of the patches by a source: what would take effect there, and why not."""
     statuses: list[SiteStatus] = []
     for patch in patches:
-        by_framework: dict[str, list[Site]] = {}
         try:
-            sites_of_patch = patch.sites_for(settings.options_of(patch))
+            of_patch = patch.sites_for(settings.options_of(patch))
         except PatchError as error:
             target = f"{patch.name}.configured"
             statuses.append(SiteStatus(patch.name, patch.name, target, "failed", str(error)))
             continue
-        for site in sites_of_patch:
-            by_framework.setdefault(site.framework, []).append(site)
-        for framework, sites in by_framework.items():
+        for framework in dict.fromkeys(site.framework for site in of_patch):
+            sites = [site for site in of_patch if site.framework == framework]
             # A framework may be a bare folder. As any checkout is one, only its modules say that it is there.
             if any(map(source.has_package, (framework, *(site.module for site in sites)))):
                 statuses += all_or_nothing({site: judge_site(site, source) for site in sites}).values()

@@ -94,12 +94,9 @@ class Record:
                     return replace(status, detail=self.site.detail() if self.site.detail else "")
             except PatchError as error:
                 return replace(status, detail=str(error))
-        if status.state != "waiting" or site.module in sys.modules:
+        if status.state != "waiting" or site.module in sys.modules or environment.has_package(site.module):
             return status
-        has_module, has_framework = map(environment.has_package, (site.module, site.framework))
-        if has_module:
-            return status
-        if has_framework:
+        if environment.has_package(site.framework):
             return judge_site(site, environment)
         return replace(status, state="absent", reason=f"{site.framework} is not installed")
 
@@ -121,11 +118,10 @@ class Record:
     def wrap(self, adapter: Callable[[Call], Any]) -> Moves:
         """Put a wrapper in place that calls the adapter; return what moved."""
         owner, name = resolve(sys.modules[self.site.module], self.site.qualname)
-        current = vars(owner)[name]
+        new = SwitchableWrapper(vars(owner)[name], adapter, self.site, owner)
         # An earlier revert may have switched a wrapper off and left it under another one.
-        path = (self.site.patch, self.site.module, self.site.qualname)
-        own = (w for w in _layers(current) if type(w) is SwitchableWrapper and w.path == path and not w.is_on)
-        self.wrapper = next(own, None) or SwitchableWrapper(current, adapter, self.site, owner)
+        wrappers = (layer for layer in _layers(new.__wrapped__) if type(layer) is SwitchableWrapper)
+        self.wrapper = next((own for own in wrappers if own.path == new.path and not own.is_on), new)
         if not self.is_in_place:
             setattr(owner, name, self.wrapper)
         self.wrapper.switch(True)
@@ -150,9 +146,7 @@ class Record:
         return [self._unwrapped(wrapper) for wrapper in wrappers if wrapper is not None]
 
     def _unwrapped(self, wrapper: SwitchableWrapper) -> tuple[Any, Any]:
-        # The wrapper is switched off first, so that it is inert in calls of other threads and in copies that
-        # cannot be reached.
-        wrapper.switch(False)
+        wrapper.switch(False)  # first, for calls of other threads and copies that cannot be reached
         original = wrapper.__wrapped__
         # The original may be the wrapper of a patch that has been reverted before this one.
         while type(original) is SwitchableWrapper and not original.is_on:

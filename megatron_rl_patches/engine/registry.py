@@ -109,8 +109,5 @@ def _check(patch: Patch, others: Mapping[str, Patch]) -> None:
 
 def _built_in() -> list[Patch]:
     package = importlib.import_module("megatron_rl_patches.patches")
-    return [
-        importlib.import_module(f"{package.__name__}.{module.name}").patch
-        for module in pkgutil.iter_modules(package.__path__)
-        if not module.name.startswith("_")
-    ]
+    names = [name for _, name, _ in pkgutil.iter_modules(package.__path__) if not name.startswith("_")]
+    return [importlib.import_module(f"{package.__name__}.{name}").patch for name in names]

@@ -129,11 +129,10 @@ def parse_selection(value: str) -> tuple[list[Patch], list[str]]:
     words = [lowered.get(word.lower(), word) for word in items(value) or (value,)]
     known = registry.patches()
     names = [word for word in words if word in (*registry.SETS, *known)]
-    excluded = [word[1:] for word in words if word.startswith("-") and word[1:] in known]
-    unknown = [word for word in words if word not in names and not (word[0] == "-" and word[1:] in known)]
-    if excluded and not names:
-        names = [registry.DEFAULT]
-    return registry.select(names, excluded), unknown
+    excluded = [word for word in words if word[0] == "-" and word[1:] in known]
+    unknown = [word for word in words if word not in (*names, *excluded)]
+    names = names or [registry.DEFAULT] * bool(excluded)
+    return registry.select(names, [word[1:] for word in excluded]), unknown
 
 
 # --- values of options
