@@ -55,13 +55,9 @@ class Installer(Listener):
         apply_call: ApplyCall,
         replace_options: bool = True,
     ) -> None:
-        """Put the patches in place, now or when their frameworks are imported.
+        """Put the patches in place, now or when their frameworks are imported; raise as ``apply()`` does.
 
         With ``replace_options``, patches that are selected already take the options of these settings, too.
-
-        Raises:
-            PatchError: a patch is in a running block with other options, or does not fit and is required.
-                Whatever is raised, exactly what this call did is undone.
         """
         sites: list[Site] = []
         for patch in patches:

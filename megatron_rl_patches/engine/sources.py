@@ -42,14 +42,11 @@ class Environment:
 
     def read(self, module: str) -> str | None:
         """Return the module's source text, ``None`` when there is no such module."""
-        spec = self.find_spec(module)
-        get_source = getattr(spec.loader, "get_source", None) if spec else None
-        if spec and get_source:
+        spec, file = self.find_spec(module), self.file_of(module) or ""
+        if spec and (get_source := getattr(spec.loader, "get_source", None)):
             return get_source(spec.name)
         # The loader of a hook that rewrites modules may not offer their text.
-        if spec and spec.has_location and (spec.origin or "").endswith(".py"):
-            return importlib.util.decode_source(Path(str(spec.origin)).read_bytes())
-        return None
+        return importlib.util.decode_source(Path(file).read_bytes()) if file.endswith(".py") else None
 
     def find_spec(self, module: str) -> ModuleSpec | None:
         """Return what ``import`` would find, a bare folder included; parents are not imported for it."""

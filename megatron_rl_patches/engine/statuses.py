@@ -61,7 +61,6 @@ class SiteStatus:
 
 
 def status_of(site: Site, state: State, reason: str, fingerprint: str = "") -> SiteStatus:
-    """Return the status of a site."""
     return SiteStatus(site.patch, site.framework, site.target, state, reason, fingerprint)
 
 
@@ -142,10 +141,9 @@ class Announcer:
         targets: dict[tuple[str, str, str], list[str]] = {}
         for fault in dict.fromkeys(fault for fault in faults if fault not in self._warned):
             self._warned.add(fault)
-            targets.setdefault((fault.patch, fault.state, fault.reason), []).append(fault.target)
+            targets.setdefault((fault.patch, fault.state, fault.reason.rstrip(".")), []).append(fault.target)
         for (patch, state, reason), alike in targets.items():
-            functions = ", ".join(alike)
-            line = _SKIPPED.text(patch=patch, functions=functions, state=state, reason=reason.rstrip("."))
+            line = _SKIPPED.text(patch=patch, functions=", ".join(alike), state=state, reason=reason)
             _log_line(logging.WARNING, line)
 
     def at_exit(self, statuses: Sequence[SiteStatus]) -> None:
