@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,72 +14,58 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl_patches import losses
-from tests.references.dense import dense_divergence, dense_log_probs_and_entropy
-from tests.references.dense_topk import dense_log_probs_at
+from tests.references.losses import FUNCTIONS, Inputs
 
 from .programs import Loss, Program
 
-BETA, K = 0.3, 3
+K = 3
 OF_OTHER_ROWS = ("mutual", "mixture")
+FUNCTION_OF = {"alone": "log-probs", "scores": "entropy", "kept": "entropy", "at": "at ids", "topk": "top-k"}
 
 
-class Data:
-    """What a loss gets besides the logits ``[n, V]``."""
-
-    def __init__(self, loss: Loss, program: Program, logits: Tensor) -> None:
-        draw, generator = random.Random(loss.draw), torch.Generator().manual_seed(loss.draw)
-        noise = partial(torch.randn, generator=generator, dtype=torch.float64)
-        size, vocabulary = logits.shape
-        self.rows = None
-        if draw.random() < 0.5:
-            self.rows = torch.tensor(sorted(draw.sample(range(size), size // 2)), dtype=torch.int64)
-        n = size if self.rows is None else len(self.rows)
-        self.targets = torch.randint(vocabulary, (n,), generator=generator)
-        distinct = [draw.sample(range(vocabulary), K) for _ in range(n)]
-        self.ids = torch.tensor(distinct, dtype=torch.int64).view(n, K)
-        if loss.kind == "at" and n and draw.random() < 0.3:
-            self.ids[:, 1] = self.ids[:, 0]
-        self.keep_mask = torch.rand(n, vocabulary, generator=generator) < 0.7
-        student = logits if self.rows is None else logits[self.rows]
-        self.teacher, self.old = noise(n, vocabulary), None
-        if loss.kind in OF_OTHER_ROWS:
-            self.teacher = student.flip(0)
-            self.old = (student.roll(1, 0) / loss.temperature).log_softmax(1)
-        elif program.close:
-            self.teacher = (student + 5e-5 * self.teacher).float()
-        elif draw.random() < 0.3:
-            self.teacher[draw.randrange(2) :: 2, vocabulary // 2 :] = draw.choice([-math.inf, -1e5])
-        self.log_q = (self.teacher.double() / loss.temperature).log_softmax(1)
+def inputs_of(loss: Loss, program: Program, logits: Tensor) -> Inputs:
+    """Draw what a loss gets besides the logits ``[n, V]`` of all ranks."""
+    draw, generator = random.Random(loss.draw), torch.Generator().manual_seed(loss.draw)
+    size, vocabulary = logits.shape
+    rows = None
+    if draw.random() < 0.5:
+        rows = torch.tensor(sorted(draw.sample(range(size), size // 2)), dtype=torch.int64)
+    n = size if rows is None else len(rows)
+    targets = torch.randint(vocabulary, (n,), generator=generator)
+    distinct = [draw.sample(range(vocabulary), K) for _ in range(n)]
+    ids = torch.tensor(distinct, dtype=torch.int64).view(n, K)
+    if loss.kind == "at" and n and draw.random() < 0.3:
+        ids[:, 1] = ids[:, 0]
+    keep_mask = torch.rand(n, vocabulary, generator=generator) < 0.7
+    teacher = torch.randn(n, vocabulary, generator=generator, dtype=torch.float64)
+    student = logits if rows is None else logits[rows]
+    if program.close:
+        teacher = (student + 5e-5 * teacher).float()
+    elif draw.random() < 0.3:
+        teacher[draw.randrange(2) :: 2, vocabulary // 2 :] = draw.choice([-math.inf, -1e5])
+    inputs = Inputs(targets, ids, rows, keep_mask if loss.kind == "kept" else None, (teacher,))
+    return _of_other_rows(loss, inputs, student.flip(0), student.roll(1, 0))
 
 
-def dense(loss: Loss, data: Data, logits: Tensor) -> Tensor:
-    """Return the values of a loss of whole logits ``[n, V]``, in float64."""
-    logits, temperature = logits.double(), loss.temperature
-    if loss.kind == "sum":
-        return logits.sum()[None]
-    options: dict[str, Any] = {"rows": data.rows, "temperature": temperature}
-    if loss.kind in ("alone", "scores", "kept"):
-        options["keep_mask"] = data.keep_mask if loss.kind == "kept" else None
-        log_probs, entropies = dense_log_probs_and_entropy(logits, data.targets, **options)
-        return log_probs if loss.kind == "alone" else torch.stack([log_probs, entropies])
-    if loss.kind == "at":
-        log_probs, tail = dense_log_probs_at(logits, data.ids, **options)
-        return torch.cat([log_probs, tail[:, None]], 1)
-    rows = logits if data.rows is None else logits[data.rows]
-    if loss.kind == "topk":
-        order = rows.sort(dim=1, descending=True, stable=True).indices[:, :K]
-        log_probs, tail = dense_log_probs_at(rows.detach(), order, temperature=temperature)
-        return torch.cat([order.double(), log_probs, tail[:, None]], 1)
-    log_p = (rows / temperature).log_softmax(1)
+def _of_other_rows(loss: Loss, inputs: Inputs, teacher: Tensor, old: Tensor) -> Inputs:
     if loss.kind == "mixture":
-        mixed = torch.logaddexp(data.log_q, data.old) - math.log(2)
-        return dense_divergence(loss.divergence, log_p, mixed, beta=BETA)
-    return dense_divergence(loss.divergence, log_p, data.log_q, data.old, BETA)
+        return replace(inputs, teachers=(teacher, old))
+    return replace(inputs, teachers=(teacher,), old=old) if loss.kind == "mutual" else inputs
 
 
-def ours(loss: Loss, data: Data, logits: Tensor, columns: slice, group: dist.ProcessGroup | None) -> Tensor:
+def dense(loss: Loss, inputs: Inputs, logits: Tensor) -> Tensor:
+    """Return the values of a loss of whole logits ``[n, V]``, in float64."""
+    if loss.kind == "sum":
+        return logits.double().sum()[None]
+    function = FUNCTIONS[FUNCTION_OF.get(loss.kind, loss.divergence)]
+    return _joined(function.formula(logits.double(), inputs, loss.temperature, None))
+
+
+def ours(
+    loss: Loss, inputs: Inputs, logits: Tensor, columns: slice, group: dist.ProcessGroup | None
+) -> Tensor:
     """Return the values of a loss of this rank's columns of the logits."""
-    of_rows = partial(_ours, loss, data, columns, {"tp_group": group, "temperature": loss.temperature})
+    of_rows = partial(_ours, loss, inputs.of_columns(columns), group)
     if logits.is_inference() or not loss.within:  # torch itself refuses to checkpoint these
         return of_rows(logits)
     if loss.within == "checkpointed":
@@ -87,28 +74,16 @@ def ours(loss: Loss, data: Data, logits: Tensor, columns: slice, group: dist.Pro
     return checkpoint(of_rows, logits, use_reentrant=True) if can_be_reentrant else of_rows(logits)
 
 
-def _ours(loss: Loss, data: Data, columns: slice, options: dict[str, Any], logits: Tensor) -> Tensor:
+def _ours(loss: Loss, inputs: Inputs, group: dist.ProcessGroup | None, logits: Tensor) -> Tensor:
     if loss.kind == "sum":
         return logits.sum()[None]
-    options = {"rows": data.rows, **options}
-    if loss.kind == "alone":
-        return losses.vocab_parallel_log_probs(logits, data.targets, **options)
-    if loss.kind in ("scores", "kept"):
-        mask = {"keep_mask": data.keep_mask[:, columns]} if loss.kind == "kept" else {}
-        both = losses.vocab_parallel_log_probs_and_entropy(logits, data.targets, **mask, **options)
-        return torch.stack(both)
-    if loss.kind == "at":
-        at_ids, tail = losses.vocab_parallel_log_probs_at(logits, data.ids, with_tail=True, **options)
-        return torch.cat([at_ids, tail[:, None]], 1)
-    if loss.kind == "topk":
-        topk = losses.vocab_parallel_topk(logits, K, **options)
-        numbers = topk.indices.to(topk.log_probs.dtype)
-        return torch.cat([numbers, topk.log_probs, topk.tail_log_prob[:, None]], 1)
-    teacher, old = data.teacher[:, columns], None
     if loss.kind in OF_OTHER_ROWS:
-        numbers = torch.arange(len(logits)) if data.rows is None else data.rows
-        teacher, old = logits.detach()[numbers.flip(0)], logits.detach()[numbers.roll(1)]
-    how = {"divergence": loss.divergence, "beta": BETA, **options}
-    if loss.kind == "mixture":
-        return losses.full_vocabulary_divergence(logits, [teacher, old], **how)
-    return losses.full_vocabulary_divergence(logits, teacher, old=old, **how)
+        numbers = torch.arange(len(logits)) if inputs.rows is None else inputs.rows
+        others = logits.detach()[numbers.flip(0)], logits.detach()[numbers.roll(1)]
+        inputs = _of_other_rows(loss, inputs, *others)
+    function = FUNCTIONS[FUNCTION_OF.get(loss.kind, loss.divergence)]
+    return _joined(function.call(logits, inputs, {"tp_group": group, "temperature": loss.temperature}))
+
+
+def _joined(results: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x if x.dim() > 1 else x[:, None] for x in results], 1)

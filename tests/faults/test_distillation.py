@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl_patches import losses
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.frameworks import microbatch_layout
+from megatron_rl_patches.frameworks import distillation_loss, microbatch_layout
 from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer
 from tests.ranks import everywhere, on_ranks
 from tests.references.sent_bytes import sent_bytes
@@ -141,3 +141,15 @@ def test_what_one_rank_alone_finds_wrong_is_an_error_on_all(tmp_path: Path) -> N
     check_teachers_that_disagree()
     check_what_one_replica_cannot_average()
     check_a_wrong_id_of_one_context_parallel_rank()
+
+
+def test_of_one_id_a_filler_of_the_framework_is_no_teacher() -> None:
+    """With k = 1 its one probability of one, at id 0, adds up to no more than it should."""
+    indices = torch.tensor([[0], [3], [0], [0]])
+    log_probs = torch.tensor([[0.0], [0.0], [-0.5], [-1e-7]])
+    batch = {"teacher_topk_indices": [indices], "teacher_topk_log_probs": [log_probs]}
+    _, is_known = distillation_loss._stored_topk(batch, [4], torch.device("cpu"))
+    assert is_known.tolist() == [False, True, True, True]
+    batch["teacher_topk_tail"] = [torch.full((4,), -torch.inf)]
+    _, is_known = distillation_loss._stored_topk(batch, [4], torch.device("cpu"))
+    assert is_known.all()

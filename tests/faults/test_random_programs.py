@@ -27,7 +27,7 @@ from megatron_rl_patches.losses.vocab import output_layer
 from megatron_rl_patches.losses.vocab.autograd import sum_gradient
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
 from tests.device_thread import device_thread
-from tests.faults.program_losses import Data, dense, ours
+from tests.faults.program_losses import dense, inputs_of, ours
 from tests.faults.programs import (
     MEMORY,
     OPERATIONS,
@@ -43,6 +43,7 @@ from tests.faults.programs import (
     run_step,
 )
 from tests.ranks import everywhere, on_ranks
+from tests.references.losses import Inputs
 from tests.references.sent_bytes import sent_bytes
 
 #: Programs up to which the default suite goes, the slow one, and that of the night, by the number of ranks.
@@ -95,7 +96,7 @@ class Reference:
         self.program, self.refused = program, False
         leaves = [exact(leaves_of(program, rank)) for rank in range(program.tp)]
         self.leaves = [(leaves[0][0], *of_rank) for _, *of_rank in leaves]  # they share their hidden states
-        self.data: list[Data] = []
+        self.inputs: list[Inputs] = []
         self.values: list[Tensor] = []
         # No view: a hook of a view is lost when somebody writes to it.
         tensors = [[linear(*of_rank).clone()] for of_rank in self.leaves]
@@ -105,8 +106,8 @@ class Reference:
                     run_step(step, of_rank, rank)
             for loss in program.losses:
                 logits = torch.cat([chosen_of(loss, of_rank) for of_rank in tensors], -1)
-                self.data.append(Data(loss, program, logits.detach()))
-                self.values.append(dense(loss, self.data[-1], logits))
+                self.inputs.append(inputs_of(loss, program, logits.detach()))
+                self.values.append(dense(loss, self.inputs[-1], logits))
             backward(self.values)
         except (RuntimeError, IndexError) as error:
             assert "megatron_rl_patches" not in str(error)
@@ -196,8 +197,8 @@ def outcome(program: Program, reference: Reference, rank: int, group: dist.Proce
     tensors = [made(program, leaves, group)]
     for step in program.steps:
         run_step(step, tensors, rank)
-    pairs = zip(program.losses, reference.data, strict=True)
-    values = [ours(loss, data, chosen_of(loss, tensors), columns, group) for loss, data in pairs]
+    pairs = zip(program.losses, reference.inputs, strict=True)
+    values = [ours(loss, inputs, chosen_of(loss, tensors), columns, group) for loss, inputs in pairs]
     if program.written_after and rank == program.seed % program.tp:
         write_after(program, tensors)
     backward(values)

@@ -26,9 +26,10 @@ from tests.lab.rehearsal import cases
 from tests.lab.rehearsal.test_rehearsal import WAITS
 from tests.ranks import on_ranks
 from tests.real.test_reentry import check_rollouts
-from tests.references import dense, dense_topk
-from tests.references.dense import dense_log_probs_and_entropy, relative_error
+from tests.references.dense import dense_divergence, dense_log_probs_and_entropy, relative_error
+from tests.references.dense_topk import selected
 from tests.references.live_bytes import live_bytes
+from tests.references.losses import Inputs, measure
 from tests.references.one_device import gpu_or_cpu
 
 IS_DRY = bool(os.environ.get("GPU_DRY_RUN"))
@@ -90,8 +91,10 @@ def test_log_probs_entropies_and_their_gradient(name: str) -> None:
     targets = random_ids(ROWS)[options.get("rows", slice(None))]
     if options.get("keep_mask"):
         options["keep_mask"] = random(len(targets), VOCABULARY, seed=2) > 0
-    found = dense.errors(2 * random(ROWS, VOCABULARY), targets, temperature=TEMPERATURE, **options)
-    assert max(found.log_prob, found.entropy) < 5e-6
+    of_targets = {"rows": options.pop("rows", None), "keep_mask": options.pop("keep_mask", None)}
+    inputs = Inputs(targets, targets[:, None], **of_targets)
+    found = measure("entropy", 2 * random(ROWS, VOCABULARY), inputs, temperature=TEMPERATURE, **options)
+    assert found.value < 5e-6
     assert found.gradient < ROUNDING
 
 
@@ -99,9 +102,9 @@ def test_topk_and_log_probs_at_ids() -> None:
     logits = 2 * random(ROWS, VOCABULARY)
     of_responses = [slice(0, ROWS // 8), slice(ROWS // 4, ROWS)]
     for runs in (None, of_responses):
-        indices = random_ids(len(dense_topk.selected(logits, runs)), 8)
-        of_ids = dense_topk.errors(logits, indices, rows=runs)
-        assert max(of_ids.log_prob, of_ids.tail) < 5e-6
+        indices = random_ids(len(selected(logits, runs)), 8)
+        of_ids = measure("at ids", logits, Inputs(indices[:, 0], indices, runs))
+        assert of_ids.value < 5e-6
         assert of_ids.gradient < ROUNDING
     found = losses.vocab_parallel_topk(logits, 16)
     # Many of bfloat16 logits are equal; of these the lowest ids come first.
@@ -202,7 +205,7 @@ def test_divergence_from_a_teacher_in_host_memory() -> None:
     hidden64, _, student = reference_logits(hidden.detach(), weight)
     *_, of_teacher = reference_logits(teacher[0], teacher[1].to(DEVICE))
     log_q = of_teacher.detach().log_softmax(1)
-    expected = dense.dense_divergence("reverse_kl", student.log_softmax(1), log_q)
+    expected = dense_divergence("reverse_kl", student.log_softmax(1), log_q)
     [expected_gradient] = torch.autograd.grad(expected.sum(), hidden64)
     assert relative_error(value.cpu(), expected, expected.abs().max()) < 1e-3
     assert relative_error(gradient.cpu(), expected_gradient, expected_gradient.abs().max()) < OF_SUMS

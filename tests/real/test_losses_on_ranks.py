@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -28,33 +28,33 @@ from megatron_rl_patches.losses.output_layer import loss_of_labels
 from megatron_rl_patches.losses.vocab import compiling
 from tests.faults.programs import OPERATIONS
 from tests.ranks import everywhere, on_ranks
-from tests.references import dense_topk
-from tests.references.dense import IGNORE, errors, relative_error
-from tests.references.dense_topk import dense_log_probs_at, random_indices
+from tests.references.dense import IGNORE
+from tests.references.dense_topk import random_indices
+from tests.references.losses import FULL_DIVERGENCES, FUNCTIONS, Inputs, largest, measure
 from tests.references.sent_bytes import sent_bytes
 from tests.unit.losses.sequences.cp_reference import CORNERS, Case
-from tests.unit.losses.vocab.test_log_probs import (
+from tests.unit.losses.test_table import (
     EXTREMES,
     FLOAT32,
-    GRADIENT_BOUND,
-    INF,
+    STRANGE,
+    TABLE,
+    T,
+    check,
+    check_extreme,
+    check_strange,
     random_logits,
     random_targets,
 )
+from tests.unit.losses.vocab.pairwise import pairwise
 
-T, V, K = 11, 1004, 8
-KEEP = torch.rand(T, V, generator=torch.Generator().manual_seed(2)) < 0.2
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {},
-    {"temperature": 0.7, "inplace_backward": True},
-    {"keep_mask": KEEP, "temperature": 1.3},
+V, K = 1004, 8
+#: All but products, whose gradients random programs sum over ranks.
+OF_RANKS = {
+    **TABLE,
+    "source": [name for name in TABLE["source"] if "product" not in name],
     # Padding may fill a part of a rank's columns, all of them, or those of several ranks.
-    {"vocab_size": 985},
-    {"vocab_size": V // 2, "keep_mask": KEEP, "temperature": 0.7},
-    {"vocab_size": 77, "rows": slice(2, 9), "inplace_backward": True},
-    {"rows": slice(2, 9), "entropy_grad": False},
-    {"rows": torch.tensor([7, 3, 10, 0]), "keep_mask": KEEP[:4], "inplace_backward": True},
-)
+    "vocab_size": [None, 985, V // 2, 77],
+}
 
 
 @pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
@@ -65,9 +65,9 @@ def test_ranks(tp_size: int) -> None:
         check_these(group)
     with sent_bytes() as calls:
         alone, _ = dist.new_subgroups(1)
-        check(random_logits(T, V), random_targets(T, V), alone)
-        check_at(random_logits(T, V), random_indices(T, V, K), alone)
-        losses.vocab_parallel_topk(random_logits(T, V), K, tp_group=alone)
+        for name in FUNCTIONS:
+            case = {**{option: values[0] for option, values in TABLE.items()}, "function": name}
+            check(case, V, columns=slice(None), group=alone)
     assert calls == [], "of a group of one rank"
 
 
@@ -76,127 +76,58 @@ def mine(group: dist.ProcessGroup, columns: int = V) -> slice:
     return slice(rank * width, (rank + 1) * width)
 
 
-def at_borders(rows: int, group: dist.ProcessGroup, size: int = V) -> Tensor:
-    """First and last column of each rank, then any; and one that is ignored."""
-    starts = torch.arange(0, V, V // group.size())
-    borders = torch.cat([starts, starts + V // group.size() - 1])
-    targets = torch.cat([borders, random_targets(rows, size)])[:rows].clamp(max=size - 1)
-    targets[rows // 2] = IGNORE
-    return targets
+def check_table(group: dist.ProcessGroup) -> None:
+    """One all-gather forward, none backward, in every mode; a divergence may need one more.
 
-
-def check(logits: Tensor, targets: Tensor, group: dist.ProcessGroup, **options: Any) -> None:
-    columns = mine(group, logits.shape[1])
-    found = errors(logits, targets, tp_group=group, columns=columns, fused=False, **options)
-    bound = 1e-9 if logits.dtype == torch.float64 else FLOAT32
-    assert found.log_prob <= bound, (found, options)
-    assert found.entropy <= bound, (found, options)
-    assert found.gradient <= GRADIENT_BOUND[logits.dtype], (found, options)
-
-
-def check_at(logits: Tensor, indices: Tensor, group: dist.ProcessGroup, **options: Any) -> None:
-    """The gradient is the whole derivative by the logits of this rank."""
-    found = dense_topk.errors(
-        logits, indices, columns=mine(group, logits.shape[1]), tp_group=group, **options
-    )
-    is_double = logits.dtype == torch.float64
-    assert found.log_prob <= (1e-10 if is_double else FLOAT32), (found, options)
-    assert found.tail <= (1e-9 if is_double else FLOAT32), (found, options)
-    assert found.gradient <= (1e-10 if is_double else GRADIENT_BOUND[logits.dtype]), (found, options)
-
-
-def check_dense(group: dist.ProcessGroup) -> None:
-    for dtype, options in product(GRADIENT_BOUND, OPTIONS):
-        logits, size = random_logits(T, V, dtype), options.get("vocab_size", V)
-        logits[:, size:] = math.nan
-        n = len(torch.arange(T)[options.get("rows", slice(None))])
-        check(logits, at_borders(n, group, size), group, **options)
-        # Ids on each rank, on its borders, and rows of which a rank has none.
-        indices = random_indices(n, size, K)
-        indices[-1] = torch.arange(K)
-        options = {name: options[name] for name in options if name not in ("keep_mask", "entropy_grad")}
-        check_at(logits, indices, group, block_bytes=3000 if "rows" in options else None, **options)
+    The gradient of hidden states is summed over ranks in backward.
+    """
+    for case in pairwise(OF_RANKS):
+        with sent_bytes() as calls:
+            found = check(case, V, columns=mine(group), group=group)
+        gathers, reduces = [name for name, _ in calls], []
+        if "frozen" in case["source"] and case["function"] != "top-k":
+            reduces = [gathers.pop()]
+        assert reduces in ([], ["all_reduce"]), (case, calls)
+        assert gathers == ["all_gather_into_tensor"] * (
+            len(gathers) if case["function"] in FULL_DIVERGENCES else 1
+        ), (case, calls)
+        assert 1 <= len(gathers) <= 2, (case, calls)
+        first, *others = everywhere([x.detach().numpy().tobytes() for x in found.results], group)
+        assert all(other == first for other in others), (case, "ranks have other bits")
 
 
 def check_extremes(group: dist.ProcessGroup) -> None:
     """On some ranks no column may count at all, or only ones with probability zero."""
     for logits in EXTREMES.values():
-        for keep_mask in (None, torch.zeros(4, 1000, dtype=torch.bool)):
-            check(logits[:, :1000], torch.tensor([7, 7, IGNORE, 7]), group, keep_mask=keep_mask)
-        # The tail may be on one rank alone.
-        indices = torch.tensor([[7, 0, 7], [6, 999, 2], [5, -100, 4], [-100] * 3])
-        leaf = logits[:, mine(group, 1000)].clone().requires_grad_()
-        of_ids = losses.vocab_parallel_log_probs_at(leaf, indices, tp_group=group, with_tail=True)
-        assert_close(of_ids, dense_log_probs_at(logits[:, :1000], indices))
-        sum(values[values > -INF].sum() for values in of_ids).backward()
-        assert leaf.grad.isfinite().all()
-    elsewhere = random_logits(4, V)
-    elsewhere[:, : V // 2] = -INF
-    check(elsewhere, torch.full((4,), V - 1), group)
+        check_extreme(logits[:, :1000], False, columns=mine(group, 1000), group=group)
     everything = torch.arange(12 // group.size() * group.size())
     leaf = torch.zeros(1, len(everything) // group.size(), requires_grad=True)
     _, tail = losses.vocab_parallel_log_probs_at(leaf, everything[None], tp_group=group, with_tail=True)
-    assert tail.item() == -INF
+    assert tail.item() == -math.inf
     tail.sum().backward()
     assert (leaf.grad == 0).all()
     # The largest logit is on every rank, which may have a single column.
     for columns in (group.size(), 2 * group.size()):
         targets = torch.tensor([0, 1, columns - 1, IGNORE]).clamp(max=columns - 1)
-        check(torch.zeros(4, columns), targets, group)
+        inputs, of_rank = Inputs(targets, targets[:, None]), {"columns": mine(group, columns), "group": group}
+        found = measure("entropy", torch.zeros(4, columns), inputs, **of_rank)
+        assert max(found.value, found.gradient) <= FLOAT32
 
 
-def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for values, reference in zip(found, expected, strict=True):
-        assert torch.allclose(values.double(), reference, rtol=2e-6, atol=1e-6, equal_nan=True)
-
-
-def largest(logits: Tensor, k: int) -> Tensor:
-    """Return the ids of the k largest logits, of equal ones the lowest ids."""
-    return logits.sort(dim=1, descending=True, stable=True).indices[:, :k]
-
-
-def check_poisons(group: dist.ProcessGroup) -> None:
+def check_strange_logits(group: dist.ProcessGroup) -> None:
     """What is NaN or infinite on one rank spoils its row on all of them, and no other row."""
-    not_finite = torch.arange(T) % 5 == 3
-    for value in (float("nan"), float("inf")):
-        for column in (5, V - 2):
-            logits = random_logits(T, V)
-            logits[not_finite, column] = value
-            part = logits[:, mine(group)].clone().requires_grad_()
-            found = losses.vocab_parallel_log_probs_and_entropy(
-                part, torch.arange(T), tp_group=group, fused=False
-            )
-            sum(values.sum() for values in found).backward()
-            for values in (*found, part.grad.sum(1)):
-                assert torch.equal(values.isnan(), not_finite)
-            indices = random_indices(T, V, K)
-            at_ids = losses.vocab_parallel_log_probs_at(part, indices, tp_group=group, with_tail=True)
-            assert_close(at_ids, dense_log_probs_at(logits, indices))
-            topk = losses.vocab_parallel_topk(part, K, tp_group=group)
-            assert topk.indices[~not_finite].equal(largest(logits, K)[~not_finite])
-            expected = dense_log_probs_at(logits, topk.indices)
-            assert_close((topk.log_probs, topk.tail_log_prob), expected)
-
-
-def check_no_rows(group: dist.ProcessGroup) -> None:
-    """Empty calls take part as well."""
-    nothing = torch.zeros(0, dtype=torch.int64)
-    with sent_bytes() as calls:
-        check(torch.zeros(0, V), nothing, group)
-        check(random_logits(T, V), nothing, group, rows=nothing)
-        check_at(random_logits(T, V), nothing.view(0, K), group, rows=nothing)
-        logits = random_logits(T, V)[:, mine(group)]
-        assert len(losses.vocab_parallel_topk(logits, K, tp_group=group, rows=nothing)) == 0
-    assert len(calls) == 4
+    for case in pairwise({**STRANGE, "source": ["existing"], "width": [4, 32, 256]}):
+        check_strange(case, columns=mine(group, case["width"]), group=group)
 
 
 def check_refusals(group: dist.ProcessGroup) -> None:
     """Bad arguments are rejected on each rank, before any of them waits for the others."""
-    logits, targets = random_logits(T, V)[:, mine(group)], random_targets(T, V)
+    logits, targets = random_logits(columns=V)[:, mine(group)], random_targets(columns=V)
+    keep_mask = torch.ones(T, len(logits[0]) - 4, dtype=torch.bool)
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"targets": targets + V}, f"ids below {V}"),
-        ({"targets": targets[:-1]}, r"expected torch.int64 \[11\]"),
-        ({"keep_mask": KEEP[:, :-4]}, "expected torch.bool"),
+        ({"targets": targets[:-1]}, r"expected torch.int64 \[13\]"),
+        ({"keep_mask": keep_mask}, "expected torch.bool"),
         ({"logits": logits[None]}, "vocab / tp"),
     )
     others = dist.new_group([group.size() - 1])
@@ -218,13 +149,13 @@ def check_refusals(group: dist.ProcessGroup) -> None:
 def check_refused_on_one_rank(group: dist.ProcessGroup) -> None:
     """Each rank judges its own logits by ``inplace_backward``: where one cannot overwrite them, all raise."""
     whole = random_logits(2 * T, V)[:, mine(group)].contiguous().requires_grad_()
-    indices = random_targets(T, V)[:, None]
+    indices = random_targets(columns=V)[:, None]
     for refusing, message in (({0}, "a part of something larger"), ({group.size() - 1}, "leaf")):
         for rows in (None, slice(0, 0)):
             logits = whole[:T] * 1
             if group.rank() in refusing:
                 logits = (whole * 1)[:T] if "part" in message else logits.detach().requires_grad_()
-            targets = random_targets(T, V)[slice(None) if rows is None else rows]
+            targets = random_targets(columns=V)[slice(None) if rows is None else rows]
             expected = rf"{message}.*of ranks {min(refusing)} of tp_group"
             with sent_bytes() as calls:
                 with pytest.raises(InvalidInputError, match=expected):
@@ -236,42 +167,17 @@ def check_refused_on_one_rank(group: dist.ProcessGroup) -> None:
             assert [name for name, _ in calls] == ["all_gather_into_tensor"] * 2
 
 
-def check_collectives(group: dist.ProcessGroup) -> None:
-    """One all-gather forward, none backward; in every mode."""
-    columns = mine(group)
-    for options in map(dict, OPTIONS):
-        if "keep_mask" in options:
-            options["keep_mask"] = options["keep_mask"][:, columns]
-        logits = random_logits(T, V)[:, columns].clone().requires_grad_() * 1
-        n = len(torch.arange(T)[options.get("rows", slice(None))])
-        targets = at_borders(n, group, options.get("vocab_size", V))
-        with sent_bytes() as calls:
-            found = losses.vocab_parallel_log_probs_and_entropy(logits, targets, tp_group=group, **options)
-            sum(one.sum() for one in found if one.requires_grad).backward()
-            options.pop("entropy_grad", None)
-            logits = random_logits(T, V)[:, columns].clone()
-            losses.vocab_parallel_log_probs(logits, targets, tp_group=group, **options)
-        assert [name for name, _ in calls] == ["all_gather_into_tensor"] * 2
-
-
 def check_selection(group: dist.ProcessGroup) -> None:
     """Also of more than one rank has, and of everything; of equal logits the lowest ids."""
-    for dtype, bound in ((torch.float32, 2e-6), (torch.float64, 1e-9), (torch.bfloat16, 2e-6)):
-        logits = random_logits(T, V, dtype)
-        for k in (1, K, V // group.size() + 3, V):
-            found = losses.vocab_parallel_topk(
-                logits[:, mine(group)], k, tp_group=group, temperature=0.7, rows=slice(1, T)
-            )
-            expected = largest(logits[1:], k)
-            assert found.indices.equal(expected)
-            log_probs, tail = dense_log_probs_at(logits, expected, slice(1, T), 0.7)
-            assert relative_error(found.log_probs, log_probs, log_probs.abs()) <= bound
-            assert k == V or relative_error(found.tail_log_prob, tail, tail.abs()) <= bound
-            assert k < V or found.tail_log_prob.isneginf().all()
+    n, of_rank = 11, {"columns": mine(group), "group": group}
+    for dtype, k in product((torch.float32, torch.float64, torch.bfloat16), (1, K, V // group.size() + 3, V)):
+        inputs = Inputs(torch.zeros(n - 1), torch.zeros(n - 1, k), rows=slice(1, n))
+        found = measure("top-k", random_logits(n, V, dtype), inputs, temperature=0.7, **of_rank)
+        assert found.value <= (1e-9 if dtype == torch.float64 else FLOAT32)
     generator = torch.Generator().manual_seed(0)
     for columns, padding in product((2, 6, 40), (0, 1, 3)):
         logits = torch.randint(3, (20, columns * group.size()), generator=generator).float()
-        logits[::4, : columns + 1] = -INF
+        logits[::4, : columns + 1] = -math.inf
         size = max(logits.shape[1] - padding, 1)
         logits[:, size:] = math.nan
         for k in (1, 3, columns, columns + 1, columns * group.size()):
@@ -333,13 +239,11 @@ def check_collectives_that_write(group: dist.ProcessGroup) -> None:
 
 
 CHECKS: tuple[Callable[[dist.ProcessGroup], None], ...] = (
-    check_dense,
+    check_table,
     check_extremes,
-    check_poisons,
-    check_no_rows,
+    check_strange_logits,
     check_refusals,
     check_refused_on_one_rank,
-    check_collectives,
     check_selection,
     check_bytes,
     check_padding,

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_rl_patches.losses import vocab_parallel_log_probs_at
 from megatron_rl_patches.losses.vocab.arguments import Rows
-from tests.references.dense import differences
 
 NO_ENTRY = -100
 
@@ -65,32 +61,3 @@ def random_indices(rows: int, columns: int, k: int, seed: int = 3) -> Tensor:
     indices[3::5, k // 2] = NO_ENTRY
     indices[rows // 2] = NO_ENTRY
     return indices
-
-
-class Errors(NamedTuple):
-    """Relative to each value, and of gradients to the largest of the row; below 1e-6 counts as 1e-6."""
-
-    log_prob: float
-    tail: float
-    gradient: float
-
-
-def errors(
-    logits: Tensor,
-    indices: Tensor,
-    *,
-    inplace_backward: bool = False,
-    columns: slice = slice(None),
-    **options: Any,
-) -> Errors:
-    """What is made of the whole ``logits``, with a weight of its own for each log-probability and tail."""
-    known = {name: options[name] for name in ("rows", "temperature", "vocab_size") if name in options}
-    generator = torch.Generator().manual_seed(5)
-    weights = [torch.randn(shape, generator=generator).double() for shape in (indices.shape, len(indices))]
-    options["inplace_backward"] = inplace_backward
-
-    def found(mine: Tensor) -> tuple[Tensor, Tensor]:
-        return vocab_parallel_log_probs_at(mine, indices, with_tail=True, **options)
-
-    expected = partial(dense_log_probs_at, indices=indices, **known)
-    return Errors(*differences(logits, found, expected, weights, inplace_backward, columns))

@@ -1,10 +1,12 @@
-"""Divergences against their formulas: on k ids and a tail, and over the whole vocabulary, in tiles."""
+"""Divergences on k ids and a tail against their formulas, and what is peculiar to those over all ids.
+
+tests/unit/losses/test_table.py has the formulas of the latter.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import pytest
@@ -21,7 +23,6 @@ from megatron_rl_patches.losses.vocab import compiling
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES, divergence_named
 from tests.ranks import by_speed
 from tests.references.dense import dense_divergence
-from tests.unit.losses.vocab.sizes import Sizes
 
 T, H, V = 9, 6, 1100
 BETA = 0.3
@@ -295,51 +296,6 @@ def test_compiled_equals_the_dense_formulas(name: Any, monkeypatch: pytest.Monke
         assert max(errors(values, student, expected, exact)) < 3e-6
 
 
-@pytest.mark.parametrize("masked", ["student", "teacher", "old"])
-@of_each
-def test_equals_the_dense_formulas_however_columns_are_cut(name: Any, masked: str) -> None:
-    """Large negative logits count as ruled out. Their mask covers whole tiles, or a part of one.
-
-    tests/faults/test_random_programs.py has logits that are materialized, and some of the rows.
-    """
-    names, width, temperature = ("student", "teacher", "old"), 600, 0.7
-    masks = -3e3, torch.finfo(torch.float32).min, -math.inf
-    of_one_and_two = zip(BOUND, ([1.0], [0.3, 0.7]), strict=True)
-    for mask, columns, (dtype, shares) in product(masks, (slice(0, 512), slice(300, 310)), of_one_and_two):
-        weights = {one: random(width, 3, seed=seed, dtype=dtype) for seed, one in enumerate(names)}
-        weights[masked][columns] = 0.0
-        biases = {one: torch.zeros(width, dtype=dtype) for one in names}
-        biases[masked][columns] = mask
-        leaf = weights["student"].requires_grad_()
-        log_p, *others = (
-            ((weights[one].T.double() + biases[one]) / temperature).log_softmax(1).clamp(min=-1e4)
-            for one in names
-        )
-        expected = dense(name, log_p, others[: len(shares)], shares, others[1], BETA)
-        (reference,) = backward(expected, leaf)
-        for tile_bytes, block_bytes in ((None, None), (3 * 256 * dtype.itemsize, 1)):
-            student, teacher, old = (
-                losses.deferred_logits(
-                    torch.eye(3, dtype=dtype), weights[one], bias=biases[one], tile_bytes=tile_bytes
-                )
-                for one in names
-            )
-            values = losses.full_vocabulary_divergence(
-                *(student, [teacher, old][: len(shares)]),
-                teacher_weights=[10 * share for share in shares],
-                divergence=name,
-                beta=BETA,
-                old=old,
-                temperature=temperature,
-                block_bytes=block_bytes,
-            )
-            assert values.dtype == dtype and student.is_deferred and teacher.is_deferred
-            assert ((values - expected) / expected.abs().clamp(min=1.0)).abs().max() < BOUND[dtype]
-            (gradient,) = backward(values, leaf)
-            off = (gradient - reference).abs().amax(0) / reference.abs().amax(0)
-            assert off.max() < 3 * BOUND[dtype]
-
-
 @pytest.mark.parametrize("inplace", [False, True])
 def test_tensors_without_rows_are_not_taken_for_the_same_memory(inplace: bool) -> None:
     """Tensors without elements are all at the address 0."""
@@ -382,17 +338,6 @@ def test_the_last_part_of_the_columns_may_be_narrower() -> None:
     teacher = losses.deferred_logits(*head, tile_bytes=4 * n * 1024)
     values = losses.full_vocabulary_divergence(student, teacher, rows=slice(0, n))
     assert torch.allclose(values, losses.full_vocabulary_divergence(student[:n], linear(*head)), rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["forward_kl", "jensen_shannon"])
-def test_no_tensor_of_rows_and_vocabulary(name: Any) -> None:
-    hidden, weight = random(16, H, seed=0).requires_grad_(), random(V, H, seed=1).requires_grad_()
-    teachers = [losses.deferred_logits(random(16, 4, seed=s), random(V, 4, seed=s)) for s in (2, 3)]
-    with Sizes() as sizes:
-        student = losses.deferred_logits(hidden, weight, tile_bytes=16 * 1024)
-        values = losses.full_vocabulary_divergence(student, teachers, divergence=name, old=student)
-        values.sum().backward()
-    assert sizes.largest < max(16 * V / 4, weight.numel() + 1)
 
 
 def test_a_teacher_may_have_been_scored_under_inference_mode() -> None:

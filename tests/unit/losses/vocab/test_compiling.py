@@ -1,6 +1,6 @@
 """When block functions are compiled, what happens when the compiler fails, and how many kernels it makes.
 
-That compiled functions give what plain operators give is in test_log_probs, with the same cases. The count of
+That compiled functions give what plain operators give is in test_table, with the same cases. The count of
 kernels, and of how often they read the logits, is what the compiler plans for a GPU, which needs none.
 """
 
@@ -23,18 +23,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_rl_patches.losses import (
     deferred_logits,
     full_vocabulary_divergence,
-    vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
 from megatron_rl_patches.losses.vocab import compiling, full_divergence, topk
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
-from tests.references import dense_topk
-from tests.references.dense_topk import random_indices
 from tests.references.live_bytes import live_bytes
-
-from .test_log_probs import check, random_logits, random_targets
+from tests.unit.losses.test_table import TABLE, V, check, check_targets, random_logits, random_targets
 
 
 def compiles(test: Any) -> Any:
@@ -87,21 +83,21 @@ def test_a_compiler_that_fails_costs_one_warning(
     compiler: Compiler, inplace: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the second block of backward, when the first was overwritten already; the result is right."""
-    logits, targets = random_logits(), random_targets()
+    logits = random_logits()
     options = {"inplace_backward": inplace, "block_bytes": 4 * logits.shape[1] * 4}
     compiler.fails_from = 5  # four blocks of forward, one of backward
     with caplog.at_level(logging.WARNING):
-        check(logits, targets, fused="auto", **options)
+        check_targets(logits, fused="auto", **options)
     [message] = caplog.messages
     assert message.partition(". ")[0] == (
         "megatron_rl_patches: torch.compile failed for block_gradient: "
         "OSError: [Errno 28] No space left on device"
     )
     calls, compiler.fails_from = compiler.calls, float("inf")
-    check(logits, targets, fused="auto", **options)
+    check_targets(logits, fused="auto", **options)
     assert compiler.calls == calls  # not at once
     monkeypatch.setattr(compiling, "_no_retry_before", 0.0)  # but after some minutes
-    check(logits, targets, fused="auto", **options)
+    check_targets(logits, fused="auto", **options)
     assert compiler.calls > calls
 
 
@@ -189,10 +185,10 @@ def test_nothing_is_compiled_while_torch_does_not_compile(
     how: str, fused: Any, compiler: Compiler, caplog: pytest.LogCaptureFixture
 ) -> None:
     with DISABLED[how]():
-        check(random_logits(), random_targets(), fused=fused)
+        check_targets(random_logits(), fused=fused)
     assert compiler.calls == 0
     assert not caplog.records
-    check(random_logits(), random_targets(), fused=fused)
+    check_targets(random_logits(), fused=fused)
     assert compiler.calls > 0
 
 
@@ -211,31 +207,30 @@ some_rows = pytest.mark.parametrize(
 
 
 @some_rows
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probs_at_ids(rows: Any, dtype: torch.dtype, compiler: Compiler) -> None:
-    """Ids that a row has several times, and none, in blocks of four rows; the last row has a small tail."""
-    logits = random_logits(dtype=dtype)
-    count, columns = dense_topk.selected(logits, rows).shape
-    indices = random_indices(count, columns, 5)
-    logits[-1, indices[-1]] += 30
-    for inplace in (False, True):
+@pytest.mark.parametrize("name", ["entropy", "at ids", "top-k", "forward_kl", "jensen_shannon"])
+@pytest.mark.parametrize("source", ["existing", "overwritten", "deferred"])
+def test_functions_that_would_be_compiled(
+    name: str, source: str, rows: Any, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks of four rows. On a GPU the top-k is compiled, too."""
+    monkeypatch.setattr(topk, "_COMPILED_ON", {"cpu"})
+    case = {**{option: values[0] for option, values in TABLE.items()}, "function": name, "source": source}
+    case |= {"rows": rows, "temperature": 0.7, "block_bytes": 4 * V * 4, "kept": name == "entropy"}
+    for dtype in (torch.float32, torch.bfloat16):
         calls = compiler.calls
-        errors = dense_topk.errors(
-            logits, indices, rows=rows, temperature=0.7, inplace_backward=inplace, block_bytes=4 * columns * 4
-        )
-        assert max(errors[:2]) <= 5e-6 and errors.gradient <= (5e-6 if dtype == torch.float32 else 2**-8)
-        assert compiler.calls - calls >= 4  # two blocks or more, forward and backward
+        fused = {"fused": "auto"} if name == "entropy" else {}
+        check({**case, "dtype": dtype}, **fused)
+        assert compiler.calls - calls >= 2 * (
+            1 + (name != "top-k")
+        )  # two blocks or more, forward and backward
 
 
-@some_rows
 @pytest.mark.parametrize("k", [2, 5, "all"])
-def test_topk_as_on_a_gpu(rows: Any, k: Any, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With equal logits at the last place, NaN, and a small tail, in blocks of four rows."""
+def test_topk_as_on_a_gpu(k: Any, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With equal logits at the last place, NaN, and a small tail."""
     logits = random_logits(dtype=torch.bfloat16)
     logits[1, ::3], logits[2, 4], logits[8, 3:5] = 9.0, math.nan, 40.0
-    width = logits.shape[1]
-    options: dict[str, Any] = {"rows": rows, "temperature": 0.7, "block_bytes": 4 * width * 4}
-    call = partial(vocab_parallel_topk, logits, width if k == "all" else k, **options)
+    call = partial(vocab_parallel_topk, logits, V if k == "all" else k, temperature=0.7, block_bytes=16 * V)
     expected = call()
     assert compiler.calls == 0
     monkeypatch.setattr(topk, "_COMPILED_ON", {"cpu"})
@@ -258,32 +253,12 @@ def test_topk_as_on_a_gpu(rows: Any, k: Any, compiler: Compiler, monkeypatch: py
 )
 def test_compiled(rows: int, columns: int) -> None:
     """After a call under a dispatch mode, which must not have ended compiling for this process."""
-    targets = torch.arange(rows) % columns
     with FlopCounterMode(display=False):
-        check(random_logits(rows, columns), targets, fused=True, temperature=0.7)
-    check(random_logits(rows, columns), targets, fused=True, temperature=0.7)
+        check_targets(random_logits(rows, columns), fused=True, temperature=0.7)
+    check_targets(random_logits(rows, columns), fused=True, temperature=0.7)
 
 
-@pytest.mark.slow
-@compiles
-@pytest.mark.parametrize(("inplace_backward", "most"), [(False, 1.05), (True, 0.05)])
-def test_rows_by_number_are_not_copied(inplace_backward: bool, most: float) -> None:
-    logits, rows = random_logits(64, 8192).requires_grad_(), torch.randperm(64)[:40]
-    block_bytes = 1 << 15 if inplace_backward else None
-    options: dict[str, Any] = {"rows": rows, "fused": True, "block_bytes": block_bytes}
-
-    def step(logits: torch.Tensor) -> None:
-        log_probs = vocab_parallel_log_probs(
-            logits, torch.arange(40), inplace_backward=inplace_backward, **options
-        )
-        torch.autograd.grad(log_probs.sum(), logits)
-
-    step(logits * 1)
-    output = logits * 1
-    assert live_bytes(lambda: step(output)).peak <= most * output.nbytes
-
-
-ROWS, V = 6, 1024
+ROWS, COLUMNS = 6, 1024
 
 
 class Plan(NamedTuple):
@@ -316,10 +291,10 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Plan]]:
         sizes = current.graph.sizevars
         hint = sizes.size_hint if hasattr(sizes, "size_hint") else sizes.optimization_hint
         if not hasattr(access, "ranges"):
-            return hint(access.get_numel()) >= V
+            return hint(access.get_numel()) >= COLUMNS
         # Of a read by index, get_numel() is the size of the whole tensor.
         used = access.index.free_symbols
-        return math.prod(hint(size) for name, size in access.ranges.items() if name in used) >= V
+        return math.prod(hint(size) for name, size in access.ranges.items() if name in used) >= COLUMNS
 
     def plan(scheduler: Any) -> None:
         nodes = [node for node in scheduler.nodes if type(node).__name__ != "NopKernelSchedulerNode"]
@@ -348,7 +323,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Plan]]:
 
 
 def random(dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(ROWS, V).to(dtype).requires_grad_()
+    return torch.randn(ROWS, COLUMNS).to(dtype).requires_grad_()
 
 
 @compiles
@@ -367,7 +342,7 @@ def test_log_probs_and_entropy(plans: dict[str, Plan], inplace: bool, has_mask: 
     """Two softmaxes, of the columns in a mask and of all, are computed at once."""
     logits = random(torch.bfloat16 if inplace else torch.float32) * 1
     options: dict[str, Any] = {"inplace_backward": inplace, "temperature": 1.0 if inplace else 0.7}
-    mask = torch.rand(ROWS, V) < 0.5 if has_mask else None
+    mask = torch.rand(ROWS, COLUMNS) < 0.5 if has_mask else None
     values = vocab_parallel_log_probs_and_entropy(
         logits, torch.arange(ROWS), keep_mask=mask, entropy_grad=not (inplace and has_mask), **options
     )

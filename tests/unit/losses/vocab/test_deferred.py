@@ -1,9 +1,8 @@
-"""Logits that are not materialized: the same values and gradients, no tensor of their size, no surprise."""
+"""What is peculiar to logits that are not materialized; test_table.py has the losses against formulas."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import io
 import logging
@@ -36,17 +35,13 @@ from megatron_rl_patches.losses.vocab.arguments import VocabParallelOptions
 from megatron_rl_patches.losses.vocab.output_layer import OutputLayerRows, TileOptions
 from megatron_rl_patches.losses.vocab.reduction import grid_of
 from megatron_rl_patches.losses.vocab.sources import rows_of
-from tests.references.dense import IGNORE
 from tests.references.live_bytes import live_bytes
 
-from .pairwise import pairwise
 from .sizes import Sizes
 
 B, S, H, V = 2, 7, 12, 1003
 T = B * S
 TOKENS = torch.randint(V, (T,), generator=torch.Generator().manual_seed(1))
-KEEP = torch.rand(T, V, generator=torch.Generator().manual_seed(2)) < 0.2
-BOUND = {torch.float64: 1e-10, torch.float32: 2e-6}
 NAMES = ("hidden", "weight", "bias")
 Inputs = dict[str, Tensor]
 
@@ -85,58 +80,6 @@ def run(
     used = [(v * w).sum() for v, w in zip(values, weights, strict=True) if v.requires_grad]
     trained = [t for t in tensors.values() if t.requires_grad]
     return [*(v.detach() for v in values), *torch.autograd.grad(sum(used), trained, allow_unused=True)]
-
-
-AT = functools.partial(vocab_parallel_log_probs_at, with_tail=True)
-CASES: dict[str, Sequence[Any]] = {
-    "function": [
-        vocab_parallel_log_probs,
-        vocab_parallel_log_probs_and_entropy,
-        functools.partial(vocab_parallel_log_probs_and_entropy, entropy_grad=False, inplace_backward=True),
-        AT,
-    ],
-    "rows": [None, slice(3, 11), torch.tensor([7, 3, 12, 0]), slice(5, 5)],
-    "dtype": list(BOUND),
-    "temperature": [1.0, 0.7],
-    "divisor": [1.0, 1.3],
-    "kept": [False, True],
-    "trained": [NAMES, ("hidden",), ("weight", "bias"), ("hidden", "weight")],
-    "ruled_out": [slice(0), slice(100, 200)],  # columns; a frozen head may have such a bias
-    "tile_bytes": [None, 16 * 1024, 1024],
-    "keep_bytes": [0, 40_000, 1 << 20],
-    "vocab_size": [None, V - 30, 768, 100],
-}
-
-
-@pytest.mark.parametrize("case", pairwise(CASES))
-def test_equals_the_dense_formulas(case: dict[str, Any]) -> None:
-    """In float64, without any logits."""
-    ids = TOKENS[slice(None) if case["rows"] is None else case["rows"]] % 100
-    options, size = {name: case[name] for name in ("rows", "temperature")}, case["vocab_size"] or V
-    if case["function"] is AT:
-        ids = (ids[:, None] % 20 + torch.arange(5) * 211) % size
-    else:
-        ids[len(ids) // 2 : len(ids) // 2 + 1] = IGNORE
-        options["keep_mask"] = KEEP[: len(ids)] if case["kept"] else None
-    tensors = inputs(case["dtype"], case["trained"])
-    with torch.no_grad():
-        tensors["bias"][case["ruled_out"]] = -float("inf")
-        tensors["bias"][size:] = -float("inf")
-
-    def function(logits: Tensor) -> Any:
-        rows_of_logits = logits.transpose(0, 1).contiguous().view(T, V) / case["divisor"]
-        of_vocabulary = {"vocab_size": size} if isinstance(logits, DeferredLogits) else {}
-        return case["function"](rows_of_logits, ids, **options, **of_vocabulary)
-
-    exact = dense_of({name: tensor.double() for name, tensor in tensors.items()})
-    with torch.no_grad():
-        tensors["bias"][size:] = float("nan")  # what pads the vocabulary is not read
-    logits = logits_of(tensors, tile_bytes=case["tile_bytes"], keep_bytes=case["keep_bytes"])
-    for expected, found in zip(run(function, exact, tensors), run(function, logits, tensors), strict=True):
-        if expected.numel():
-            error = (expected.double() - found.double()).abs().max()
-            assert error <= BOUND[case["dtype"]] * max(expected.abs().max().item(), 1.0)
-    assert logits._contents.layer.materialized is None, "the logits were materialized"
 
 
 @pytest.mark.parametrize("trained", [NAMES, ("hidden",)])
@@ -188,14 +131,7 @@ def test_float32_logits_of_16_bit_tensors(trained: Sequence[str], keep_bytes: in
         logits_of(tensors, logit_dtype=torch.float16)
 
 
-def test_topk_over_tiles() -> None:
-    tensors = inputs(torch.float64)
-    expected = vocab_parallel_topk(dense_of(tensors).view(T, V), 20)
-    found = vocab_parallel_topk(logits_of(tensors, tile_bytes=4096).view(T, V), 20)
-    assert torch.equal(found.indices, expected.indices)
-    assert torch.allclose(found.log_probs, expected.log_probs, rtol=1e-10)
-    assert torch.allclose(found.tail_log_prob, expected.tail_log_prob, rtol=1e-10)
-    # Of equal logits the lowest ids.
+def test_of_equal_logits_the_lowest_ids_are_the_top_k_over_tiles() -> None:
     found = vocab_parallel_topk(deferred_logits(torch.ones(3, 4), torch.ones(3000, 4), tile_bytes=4096), 5)
     assert found.indices.tolist() == [[0, 1, 2, 3, 4]] * 3
 
@@ -224,32 +160,6 @@ def test_an_accumulated_gradient_goes_into_its_buffer() -> None:
 
 
 # --- what is in memory
-
-
-@pytest.mark.parametrize("trained", [NAMES, ("hidden",), ()])
-def test_no_tensor_of_rows_and_vocabulary(trained: Sequence[str]) -> None:
-    tensors = inputs(torch.float32, trained)
-    with Sizes() as sizes:
-        logits = logits_of(tensors, tile_bytes=4 * 1024).transpose(0, 1).contiguous().div_(0.8)
-        values = vocab_parallel_log_probs_and_entropy(logits.view(T, V), TOKENS)
-        loss = torch.cat(values).sum() + 0 * logits.sum()
-        vocab_parallel_topk(logits[:3].view(-1, V), 7)
-        vocab_parallel_log_probs_at(logits[2], TOKENS[:B, None])
-        if trained:
-            loss.backward()
-    assert sizes.largest <= max(V * H, 2048)
-
-
-def test_rows_that_nobody_asked_for_are_not_computed() -> None:
-    """They hold NaN, which any use would show."""
-    tensors = inputs(torch.float64)
-    with torch.no_grad():
-        tensors["hidden"][:, 3] = float("nan")
-    rows = torch.arange(T).view(B, S)[:, :3].flatten()
-    loss = vocab_parallel_log_probs(logits_of(tensors).view(T, V), TOKENS[rows], rows=rows).sum()
-    loss.backward()
-    for name, leaf in tensors.items():
-        assert leaf.grad.isfinite().all(), name
 
 
 def test_a_row_with_nan_spoils_its_own_values_only() -> None:
@@ -662,28 +572,6 @@ def test_a_hook_sees_the_gradient_and_comes_before_the_loss(retains: bool) -> No
     vocab_parallel_log_probs(logits.view(T, V), TOKENS)
     with pytest.raises(InvalidInputError, match="before the loss"):
         wait(logits)
-
-
-def test_autocast_changes_nothing() -> None:
-    """Logits that are deferred have the dtype of the hidden states, in a loss and in its backward."""
-    tensors = inputs()
-
-    def gradients(of_loss: bool, of_backward: bool) -> list[Tensor]:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=of_loss):
-            logits = logits_of(tensors, tile_bytes=4096).view(T, V)
-            teacher = logits.detach().flip(0)
-            ids = TOKENS[:, None]
-            loss = vocab_parallel_log_probs_and_entropy(logits, TOKENS)[1].sum()
-            loss = loss + vocab_parallel_log_probs_at(logits, ids).sum() + logits.sum()
-            loss = loss + full_vocabulary_divergence(logits, logits_of(tensors).view(T, V)).sum()
-            loss = loss + full_vocabulary_divergence(logits, teacher).sum()
-            loss = loss + vocab_parallel_topk(logits, 3).log_probs.sum()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=of_backward):
-            return [loss, *torch.autograd.grad(loss, list(tensors.values()))]
-
-    expected = gradients(False, False)
-    for modes in ((True, False), (False, True)):
-        assert all(map(torch.equal, gradients(*modes), expected))
 
 
 @pytest.mark.parametrize("write", ["hidden", "weight"])

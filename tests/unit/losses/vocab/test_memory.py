@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -17,37 +19,34 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import (
-    full_vocabulary_divergence,
     vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
 )
 from tests.device_thread import device_thread
 from tests.references.live_bytes import live_bytes
+from tests.references.losses import FUNCTIONS, Inputs
+from tests.unit.losses.test_table import V, random_logits, random_targets
 
-from .test_log_probs import V, random_logits, random_targets
-
-LOG_PROBS, ENTROPY, AT = (
-    vocab_parallel_log_probs,
-    vocab_parallel_log_probs_and_entropy,
-    vocab_parallel_log_probs_at,
-)
-#: ``scattered`` rows, all columns ``kept``, and ``k`` ids are made for the sizes of the logits.
-MODES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "log_probs": (LOG_PROBS, {}),
-    "log_probs_at_temperature": (LOG_PROBS, {"temperature": 0.7}),
-    "kept_log_probs": (LOG_PROBS, {"kept": True}),
-    "log_probs_without_padding": (LOG_PROBS, {"vocab_size": 15 * 1024}),
-    "entropy_without_gradient": (ENTROPY, {"entropy_grad": False}),
-    "entropy": (ENTROPY, {"temperature": 0.7}),
-    "kept_entropy": (ENTROPY, {"kept": True}),
-    "entropy_of_a_range": (ENTROPY, {"rows": slice(50, 200)}),
-    "entropy_of_scattered_rows": (ENTROPY, {"scattered": True}),
-    "at": (AT, {"k": 16, "temperature": 0.7, "with_tail": True}),
-    "at_many": (AT, {"k": 64, "with_tail": True}),
+#: Functions and options; ``rows`` and a keep-mask are made for the sizes of the logits.
+MODES: dict[str, tuple[str, dict[str, Any]]] = {
+    "log_probs": ("log-probs", {}),
+    "log_probs_at_temperature": ("log-probs", {"temperature": 0.7}),
+    "kept_log_probs": ("log-probs", {"kept": True}),
+    "log_probs_without_padding": ("log-probs", {"vocab_size": 15 * 1024}),
+    "entropy_without_gradient": ("entropy as a metric", {}),
+    "entropy": ("entropy", {"temperature": 0.7}),
+    "kept_entropy": ("entropy", {"kept": True}),
+    "entropy_of_a_range": ("entropy", {"rows": lambda rows: slice(50, 200)}),
+    "entropy_of_scattered_rows": (
+        "entropy",
+        {"rows": lambda rows: torch.arange(rows).view(-1, 4)[:, :3].flatten()},
+    ),
+    "at": ("at ids", {"k": 16, "temperature": 0.7}),
+    "at_many": ("at ids", {"k": 64}),
 }
 # By default the block of large logits is 1% of them at most.
-LARGE = {"rows_and_columns": (2048, 32768), "block_bytes": None}
+LARGE = {"shape": (2048, 32768), "block_bytes": None}
 #: Each mode, the first size also in the default suite.
 CASES = [
     *((mode, {}) for mode in MODES),
@@ -61,28 +60,20 @@ CASES = [
 
 
 def peak(
-    mode: str,
-    rows_and_columns: tuple[int, int] = (256, 16384),
-    dtype: torch.dtype = torch.float32,
-    **options: Any,
+    mode: str, shape: tuple[int, int] = (256, 16384), dtype: torch.dtype = torch.float32, **options: Any
 ) -> float:
     """Return that of forward and backward, over the bytes of the logits."""
     torch.manual_seed(0)
-    rows, columns = rows_and_columns
-    loss, mode_options = MODES[mode]
+    name, mode_options = MODES[mode]
     options = {"block_bytes": 1 << 17, **mode_options, **options}
-    logits = torch.randn(rows, columns).to(dtype).requires_grad_() * 1
-    if options.pop("kept", False):
-        options["keep_mask"] = torch.ones(rows, columns, dtype=torch.bool).tril()
-    if options.pop("scattered", False):
-        options["rows"] = torch.arange(rows).view(-1, 4)[:, :3].flatten()
-    k = options.pop("k", None)
-    size = options.get("vocab_size", columns)
-    ids = torch.randint(size, (rows, k) if k else (rows,))[options.get("rows", slice(None))]
+    logits = torch.randn(shape).to(dtype).requires_grad_() * 1
+    keep_mask = torch.ones(shape, dtype=torch.bool).tril() if options.pop("kept", False) else None
+    rows = options.pop("rows", lambda rows: slice(None))(shape[0])
+    ids = torch.randint(options.get("vocab_size", shape[1]), (shape[0], options.pop("k", 1)))[rows]
+    inputs = Inputs(ids[:, 0].clone(), ids, rows, keep_mask)
 
     def step() -> Tensor:
-        values = loss(logits, ids, **options)
-        values = [values] if isinstance(values, Tensor) else values
+        values = FUNCTIONS[name].call(logits, inputs, options)
         return torch.autograd.grad(sum(x.sum() for x in values if x.requires_grad), logits)[0]
 
     return live_bytes(step).peak / logits.nbytes
@@ -97,14 +88,24 @@ def test_plain(mode: str, size: dict[str, Any]) -> None:
 
 def test_forward_keeps_a_few_numbers_per_row() -> None:
     logits, ids = torch.randn(512, 8192, requires_grad=True), torch.randint(8192, (512, 8))
-    assert live_bytes(lambda: ENTROPY(logits, ids[:, 0])).retained <= 512 * 100
-    assert live_bytes(lambda: AT(logits, ids, with_tail=True)).retained <= 512 * 100
+    for name in ("entropy", "at ids"):
+        call = partial(FUNCTIONS[name].call, logits, Inputs(ids[:, 0], ids), {})
+        assert live_bytes(call).retained <= 512 * 100
 
 
-@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
-@pytest.mark.parametrize("size", [{}, LARGE])
-@pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.startswith("at")])
+@pytest.mark.parametrize(
+    ("mode", "size"),
+    [
+        # Rows by number are not copied.
+        pytest.param("entropy_of_scattered_rows", {}, marks=pytest.mark.slow),
+        *(
+            pytest.param(mode, size, marks=pytest.mark.nightly)
+            for mode, size in product(MODES, ({}, LARGE))
+            if not mode.startswith("at") and (mode, size) != ("entropy_of_scattered_rows", {})
+        ),
+    ],
+)
 def test_compiled(mode: str, size: dict[str, Any]) -> None:
     for inplace, least, most in ((False, 1.0, 1.02), (True, 0.0, 0.02)):
         peak(mode, fused=True, inplace_backward=inplace, **size)  # compiles
@@ -205,35 +206,34 @@ def test_a_leaf_is_refused(leaf: Tensor) -> None:
         in_place(view_of(leaf.detach()))  # no gradient, nothing to overwrite
 
 
-LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
-    "log_probs": lambda x: vocab_parallel_log_probs(x, TARGETS, inplace_backward=True),
-    "at": lambda x: vocab_parallel_log_probs_at(x, TARGETS[:, None], inplace_backward=True),
-    "divergence": lambda x: full_vocabulary_divergence(x, x.detach().flip(0), inplace_backward=True),
-}
+def loss_of(name: str, logits: Tensor) -> Tensor:
+    inputs = Inputs(TARGETS, TARGETS[:, None], teachers=(logits.detach().flip(0),))
+    return sum(x.sum() for x in FUNCTIONS[name].call(logits, inputs, {"inplace_backward": True}))
 
 
-@pytest.mark.parametrize("loss_of", LOSSES.values(), ids=list(LOSSES))
-def test_a_second_claim_is_refused_while_the_first_lives(
-    leaf: Tensor, loss_of: Callable[[Tensor], Tensor]
-) -> None:
+of_each = pytest.mark.parametrize("name", ["log-probs", "entropy", "at ids", "reverse_kl", "jensen_shannon"])
+
+
+@of_each
+def test_a_second_claim_is_refused_while_the_first_lives(leaf: Tensor, name: str) -> None:
     logits = leaf * 1
-    loss = loss_of(logits).sum()
+    loss = loss_of(name, logits)
     for same in (logits, logits.view(1, ROWS, V)[0]):
         with pytest.raises(InvalidInputError, match="given to another inplace_backward"):
             in_place(same)
     del loss
-    loss_of(logits).sum().backward()
+    loss_of(name, logits).backward()
 
 
-@pytest.mark.parametrize("loss_of", LOSSES.values(), ids=list(LOSSES))
-def test_a_second_backward_is_an_error(leaf: Tensor, loss_of: Callable[[Tensor], Tensor]) -> None:
+@of_each
+def test_a_second_backward_is_an_error(leaf: Tensor, name: str) -> None:
     """On a CPU ``save_on_cpu`` stores the logits themselves, and autograd does not look at their version."""
     for stored, message in (
         (nullcontext(), "overwritten after forward.*a second backward"),
         (torch.autograd.graph.save_on_cpu(), "overwritten with their gradient"),
     ):
         with stored:
-            loss = loss_of(leaf * 1).sum()
+            loss = loss_of(name, leaf * 1)
         loss.backward(retain_graph=True)
         with pytest.raises(InvalidInputError, match=message):
             loss.backward()

@@ -1,0 +1,464 @@
+"""Every function of logits × where they come from × options × dtype, against the formulas in float64.
+
+``tests/references/losses.py`` has functions, formulas and sources; ``tests/real/test_losses_on_ranks.py`` has
+the same table on ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import cycle, product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rl_patches import losses
+from megatron_rl_patches.errors import InvalidInputError
+from tests.references.dense import IGNORE
+from tests.references.dense_topk import dense_log_probs_at, has_no_softmax, random_indices, selected
+from tests.references.losses import (
+    FULL_DIVERGENCES,
+    FUNCTIONS,
+    OWN_STORAGE,
+    SOURCES,
+    STRIDES,
+    Errors,
+    Inputs,
+    error,
+    largest,
+    measure,
+)
+from tests.unit.losses.vocab.pairwise import pairwise
+from tests.unit.losses.vocab.sizes import Sizes
+
+T, V = 13, 1003  # a prime number of rows, and no power of two divides the columns
+INF = math.inf
+FLOAT32 = 2e-6
+#: Of values, and of gradients.
+BOUND = {torch.float64: 1e-9, torch.float32: FLOAT32, torch.float16: FLOAT32, torch.bfloat16: FLOAT32}
+GRADIENT_BOUND = {**BOUND, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+HALVES = (torch.float16, torch.bfloat16)
+ROWS: list[Any] = [
+    *(None, slice(3, 11), slice(-4, None), slice(None, None, 2), slice(5, 5), slice(5, 2, 2)),
+    *(torch.arange(T - 1, -1, -1), torch.tensor([7, 3, 12, 0]), torch.arange(2, 9)),
+    [slice(0, 2), slice(3, 8), slice(9, 10), slice(11, 13)],
+]
+TABLE: dict[str, Sequence[Any]] = {
+    "function": list(FUNCTIONS),
+    "source": ["existing", "overwritten", *(name for name in SOURCES if name not in STRIDES)],
+    "rows": ROWS,
+    "dtype": list(BOUND),
+    "temperature": [1.0, 1.7, 0.3],
+    "kept": [False, True],
+    "masked": [None, slice(3, V // 2), slice(300, 310)],  # columns
+    "teachers": [1, 2],
+    "block_bytes": [None, 1, 3 * V * 4],
+    "vocab_size": [None, V, V - 3, 768, 5],
+}
+
+
+def random_logits(rows: int = T, columns: int = V, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of all temperaments: rows from next to uniform to next to one-hot, each with an offset of its own."""
+    generator = torch.Generator().manual_seed(rows)
+    logits = torch.randn(rows, columns, generator=generator) * torch.logspace(-2, 1.5, rows)[:, None]
+    return (logits + torch.linspace(-100, 200, rows)[:, None]).to(dtype)
+
+
+def random_targets(rows: int = T, columns: int = V) -> Tensor:
+    """First and last columns of each quarter, and any."""
+    targets = torch.randint(columns, (rows,), generator=torch.Generator().manual_seed(1))
+    starts = torch.arange(0, columns - 3, columns // 4 or 1)
+    borders = torch.cat([torch.tensor([0, columns - 1]), starts[1:], starts[1:] - 1])[:rows]
+    targets[: len(borders)] = borders.clamp(max=columns - 1)
+    return targets
+
+
+def inputs_of(
+    rows: Any,
+    columns: int,
+    size: int,
+    *,
+    rows_of_all: int = T,
+    kept: bool = False,
+    teachers: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> Inputs:
+    """Return inputs for logits ``[rows_of_all, columns]`` of ``size`` ids; one target is none."""
+    n = len(selected(torch.arange(rows_of_all), rows))
+    targets, ids = (
+        random_targets(n, size),
+        random_indices(n, size, min(5, size)) if n else torch.zeros(0, 5).long(),
+    )
+    targets[n // 2 : n // 2 + 1] = IGNORE
+    keep_mask = torch.rand(n, columns, generator=torch.Generator().manual_seed(2)) < 0.2 if kept else None
+    old, *others = torch.randn(teachers + 1, n, columns, generator=torch.Generator().manual_seed(3)).to(dtype)
+    return Inputs(targets, ids, rows, keep_mask, tuple(others), old=old)
+
+
+def name_of(case: dict[str, Any]) -> str:
+    return f"{case['function']}, {case['source']}, {str(case['dtype'])[6:]}"
+
+
+def check(case: dict[str, Any], width: int = V, **of_call: Any) -> Errors:
+    """Check a row of the table; options that its function or its source does not have are left out."""
+    name, source, dtype = case["function"], case["source"], case["dtype"]
+    has, size = FUNCTIONS[name].options, case["vocab_size"] or width
+    in_place = source == "overwritten" and "inplace_backward" in has
+    source = "existing" if source == "overwritten" else source
+    if dtype in HALVES and source not in STRIDES:
+        dtype = torch.float32  # products, and quotients of such logits, are rounded: see test_deferred.py
+    is_divergence = name in FULL_DIVERGENCES
+    logits = random_logits(T, width, dtype)
+    if is_divergence:  # no rows next to one-hot, whose gradients are small differences of large numbers
+        logits = torch.randn(T, width, generator=torch.Generator().manual_seed(4)).to(dtype)
+    if case["masked"] is not None and size > case["masked"].stop + 100:  # many ids are left
+        logits[:, case["masked"]] = -INF
+    logits[:, size:] = math.nan
+    inputs = inputs_of(
+        case["rows"],
+        width,
+        size,
+        kept=case["kept"] and "keep_mask" in has,
+        teachers=case["teachers"],
+        dtype=dtype,
+    )
+    chosen = torch.isin(torch.arange(T), selected(torch.arange(T), case["rows"]))
+    logits[~chosen] = math.nan  # which any use would show
+    options = {"inplace_backward": True} if in_place else {}
+    of_call |= {name: case[name] for name in ("temperature", "vocab_size", "block_bytes")}
+    if is_divergence:
+        of_call["temperature"] = max(0.7, case["temperature"])
+    found = measure(name, logits, inputs, source, **of_call, **options)
+    exact = dtype == torch.float64 and (is_divergence or source.startswith("product"))
+    assert found.value <= (1e-10 if exact else BOUND[dtype]), found
+    if is_divergence:  # a small difference of two numbers
+        assert found.gradient <= 10 * GRADIENT_BOUND[dtype], found
+    else:
+        exact = dtype == torch.float64 and (name == "at ids" or source.startswith("product"))
+        assert found.gradient <= (1e-10 if exact else GRADIENT_BOUND[dtype]), found
+    return found
+
+
+def check_targets(logits: Tensor, **options: Any) -> None:
+    """Check log-probabilities and entropies of targets; one is none."""
+    targets = random_targets(*logits.shape)
+    found = measure("entropy", logits, Inputs(targets, targets[:, None]), **options)
+    assert found.value <= BOUND[logits.dtype] and found.gradient <= GRADIENT_BOUND[logits.dtype]
+
+
+@pytest.mark.parametrize("case", pairwise(TABLE), ids=name_of)
+def test_values_and_gradients(case: dict[str, Any]) -> None:
+    check(case)
+
+
+NO_IDS = torch.zeros(3, 0, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("name", FULL_DIVERGENCES)
+def test_divergences_where_ids_are_ruled_out(name: str) -> None:
+    """Large negative logits count as ruled out. Their mask covers whole tiles, or a part of one."""
+    masks = product(
+        ("student", "teacher", "old"),
+        (-3e3, torch.finfo(torch.float32).min, -INF),
+        (slice(0, 512), slice(300, 310)),
+    )
+    sources = ("existing", "deferred", "deferred, frozen")
+    options = product(sources, (torch.float32, torch.float64), (None, 1), (None, (3.0, 7.0)))
+    for (who, mask, columns), (source, dtype, block_bytes, weights) in zip(
+        masks, cycle(options), strict=False
+    ):
+        logits = torch.randn(4, 3, 600, generator=torch.Generator().manual_seed(0)).to(dtype)
+        logits[("student", "teacher", "old").index(who)][:, columns] = mask
+        student, teacher, old, other = logits
+        teachers = (teacher, other) if weights else (teacher,)
+        inputs = Inputs(NO_IDS[0], NO_IDS, teachers=teachers, teacher_weights=weights, old=old)
+        found = measure(name, student, inputs, source, temperature=0.7, block_bytes=block_bytes)
+        bound = 1e-10 if dtype == torch.float64 else FLOAT32
+        assert found.value < bound and found.gradient < 3 * bound, (who, mask, columns, source, dtype, found)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
+def test_compiled() -> None:
+    """In one test, since a process reuses compiled functions."""
+    table = {**TABLE, "function": list(FUNCTIONS)[:4], "source": ["existing", "overwritten", "deferred"]}
+    table |= {"dtype": [torch.float32, torch.bfloat16], "temperature": [1.0, 1.7], "block_bytes": [None]}
+    for case in pairwise({**table, "rows": [None, torch.tensor([7, 3, 12, 0])]}):
+        check(case, fused=True)
+
+
+# --- logits of any value
+
+ONE_HOT = torch.full((4, V), -1e4).index_fill_(1, torch.tensor([7]), 1e4)
+EXTREMES: dict[str, Tensor] = {
+    "one-hot": ONE_HOT,
+    "one-hot upside down": -ONE_HOT,
+    "large and small": torch.linspace(-1e4, 1e4, V).repeat(4, 1),
+    "large and random": torch.randn(4, V, generator=torch.Generator().manual_seed(0)) * 1e4,
+    "equal": torch.full((4, V), 3.0),
+    "zero": torch.zeros(4, V),
+    "equal and large": torch.full((4, V), -1e4),
+    "masked entries": random_logits(4).index_fill(1, torch.arange(0, V, 3), -INF),
+    "all but the target": torch.full((4, V), -INF).index_fill_(1, torch.tensor([7]), 2.0),
+    "two equal": ONE_HOT.index_fill(1, torch.tensor([8]), 1e4),
+    "half ruled out": random_logits(4).index_fill(1, torch.arange(V // 2), -INF),
+}
+NO_MASK, NOTHING_KEPT = None, torch.zeros(4, V, dtype=torch.bool)
+
+
+def check_extreme(logits: Tensor, fused: bool, **options: Any) -> None:
+    """Targets are the likeliest id, others, and none; kept are all columns, or none but the target."""
+    targets = [torch.tensor([7, 7, IGNORE, 7])]
+    if logits[0, 8].isfinite():
+        targets.append(torch.tensor([8, logits.shape[1] - 2, 7, 1]))
+    ids = torch.tensor([[7, 0, 7], [6, 999, 2], [5, IGNORE, 4], [IGNORE] * 3])
+    for some, keep_mask in product(targets, (NO_MASK, NOTHING_KEPT)):
+        mask = None if keep_mask is None else keep_mask[:, : logits.shape[1]]
+        found = measure("entropy", logits, Inputs(some, ids, keep_mask=mask), fused=fused, **options)
+        assert found.value <= FLOAT32 and found.gradient <= GRADIENT_BOUND[logits.dtype], found
+    for name in ("at ids", "top-k"):
+        found = measure(name, logits, Inputs(targets[0], ids), strange=True, **options)
+        assert found.value <= FLOAT32 and found.gradient <= max(5e-6, GRADIENT_BOUND[logits.dtype]), found
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_logits(name: str, fused: bool) -> None:
+    for dtype, temperature in ((torch.float32, 1.0), (torch.float32, 0.5), (torch.bfloat16, 0.5)):
+        check_extreme(EXTREMES[name].to(dtype), fused, temperature=temperature)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 31, 32, 64, 32000, 18992, 5003])
+def test_widths(columns: int) -> None:
+    for rows in (1, 3):
+        targets = torch.arange(rows) % columns
+        found = measure("entropy", random_logits(rows, columns), Inputs(targets, targets[:, None]))
+        assert max(found.value, found.gradient) <= FLOAT32
+
+
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+SCALES = (0.0, 1e-41, 1e-3, 1.0, 30.0, 6e4, 1e30)
+STRANGE: dict[str, Sequence[Any]] = {
+    "dtype": list(ROUNDING),
+    "source": list(STRIDES),
+    "width": [1, 2, 3, 31, 32, 33, 64, 257],
+    "rows": [None, slice(3, 11), torch.tensor([10, 2, 7, 0, 5]), slice(4, 4)],
+    "temperature": [1.0, 0.25, 3.0],
+    "block_bytes": [None, 1, 4096],
+    "seed": [0, 1, 2],
+    "k": [1, 2, 5],
+    "function": [name for name in FUNCTIONS if name not in FULL_DIVERGENCES],
+    "kept": [False, True],
+    "inplace_backward": [False, True],
+}
+
+
+def strange_logits(rows: int, width: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return logits of many magnitudes, with NaN and infinities in most rows."""
+    # The reference divides float64 by temperatures, which must not overflow.
+    most = min(torch.finfo(dtype).max, 1e100)
+    poisons = torch.tensor([math.nan, INF, -INF, 0.0, -0.0, most, -most, 1.0])
+    scales = torch.tensor(SCALES, dtype=torch.float64)[torch.randint(7, (rows, 1), generator=generator)]
+    values = torch.randn(rows, width, dtype=torch.float64, generator=generator) * scales
+    order, columns = (
+        torch.randperm(rows, generator=generator),
+        torch.randint(width, (8,), generator=generator),
+    )
+    values[order[:8], columns] = poisons.double()
+    values[order[8], :], values[order[9], :] = -INF, poisons[int(columns[0]) % 3]
+    return values.clamp(-most, most).where(values.isfinite(), values).to(dtype)
+
+
+@pytest.mark.parametrize("case", pairwise(STRANGE), ids=name_of)
+def test_strange_logits(case: dict[str, Any]) -> None:
+    """NaN and infinities propagate as in the formulas: they spoil their own row and no other.
+
+    Where the definition is silent, these rules hold:
+
+    * a row whose values get a gradient of zero has a gradient of zero, whatever its logits are (autograd says
+      NaN there, as 0 * NaN is, and so do rows that a loss mask leaves out);
+    * where a row's gradient is NaN, it may be so too in columns that the keep-mask leaves out;
+    * of a row with NaN or +inf the tail is NaN, also where no id is left for it, and the top-k ids are some
+      valid ids, each once.
+    """
+    check_strange(case)
+
+
+def check_strange(case: dict[str, Any], **of_rank: Any) -> None:
+    rows, width, generator = case["rows"], case["width"], torch.Generator().manual_seed(case["seed"])
+    logits = strange_logits(12, width, case["dtype"], generator)
+    n, has = len(selected(torch.arange(12), rows)), FUNCTIONS[case["function"]].options
+    ids = torch.randint(width, (n, case["k"] + 1), generator=generator)
+    ids[torch.rand(ids.shape, generator=generator) < 0.2] = IGNORE
+    keep_mask = torch.rand(n, width, generator=generator) < 0.5
+    inputs = Inputs(ids[:, 0], ids[:, 1:], rows, keep_mask if case["kept"] and "keep_mask" in has else None)
+    options = {name: case[name] for name in ("temperature", "block_bytes")} | of_rank
+    if case["function"] == "top-k":
+        check_strange_topk(STRIDES[case["source"]](logits), inputs, **options)
+        return
+    if case["inplace_backward"]:
+        options["inplace_backward"] = True
+        if case["source"] not in OWN_STORAGE:
+            with pytest.raises(InvalidInputError, match="a storage of their own"):
+                measure(case["function"], logits, inputs, case["source"], **options)
+            return
+    found = measure(case["function"], logits, inputs, case["source"], strange=True, **options)
+    assert found.value <= ROUNDING[torch.float64 if case["dtype"] == torch.float64 else torch.float32]
+    assert found.gradient <= ROUNDING[case["dtype"]]
+
+
+def check_strange_topk(
+    logits: Tensor,
+    inputs: Inputs,
+    temperature: float,
+    columns: slice = slice(None),
+    group: Any = None,
+    **options: Any,
+) -> None:
+    width = logits.shape[1]
+    k, rows_of = min(inputs.ids.shape[1], width), {"rows": inputs.rows, "tp_group": group}
+    topk = losses.vocab_parallel_topk(logits[:, columns], k, temperature=temperature, **rows_of, **options)
+    rows = selected(logits.double(), inputs.rows)
+    has_softmax = ~has_no_softmax(rows)
+    assert torch.equal(topk.indices[has_softmax], largest(rows, k)[has_softmax])
+    assert all(len(set(row)) == k and min(row) >= 0 and max(row) < width for row in topk.indices.tolist())
+    expected = dense_log_probs_at(rows, topk.indices, temperature=temperature)
+    for values, exact in zip((topk.log_probs, topk.tail_log_prob), expected, strict=True):
+        assert error(values, exact, exact.abs() + 1, rounded=True) <= ROUNDING[values.dtype]
+
+
+@pytest.mark.parametrize("has_mask", [False, True], ids=["all", "some"])
+def test_rows_whose_values_have_no_gradient_have_none(has_mask: bool) -> None:
+    for dtype, inplace, seed in product(ROUNDING, (False, True), range(5)):
+        generator = torch.Generator().manual_seed(seed)
+        logits = strange_logits(12, 33, dtype, generator).requires_grad_()
+        counts, targets = (
+            torch.rand(12, generator=generator) < 0.5,
+            torch.randint(33, (12, 1), generator=generator),
+        )
+        keep_mask = torch.rand(12, 33, generator=generator) < 0.5 if has_mask else None
+        for name in ("entropy", "at ids"):
+            inputs, view = Inputs(targets[:, 0], targets, keep_mask=keep_mask), logits * 1
+            values = FUNCTIONS[name].call(view, inputs, {"inplace_backward": inplace})
+            weights = [counts.to(x.dtype).view(-1, *[1] * (x.dim() - 1)).expand_as(x) for x in values]
+            assert not torch.autograd.grad(values, view, weights)[0][~counts].any()
+
+
+# --- what holds of each function, wherever its logits come from
+
+WITH_GRADIENT = [name for name in FUNCTIONS if name != "top-k"]
+BY_SOURCE = pytest.mark.parametrize(
+    ("name", "source"), list(product(WITH_GRADIENT, ("existing", "deferred", "product")))
+)
+Results = tuple[Sequence[Tensor], Sequence[Tensor]]
+
+
+def results_of(
+    name: str,
+    source: str,
+    shape: tuple[int, int] = (T, 96),
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Results:
+    """Return results that require a gradient, and the leaves of the logits."""
+    logits = random_logits(*shape, dtype) / 10
+    inputs = inputs_of(slice(0, shape[0]), shape[1], shape[1], rows_of_all=shape[0], dtype=dtype)
+    inputs = inputs if source == "existing" else inputs.deferred()
+    made = SOURCES[source](logits, torch.ones(shape[0], dtype=torch.bool), slice(None), None)
+    results = FUNCTIONS[name].call(made.logits, inputs, {"temperature": 0.7, **options})
+    return [x for x in results if x.requires_grad], made.leaves
+
+
+def gradients_of(results: Sequence[Tensor], leaves: Sequence[Tensor], **options: Any) -> Sequence[Tensor]:
+    weights = [torch.linspace(-1, 2, x.numel(), dtype=x.dtype).view(x.shape) for x in results]
+    counted = [torch.where(x == -INF, 0.0, x) for x in results]
+    return torch.autograd.grad(counted, leaves, weights, **options)
+
+
+AUTOCAST = partial(torch.autocast, "cpu", torch.bfloat16)
+COPIED = partial(torch.autograd.graph.saved_tensors_hooks, lambda x: x.detach().clone(), lambda x: x)
+
+
+@BY_SOURCE
+def test_modes_change_nothing(name: str, source: str) -> None:
+    results, leaves = results_of(name, source)
+    expected = *results, *gradients_of(results, leaves)
+    for forward, backward in (
+        (AUTOCAST, nullcontext),
+        (nullcontext, AUTOCAST),
+        (torch.autograd.graph.save_on_cpu, nullcontext),
+        (COPIED, nullcontext),
+    ):
+        with forward():
+            results, leaves = results_of(name, source)
+        with backward():
+            assert all(map(torch.equal, (*results, *gradients_of(results, leaves)), expected))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            logits = random_logits(columns=96) / 10
+            values = FUNCTIONS[name].call(logits, inputs_of(None, 96, 96), {"temperature": 0.7})
+        assert not any(x.requires_grad for x in values)
+        assert source != "existing" or all(map(torch.equal, values, expected[: len(results)]))
+
+
+@BY_SOURCE
+def test_each_result_has_its_gradient_and_may_be_changed_in_place(name: str, source: str) -> None:
+    """A second backward is none of another graph: it has the same gradient."""
+    results, leaves = results_of(name, source)
+    expected = gradients_of(results, leaves, retain_graph=True)
+    of_each = [gradients_of([x], leaves, retain_graph=True) for x in results]
+    for whole, parts in zip(expected, zip(*of_each, strict=True), strict=True):
+        torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-6)
+    again, same_leaves = results_of(name, source)
+    for x in again:
+        x.unsqueeze(-1).squeeze(-1).mul_(2)
+        x += 1
+    for gradient, single in zip(gradients_of(again, same_leaves), expected, strict=True):
+        torch.testing.assert_close(gradient, 2 * single, rtol=1e-5, atol=1e-6)
+
+
+@BY_SOURCE
+def test_a_second_derivative_is_refused(name: str, source: str) -> None:
+    """Rather than taking the gradient for a constant. To ask for its graph alone is no error."""
+    results, leaves = results_of(name, source)
+    weight = torch.ones((), requires_grad=True)
+    expected = gradients_of(results, leaves, retain_graph=True)
+    for of_which, differentiated in ((results, leaves), ([x * weight for x in results], [weight])):
+        gradients = gradients_of(of_which, leaves, create_graph=True)
+        assert all(map(torch.equal, gradients, expected))
+        with pytest.raises(InvalidInputError, match="differentiated twice"):
+            torch.autograd.grad(sum(x.sum() for x in gradients), differentiated)
+
+
+@pytest.mark.parametrize("name", WITH_GRADIENT)
+def test_the_block_size_does_not_change_a_bit(name: str) -> None:
+    """Megatron pads the vocabulary, so no column is left over from vectors of up to 32."""
+    options = {"fused": False} if "fused" in FUNCTIONS[name].options else {}
+    of_blocks = []
+    for block_bytes in (1 << 30, 1, 3 * 4096, 1 << 16):
+        results, leaves = results_of(
+            name, "existing", (T, 4096), torch.float64, block_bytes=block_bytes, **options
+        )
+        of_blocks.append((*results, *gradients_of(results, leaves)))
+        assert all(map(torch.equal, of_blocks[0], of_blocks[-1])), block_bytes
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_no_tensor_of_rows_and_vocabulary(name: str) -> None:
+    """The weight of an output layer is smaller, and so are the tiles of logits, of student and teachers."""
+    shape, chosen = (16, V), torch.ones(16, dtype=torch.bool)
+    student, teacher = (SOURCES["product"](torch.zeros(shape), chosen, slice(None), None) for _ in range(2))
+    of_teacher = teacher.logits.detach()
+    inputs = replace(inputs_of(None, V, V, rows_of_all=16), teachers=(of_teacher,), old=of_teacher)
+    with Sizes() as sizes:
+        results = FUNCTIONS[name].call(student.logits, inputs, {"temperature": 0.7})
+        if name != "top-k":
+            gradients_of([x for x in results if x.requires_grad], student.leaves)
+    assert sizes.largest <= 12 * V < 16 * V
