@@ -135,7 +135,7 @@ def check(case: dict[str, Any], width: int = V, **of_call: Any) -> Errors:
     if is_divergence:
         of_call["temperature"] = max(0.7, case["temperature"])
     found = measure(name, logits, inputs, source, **of_call, **options)
-    exact = dtype == torch.float64 and (is_divergence or source.startswith("product"))
+    exact = dtype == torch.float64 and (name == "at ids" or is_divergence or source.startswith("product"))
     assert found.value <= (1e-10 if exact else BOUND[dtype]), found
     if is_divergence:  # a small difference of two numbers
         assert found.gradient <= 10 * GRADIENT_BOUND[dtype], found
@@ -274,7 +274,9 @@ def strange_logits(rows: int, width: int, dtype: torch.dtype, generator: torch.G
     return values.clamp(-most, most).where(values.isfinite(), values).to(dtype)
 
 
-@pytest.mark.parametrize("case", pairwise(STRANGE), ids=name_of)
+@pytest.mark.parametrize(
+    "case", pairwise(STRANGE), ids=lambda case: f"{case['source']}, {str(case['dtype'])[6:]}"
+)
 def test_strange_logits(case: dict[str, Any]) -> None:
     """NaN and infinities propagate as in the formulas: they spoil their own row and no other.
 
@@ -286,7 +288,8 @@ def test_strange_logits(case: dict[str, Any]) -> None:
     * of a row with NaN or +inf the tail is NaN, also where no id is left for it, and the top-k ids are some
       valid ids, each once.
     """
-    check_strange(case)
+    for name in STRANGE["function"]:
+        check_strange({**case, "function": name})
 
 
 def check_strange(case: dict[str, Any], **of_rank: Any) -> None:
