@@ -37,6 +37,7 @@ from tests.unit.losses.test_table import (
     EXTREMES,
     FLOAT32,
     STRANGE,
+    STRANGE_USES,
     TABLE,
     T,
     check,
@@ -116,8 +117,9 @@ def check_extremes(group: dist.ProcessGroup) -> None:
 
 def check_strange_logits(group: dist.ProcessGroup) -> None:
     """What is NaN or infinite on one rank spoils its row on all of them, and no other row."""
-    for case in pairwise({**STRANGE, "source": ["existing"], "width": [4, 32, 256]}):
-        check_strange(case, columns=mine(group, case["width"]), group=group)
+    of_ranks = {**STRANGE, "source": ["existing", "deferred, frozen"], "width": [4, 32, 256]}
+    for case, (name, (k, kept)) in product(pairwise(of_ranks), STRANGE_USES):
+        check_strange(name, case, k, kept, columns=mine(group, case["width"]), group=group)
 
 
 def check_refusals(group: dist.ProcessGroup) -> None:

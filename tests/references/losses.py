@@ -219,7 +219,7 @@ def deferred(
     Hidden states of rows that nobody chose are NaN. What is not finite in a whole column is the bias.
     """
     rows, vocabulary = whole.shape
-    is_bias = ~whole[chosen].isfinite().all(0)
+    is_bias = ~whole[chosen].isfinite().any(0)
     bias = torch.where(is_bias, whole[chosen][:1].sum(0), 0.0).to(whole.dtype)
     values = torch.where(is_bias | ~chosen[:, None], 0.0, whole).to(whole.dtype)
     leaf = (values[:, columns] if trains_weight else values).clone().requires_grad_()
@@ -275,14 +275,18 @@ OWN_STORAGE = ("existing", "transposed")
 
 
 class Errors(NamedTuple):
-    """The largest error of any value, and of any gradient, in units of their scale; and the values."""
+    """The largest error of each result, and of any gradient, in units of their scale; and the results."""
 
-    value: float
+    values: Sequence[float]
     gradient: float
     results: Sequence[Tensor]
 
+    @property
+    def value(self) -> float:
+        return max(self.values)
+
     def __repr__(self) -> str:
-        return f"{self.value:.2e} of values, {self.gradient:.2e} of gradients"
+        return f"{self.values} of values, {self.gradient:.2e} of gradients"
 
 
 def measure(
@@ -332,7 +336,7 @@ def measure(
         if x.requires_grad
     ]
     if not trained:
-        return Errors(max(of_values), 0.0, results)
+        return Errors(of_values, 0.0, results)
     counted = [torch.where(weight == 0, 0.0, exact) for _, exact, weight in trained]
     exact_gradients = torch.autograd.grad(counted, made.exact_leaves, [weight for *_, weight in trained])
     gradients = torch.autograd.grad(
@@ -356,7 +360,7 @@ def measure(
         of_gradients.append(error(mine, exact, scale, strange))
         is_padding = torch.arange(whole.shape[1], device=whole.device) >= (vocab_size or whole.shape[1])
         assert not mine[~chosen].any() and not mine[:, made.part_of(is_padding[None])[0]].any()
-    return Errors(max(of_values), max(of_gradients), results)
+    return Errors(of_values, max(of_gradients), results)
 
 
 def error(found: Tensor, expected: Tensor, scale: Tensor, rounded: bool = False) -> float:

@@ -135,13 +135,18 @@ def check(case: dict[str, Any], width: int = V, **of_call: Any) -> Errors:
     if is_divergence:
         of_call["temperature"] = max(0.7, case["temperature"])
     found = measure(name, logits, inputs, source, **of_call, **options)
-    exact = dtype == torch.float64 and (is_divergence or source.startswith("product"))
-    assert found.value <= (1e-10 if exact else BOUND[dtype]), found
+    is_product = source.startswith("product")
+    of_values, of_gradient = [BOUND[dtype]] * len(found.values), GRADIENT_BOUND[dtype]
+    if dtype == torch.float64:
+        if is_divergence or is_product:
+            of_values = [1e-10] * len(of_values)
+        elif name == "at ids":  # the tail of rows next to one-hot is a small difference
+            of_values = [1e-10, 1e-9]
+        of_gradient = 1e-10 if name == "at ids" or is_product else of_gradient
     if is_divergence:  # a small difference of two numbers
-        assert found.gradient <= 10 * GRADIENT_BOUND[dtype], found
-    else:
-        exact = dtype == torch.float64 and (name == "at ids" or source.startswith("product"))
-        assert found.gradient <= (1e-10 if exact else GRADIENT_BOUND[dtype]), found
+        of_gradient = 10 * GRADIENT_BOUND[dtype]
+    assert all(x <= bound for x, bound in zip(found.values, of_values, strict=True)), found
+    assert found.gradient <= of_gradient, found
     return found
 
 
@@ -160,25 +165,35 @@ def test_values_and_gradients(case: dict[str, Any]) -> None:
 NO_IDS = torch.zeros(3, 0, dtype=torch.int64)
 
 
+#: Each way to rule ids out meets each dtype, size of blocks and number of teachers, and these meet each other.
+RULED_OUT: dict[str, Sequence[Any]] = {
+    "way": list(
+        product(
+            ("existing", "deferred", "deferred, frozen"),
+            ("student", "teacher", "old"),
+            (-3e3, torch.finfo(torch.float32).min, -INF),
+            (slice(0, 512), slice(300, 310)),
+        )
+    ),
+    "dtype": [torch.float32, torch.float64],
+    "block_bytes": [None, 1],
+    "weights": [None, (3.0, 7.0)],
+}
+
+
 @pytest.mark.parametrize("name", FULL_DIVERGENCES)
 def test_divergences_where_ids_are_ruled_out(name: str) -> None:
     """Large negative logits count as ruled out. Their mask covers whole tiles, or a part of one."""
-    masks = product(
-        ("existing", "deferred", "deferred, frozen"),
-        ("student", "teacher", "old"),
-        (-3e3, torch.finfo(torch.float32).min, -INF),
-        (slice(0, 512), slice(300, 310)),
-    )
-    options = cycle(product((torch.float32, torch.float64), (None, 1), (None, (3.0, 7.0))))
-    for (source, who, mask, columns), (dtype, block_bytes, weights) in zip(masks, options, strict=False):
-        logits = torch.randn(4, 3, 600, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for case in pairwise(RULED_OUT):
+        (source, who, mask, columns), weights = case["way"], case["weights"]
+        logits = torch.randn(4, 3, 600, generator=torch.Generator().manual_seed(0)).to(case["dtype"])
         logits[("student", "teacher", "old").index(who)][:, columns] = mask
         student, teacher, old, other = logits
         teachers = (teacher, other) if weights else (teacher,)
         inputs = Inputs(NO_IDS[0], NO_IDS, teachers=teachers, teacher_weights=weights, old=old)
-        found = measure(name, student, inputs, source, temperature=0.7, block_bytes=block_bytes)
-        bound = 1e-10 if dtype == torch.float64 else FLOAT32
-        assert found.value < bound and found.gradient < 3 * bound, (who, mask, columns, source, dtype, found)
+        found = measure(name, student, inputs, source, temperature=0.7, block_bytes=case["block_bytes"])
+        bound = 1e-10 if case["dtype"] == torch.float64 else FLOAT32
+        assert found.value < bound and found.gradient < 3 * bound, (case, found)
 
 
 @pytest.mark.slow
@@ -245,17 +260,18 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch
 SCALES = (0.0, 1e-41, 1e-3, 1.0, 30.0, 6e4, 1e30)
 STRANGE: dict[str, Sequence[Any]] = {
     "dtype": list(ROUNDING),
-    "source": list(STRIDES),
-    "width": [1, 2, 3, 31, 32, 33, 64, 257],
+    "source": [*STRIDES, "deferred, frozen"],
+    "width": [1, 2, 3, 31, 32, 33, 64, 257, 1100],  # the last is two tiles
     "rows": [None, slice(3, 11), torch.tensor([10, 2, 7, 0, 5]), slice(4, 4)],
     "temperature": [1.0, 0.25, 3.0],
     "block_bytes": [None, 1, 4096],
     "seed": [0, 1, 2],
-    "k": [1, 2, 5],
-    "function": [name for name in FUNCTIONS if name not in FULL_DIVERGENCES],
-    "kept": [False, True],
     "inplace_backward": [False, True],
 }
+#: What each case has: all functions, with and without a keep-mask, of one id and of several.
+STRANGE_USES = list(
+    product([name for name in FUNCTIONS if name not in FULL_DIVERGENCES], ((1, False), (2, True), (5, False)))
+)
 
 
 def strange_logits(rows: int, width: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -288,45 +304,52 @@ def test_strange_logits(case: dict[str, Any]) -> None:
     * of a row with NaN or +inf the tail is NaN, also where no id is left for it, and the top-k ids are some
       valid ids, each once.
     """
-    for name in STRANGE["function"]:
-        check_strange({**case, "function": name})
+    for name, (k, kept) in STRANGE_USES:
+        check_strange(name, case, k, kept)
 
 
-def check_strange(case: dict[str, Any], **of_rank: Any) -> None:
-    rows, width, generator = case["rows"], case["width"], torch.Generator().manual_seed(case["seed"])
+def check_strange(name: str, case: dict[str, Any], k: int, kept: bool, **of_rank: Any) -> None:
+    rows, width, source = case["rows"], case["width"], case["source"]
+    width = max(width, 2) if source not in STRIDES else width  # a transpose of one column materializes
+    generator = torch.Generator().manual_seed(case["seed"])
     logits = strange_logits(12, width, case["dtype"], generator)
-    n, has = len(selected(torch.arange(12), rows)), FUNCTIONS[case["function"]].options
-    ids = torch.randint(width, (n, case["k"] + 1), generator=generator)
+    if source not in STRIDES:  # of products one NaN or infinity of hidden states makes a row NaN
+        logits[~logits.isfinite().all(1)] = math.nan
+        logits[:, ::3] = -INF
+    n, has = len(selected(torch.arange(12), rows)), FUNCTIONS[name].options
+    ids = torch.randint(width, (n, k + 1), generator=generator)
     ids[torch.rand(ids.shape, generator=generator) < 0.2] = IGNORE
     keep_mask = torch.rand(n, width, generator=generator) < 0.5
-    inputs = Inputs(ids[:, 0], ids[:, 1:], rows, keep_mask if case["kept"] and "keep_mask" in has else None)
+    inputs = Inputs(ids[:, 0], ids[:, 1:], rows, keep_mask if kept and "keep_mask" in has else None)
     options = {name: case[name] for name in ("temperature", "block_bytes")} | of_rank
-    if case["function"] == "top-k":
-        check_strange_topk(STRIDES[case["source"]](logits), inputs, **options)
+    if name == "top-k":
+        check_strange_topk(logits, inputs, source, **options)
         return
     if case["inplace_backward"]:
         options["inplace_backward"] = True
-        if case["source"] not in OWN_STORAGE:
+        if source in STRIDES and source not in OWN_STORAGE:
             with pytest.raises(InvalidInputError, match="a storage of their own"):
-                measure(case["function"], logits, inputs, case["source"], **options)
+                measure(name, logits, inputs, source, **options)
             return
-    found = measure(case["function"], logits, inputs, case["source"], strange=True, **options)
-    assert found.value <= ROUNDING[torch.float64 if case["dtype"] == torch.float64 else torch.float32]
-    assert found.gradient <= ROUNDING[case["dtype"]]
+    found = measure(name, logits, inputs, source, strange=True, **options)
+    assert found.value <= ROUNDING[torch.float64 if case["dtype"] == torch.float64 else torch.float32], found
+    assert found.gradient <= ROUNDING[case["dtype"]], found
 
 
 def check_strange_topk(
-    logits: Tensor,
+    whole: Tensor,
     inputs: Inputs,
+    source: str,
     temperature: float,
     columns: slice = slice(None),
     group: Any = None,
     **options: Any,
 ) -> None:
-    width = logits.shape[1]
+    chosen = torch.isin(torch.arange(12), selected(torch.arange(12), inputs.rows))
+    made, width = SOURCES[source](whole, chosen, columns, group), whole.shape[1]
     k, rows_of = min(inputs.ids.shape[1], width), {"rows": inputs.rows, "tp_group": group}
-    topk = losses.vocab_parallel_topk(logits[:, columns], k, temperature=temperature, **rows_of, **options)
-    rows = selected(logits.double(), inputs.rows)
+    topk = losses.vocab_parallel_topk(made.logits, k, temperature=temperature, **rows_of, **options)
+    rows = selected(made.exact.detach(), inputs.rows)
     has_softmax = ~has_no_softmax(rows)
     assert torch.equal(topk.indices[has_softmax], largest(rows, k)[has_softmax])
     assert all(len(set(row)) == k and min(row) >= 0 and max(row) < width for row in topk.indices.tolist())
