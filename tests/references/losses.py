@@ -25,6 +25,7 @@ from tests.references.dense_topk import dense_log_probs_at, selected
 
 BETA = 0.3
 ALL_COLUMNS = slice(None)
+HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,8 @@ def product(
 ) -> Made:
     """Return products of other values on one rank: rows from next to uniform to next to one-hot.
 
-    What is not finite in a whole column is the bias.
+    What is not finite in a whole column is the bias. Of 16-bit tensors logits are rounded as the model's own
+    ones are, or of ``logit_dtype``.
     """
     (rows, vocabulary), generator = whole.shape, torch.Generator().manual_seed(0)
     bias = torch.randn(vocabulary, generator=generator)
@@ -252,10 +254,15 @@ def product(
         "bias": torch.where(whole[chosen].isfinite().all(0), bias, whole[chosen][:1].sum(0)),
     }
     leaves = {name: leaf.to(whole.dtype).requires_grad_(name in trained) for name, leaf in leaves.items()}
-    exact = {name: leaf.detach().double().requires_grad_(name in trained) for name, leaf in leaves.items()}
+    is_rounded = whole.dtype in HALVES and "logit_dtype" not in options
+    exact_dtype = whole.dtype if is_rounded else torch.float64
+    exact = {
+        name: leaf.detach().to(exact_dtype, copy=True).requires_grad_(name in trained)
+        for name, leaf in leaves.items()
+    }
     logits = losses.deferred_logits(leaves["hidden"], leaves["weight"], bias=leaves["bias"], **options)
     mine, exact_leaves = ([tensors[name] for name in trained] for tensors in (leaves, exact))
-    return Made(logits, mine, linear(*exact.values()), exact_leaves, by_row=False)
+    return Made(logits, mine, linear(*exact.values()).double(), exact_leaves, by_row=False)
 
 
 #: Whole logits, which rows count, columns of this rank and its group -> logits.
@@ -269,6 +276,12 @@ SOURCES: dict[str, Callable[[Tensor, Tensor, slice, Any], Made]] = {
     "product, kept": partial(product, trained=("hidden", "weight"), tile_bytes=1 << 14, keep_bytes=1 << 20),
     "product, frozen": partial(product, trained=("hidden",), tile_bytes=1 << 12, keep_bytes=40_000),
     "product of a body": partial(product, trained=("weight", "bias")),
+    "product in float32": partial(
+        product, trained=("hidden", "weight", "bias"), tile_bytes=1 << 13, logit_dtype=torch.float32
+    ),
+    "product in float32, kept": partial(
+        product, trained=("hidden",), keep_bytes=1 << 20, logit_dtype=torch.float32
+    ),
 }
 #: Those whose logits may be overwritten.
 OWN_STORAGE = ("existing", "transposed")
@@ -327,36 +340,39 @@ def measure(
         error(x, exact, exact.abs() + 1 if strange else exact.abs().clamp(min=smallest), strange)
         for x, exact in zip(results, expected, strict=True)
     ]
-    # What is -inf is no id, or has no derivative in the definition.
+    # What is -inf is no id, or has no derivative in the definition. Of strange rows some have no weight.
     generator = torch.Generator().manual_seed(5)
+    counted = torch.rand(len(results[0]), generator=generator) < (0.7 if strange else 1.1)
     trained = [
-        (x, exact, torch.where(exact == -math.inf, 0.0, weight.to(exact)))
+        (x, exact, torch.where((exact == -math.inf) | ~counts, 0.0, weight.to(exact)))
         for x, exact in zip(results, expected, strict=True)
+        for counts in [counted.view(-1, *[1] * (x.dim() - 1))]
         for weight in [torch.rand(x.shape, generator=generator) * 3 - (0.0 if strange else 1.0)]
         if x.requires_grad
     ]
     if not trained:
         return Errors(of_values, 0.0, results)
-    counted = [torch.where(weight == 0, 0.0, exact) for _, exact, weight in trained]
-    exact_gradients = torch.autograd.grad(counted, made.exact_leaves, [weight for *_, weight in trained])
+    of_weights = [torch.where(weight == 0, 0.0, exact) for _, exact, weight in trained]
+    exact_gradients = torch.autograd.grad(of_weights, made.exact_leaves, [weight for *_, weight in trained])
     gradients = torch.autograd.grad(
         [x for x, *_ in trained], made.leaves, [weight.to(x.dtype) for x, _, weight in trained]
     )
     counts = torch.stack([(w if w.dim() > 1 else w[:, None]).any(1) for *_, w in trained]).any(0)
     has_gradient = torch.zeros_like(chosen).index_put_((selected(rows, inputs.rows),), counts)
-    smallest, left_out_is_nan = (0.1 if strange else 1e-6), inputs.keep_mask is not None
+    left_out_is_nan = inputs.keep_mask is not None
     of_gradients = []
     for mine, leaf, exact in zip(gradients, made.leaves, exact_gradients, strict=True):
         assert mine.dtype == leaf.dtype
         if not made.by_row:
-            of_gradients.append(error(mine, exact, exact.abs().amax().clamp(min=1.0)))
+            smallest = 1e-6 if whole.dtype in HALVES else 1.0
+            of_gradients.append(error(mine, exact, exact.abs().amax().clamp(min=smallest)))
             continue
         # A row whose values have no weight has no gradient, whatever its logits are.
         exact = made.part_of(torch.where(has_gradient[:, None], exact, 0.0))
         if left_out_is_nan:  # of a row that is NaN; columns that the mask leaves out may be so, too
             mine = torch.where(exact.isnan().any(1, keepdim=True) & ~exact.isnan() & mine.isnan(), 0.0, mine)
         finite = torch.where(exact.isfinite(), exact, 0.0).abs()
-        scale = finite.amax(1, keepdim=True).clamp(min=smallest) + finite * strange
+        scale = finite.amax(1, keepdim=True).clamp(min=0.1 if strange else 1e-6) + finite * strange
         of_gradients.append(error(mine, exact, scale, strange))
         is_padding = torch.arange(whole.shape[1], device=whole.device) >= (vocab_size or whole.shape[1])
         assert not mine[~chosen].any() and not mine[:, made.part_of(is_padding[None])[0]].any()

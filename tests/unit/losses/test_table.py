@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import cycle, product
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from tests.references.dense_topk import dense_log_probs_at, has_no_softmax, rand
 from tests.references.losses import (
     FULL_DIVERGENCES,
     FUNCTIONS,
+    HALVES,
     OWN_STORAGE,
     SOURCES,
     STRIDES,
@@ -43,7 +44,6 @@ FLOAT32 = 2e-6
 #: Of values, and of gradients.
 BOUND = {torch.float64: 1e-9, torch.float32: FLOAT32, torch.float16: FLOAT32, torch.bfloat16: FLOAT32}
 GRADIENT_BOUND = {**BOUND, torch.float16: 1e-3, torch.bfloat16: 5e-3}
-HALVES = (torch.float16, torch.bfloat16)
 ROWS: list[Any] = [
     *(None, slice(3, 11), slice(-4, None), slice(None, None, 2), slice(5, 5), slice(5, 2, 2)),
     *(torch.arange(T - 1, -1, -1), torch.tensor([7, 3, 12, 0]), torch.arange(2, 9)),
@@ -111,8 +111,10 @@ def check(case: dict[str, Any], width: int = V, **of_call: Any) -> Errors:
     has, size = FUNCTIONS[name].options, case["vocab_size"] or width
     in_place = source == "overwritten" and "inplace_backward" in has
     source = "existing" if source == "overwritten" else source
-    if dtype in HALVES and source not in STRIDES:
-        dtype = torch.float32  # products, and quotients of such logits, are rounded: see test_deferred.py
+    if "divided" in source and dtype in HALVES:
+        dtype = torch.float32  # a quotient is rounded, and materialized: see test_deferred.py
+    elif "in float32" in source and dtype not in HALVES:
+        dtype = torch.bfloat16
     is_divergence = name in FULL_DIVERGENCES
     logits = random_logits(T, width, dtype)
     if is_divergence:  # no rows next to one-hot, whose gradients are small differences of large numbers
@@ -145,6 +147,8 @@ def check(case: dict[str, Any], width: int = V, **of_call: Any) -> Errors:
         of_gradient = 1e-10 if name == "at ids" or is_product else of_gradient
     if is_divergence:  # a small difference of two numbers
         of_gradient = 10 * GRADIENT_BOUND[dtype]
+    if is_product and dtype in HALVES:
+        of_gradient = 1e-2
     assert all(x <= bound for x, bound in zip(found.values, of_values, strict=True)), found
     assert found.gradient <= of_gradient, found
     return found
@@ -165,7 +169,7 @@ def test_values_and_gradients(case: dict[str, Any]) -> None:
 NO_IDS = torch.zeros(3, 0, dtype=torch.int64)
 
 
-#: Each way to rule ids out meets each dtype, size of blocks and number of teachers, and these meet each other.
+#: Each way to rule ids out meets each dtype, size of blocks and number of teachers.
 RULED_OUT: dict[str, Sequence[Any]] = {
     "way": list(
         product(
@@ -356,23 +360,6 @@ def check_strange_topk(
     expected = dense_log_probs_at(rows, topk.indices, temperature=temperature)
     for values, exact in zip((topk.log_probs, topk.tail_log_prob), expected, strict=True):
         assert error(values, exact, exact.abs() + 1, rounded=True) <= ROUNDING[values.dtype]
-
-
-@pytest.mark.parametrize("has_mask", [False, True], ids=["all", "some"])
-def test_rows_whose_values_have_no_gradient_have_none(has_mask: bool) -> None:
-    for dtype, inplace, seed in product(ROUNDING, (False, True), range(5)):
-        generator = torch.Generator().manual_seed(seed)
-        logits = strange_logits(12, 33, dtype, generator).requires_grad_()
-        counts, targets = (
-            torch.rand(12, generator=generator) < 0.5,
-            torch.randint(33, (12, 1), generator=generator),
-        )
-        keep_mask = torch.rand(12, 33, generator=generator) < 0.5 if has_mask else None
-        for name in ("entropy", "at ids"):
-            inputs, view = Inputs(targets[:, 0], targets, keep_mask=keep_mask), logits * 1
-            values = FUNCTIONS[name].call(view, inputs, {"inplace_backward": inplace})
-            weights = [counts.to(x.dtype).view(-1, *[1] * (x.dim() - 1)).expand_as(x) for x in values]
-            assert not torch.autograd.grad(values, view, weights)[0][~counts].any()
 
 
 # --- what holds of each function, wherever its logits come from
