@@ -1,4 +1,7 @@
-"""Losses that backward computes again equal plain ones, keep nothing, and run whole on several ranks."""
+"""Losses that backward computes again equal plain ones, keep nothing, and run whole on several ranks.
+
+``test_table.py`` has those of deferred logits, also under hooks of saved tensors.
+"""
 
 from __future__ import annotations
 
@@ -137,25 +140,6 @@ def test_early_stop(ranks: int, early_stop: bool | None, of_torch: bool, runs_wh
     ):
         loss_and_grad(checkpointed(loss_fn, early_stop=early_stop), torch.ones(3))
     assert ends == 1 + runs_whole
-
-
-@pytest.mark.parametrize(
-    "hooks",
-    [
-        lambda: saved_tensors_hooks(lambda x: x, lambda x: x),
-        lambda: saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x),
-        torch.autograd.graph.save_on_cpu,
-    ],
-)
-def test_deferred_logits_go_by_the_hooks_of_saved_tensors(hooks: Callable[[], Any]) -> None:
-    hidden = torch.randn(4, 3, dtype=torch.float64).requires_grad_()
-    weight = torch.randn(7, 3, dtype=torch.float64).requires_grad_()
-    targets = torch.arange(4)
-    with hooks():
-        loss = checkpointed(vocab_parallel_log_probs)(deferred_logits(hidden, weight), targets).sum()
-    expected = torch.log_softmax(hidden @ weight.T, 1).gather(1, targets[:, None]).sum()
-    for a, b in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (loss, expected)), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize(("is_ordinary", "by_keyword"), [(False, False), (False, True), (True, False)])

@@ -30,6 +30,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_topk,
 )
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
+from tests.references.dense import dense_divergence
 from tests.references.dense_topk import random_indices
 from tests.unit.losses.vocab.pairwise import pairwise
 
@@ -94,12 +95,15 @@ def teachers(kind: str, combination: str) -> list[list[Any]]:
 WEIGHTS = {"averaged": (1.0, 3.0, 0.0)}
 
 
+def dense_of_teacher(name: str) -> Tensor:
+    """Log-probabilities ``[n, V]``, without anything of the package."""
+    head = HEADS[name]
+    return ((HIDDEN[name] @ head.weight.T + head.bias) / TEMPERATURE).log_softmax(1)
+
+
 def dense_teachers(combination: str) -> list[tuple[float, Tensor]]:
-    """Weights and log-probabilities ``[n, V]``, without anything of the package."""
-    math_, code = (
-        ((HIDDEN[name] @ head.weight.T + head.bias) / TEMPERATURE).log_softmax(1)
-        for name, head in HEADS.items()
-    )
+    """Weights and log-probabilities ``[n, V]``."""
+    math_, code = map(dense_of_teacher, ("math", "code"))
     routed = torch.cat([math_[: RESPONSES[0]], code[RESPONSES[0] :]])
     if combination == "averaged":
         return [(0.25, math_), (0.75, routed)]
@@ -129,6 +133,7 @@ def mean(values: Tensor, normalization: str) -> Tensor:
 
 CASES: dict[str, Sequence[Any]] = {
     "kind": ["top-k", "full"],
+    "divergence": list(DIVERGENCES),
     "combination": ["one", "routed", "mixed", "averaged"],
     "normalization": ["token", "sequence", "constant"],
     "is_deferred": [False, True],
@@ -141,23 +146,32 @@ CASES: dict[str, Sequence[Any]] = {
 @pytest.mark.parametrize("case", pairwise(CASES), ids=lambda case: f"{case['kind']}, {case['combination']}")
 def test_loss_gradients_and_metrics_are_the_dense_ones(case: dict[str, Any]) -> None:
     kind, combination, normalization = case["kind"], case["combination"], case["normalization"]
+    divergence = case["divergence"]
+    if kind == "full" and divergence == "generalized_kl":  # which is over k ids
+        divergence = "reverse_kl"
     hidden, weight = student()
-    loss_func = make_distillation_loss_func(
-        LAYOUT,
-        DistillationBatch(teachers(kind, combination), MASKS),
-        DistillationOptions(
-            normalization=normalization, constant_length=LONGEST, teacher_weights=WEIGHTS.get(combination)
-        ),
-        temperature=TEMPERATURE,
-        **{name: case[name] for name in ("inplace_backward", "recompute", "normalizer")},
+    batch = DistillationBatch(teachers(kind, combination), MASKS, teacher(kind, "code"))
+    options = DistillationOptions(
+        divergence,
+        beta=0.3,
+        normalization=normalization,
+        constant_length=LONGEST,
+        teacher_weights=WEIGHTS.get(combination),
     )
+    of_call = {name: case[name] for name in ("inplace_backward", "recompute", "normalizer")}
+    loss_func = make_distillation_loss_func(LAYOUT, batch, options, temperature=TEMPERATURE, **of_call)
     deferred = losses.deferred_logits(hidden, weight, tile_bytes=4096)
     loss, count, metrics = loss_func((deferred if case["is_deferred"] else hidden @ weight.T)[None])
 
     log_p, total, tail = (hidden @ weight.T / TEMPERATURE).log_softmax(1)[ROWS], 0.0, 0.0
+    of_kind = buckets if kind == "top-k" else lambda log_p: log_p
+    log_old = of_kind(dense_of_teacher("code"))
     for share, log_q in dense_teachers(combination):
-        p, q = (buckets(log_p), buckets(log_q)) if kind == "top-k" else (log_p, log_q)
-        total = total + share * (p.exp() * (p - q)).sum(1)
+        p, q = of_kind(log_p), of_kind(log_q)
+        value = dense_divergence(divergence, p, q, log_old, 0.3)
+        if divergence == "generalized_kl":
+            value = (p.exp() * (p - q) - p.exp() + q.exp())[:, :-1].sum(1)
+        total = total + share * value
         tail = tail + share * q[:, -1].exp()
     expected = mean(total, normalization)
     divisor = metrics["loss"][1] / (case["normalizer"] or 1.0)
@@ -173,40 +187,14 @@ def test_loss_gradients_and_metrics_are_the_dense_ones(case: dict[str, Any]) -> 
             "teacher_tail": mean(tail, "token").item(),
         }
     assert losses.average_metrics([metrics]) == pytest.approx(averages)
+    if kind == "top-k" and case["normalizer"] is None:
+        found = losses.distillation_loss(*student_at_ids(hidden @ weight.T), batch, options)
+        torch.testing.assert_close(found, (loss, count, metrics), rtol=1e-10, atol=1e-12)
 
 
 def student_at_ids(logits: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     topk = vocab_parallel_log_probs_at(logits[ROWS], OLD.indices, temperature=TEMPERATURE, with_tail=True)
     return tuple(list(values.split(RESPONSES)) for values in topk)
-
-
-IN_FULL = ("reverse_kl", "importance_weighted_reverse_kl", "jensen_shannon", "forward_kl")
-OF_BUCKETS = (*IN_FULL, "generalized_kl")
-
-
-@pytest.mark.parametrize(
-    ("kind", "divergence"), [*(("top-k", name) for name in OF_BUCKETS), *(("full", name) for name in IN_FULL)]
-)
-def test_losses_are_those_of_the_divergence(kind: str, divergence: Any) -> None:
-    logits, old = random(sum(TOTALS), V, seed=1), teacher(kind, "code")
-    options = DistillationOptions(divergence, beta=0.3)
-    batch = DistillationBatch([teacher(kind, "math")], MASKS, old)
-    results = [make_distillation_loss_func(LAYOUT, batch, options, temperature=TEMPERATURE)(logits[None])]
-    if kind == "top-k":
-        results.append(losses.distillation_loss(*student_at_ids(logits), batch, options))
-        whole = [TopKDistribution.cat(batch.teachers[0]), TopKDistribution.cat(old)]
-        distributions = whole if divergence.startswith("importance") else whole[:1]
-        beta = {"beta": 0.3} if divergence == "jensen_shannon" else {}
-        of_student = map(torch.cat, student_at_ids(logits))
-        expected = getattr(losses, divergence)(*of_student, *distributions, **beta)
-    else:
-        of_teacher, of_old = (FullDistribution.cat(one).logits()[0] for one in (batch.teachers[0], old))
-        names = {"divergence": divergence, "beta": 0.3, "old": of_old, "temperature": TEMPERATURE}
-        expected = losses.full_vocabulary_divergence(logits, of_teacher, rows=ROWS, **names)
-    for loss, count, metrics in results:
-        assert torch.allclose(loss, expected[MASK].sum(), rtol=1e-10)
-        assert count == MASK.sum()
-        assert all(torch.allclose(metrics[name], results[-1][2][name]) for name in metrics)
 
 
 @of_each_kind

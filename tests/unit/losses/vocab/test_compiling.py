@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -25,12 +26,22 @@ from megatron_rl_patches.losses import (
     full_vocabulary_divergence,
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
-    vocab_parallel_topk,
 )
 from megatron_rl_patches.losses.vocab import compiling, full_divergence, topk
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
 from tests.references.live_bytes import live_bytes
-from tests.unit.losses.test_table import TABLE, V, check, check_targets, random_logits, random_targets
+from tests.unit.losses.test_table import (
+    STRANGE,
+    STRANGE_USES,
+    TABLE,
+    V,
+    check,
+    check_strange,
+    check_targets,
+    random_logits,
+    random_targets,
+)
+from tests.unit.losses.vocab.pairwise import pairwise
 
 
 def compiles(test: Any) -> Any:
@@ -225,22 +236,13 @@ def test_functions_that_would_be_compiled(
         )  # two blocks or more, forward and backward
 
 
-@pytest.mark.parametrize("k", [2, 5, "all"])
-def test_topk_as_on_a_gpu(k: Any, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With equal logits at the last place, NaN, and a small tail."""
-    logits = random_logits(dtype=torch.bfloat16)
-    logits[1, ::3], logits[2, 4], logits[8, 3:5] = 9.0, math.nan, 40.0
-    call = partial(vocab_parallel_topk, logits, V if k == "all" else k, temperature=0.7, block_bytes=16 * V)
-    expected = call()
-    assert compiler.calls == 0
+def test_strange_logits_that_would_be_compiled(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The top-k as on a GPU, of equal logits and all ids, too."""
     monkeypatch.setattr(topk, "_COMPILED_ON", {"cpu"})
-    found = call()
-    assert compiler.calls >= 2
-    has_nan = expected.tail_log_prob.isnan()
-    assert found.indices[~has_nan].equal(expected.indices[~has_nan])
-    for name in ("log_probs", "tail_log_prob"):
-        values = getattr(found, name), getattr(expected, name)
-        torch.testing.assert_close(*values, rtol=1e-6, atol=1e-6, equal_nan=True)
+    some = {**STRANGE, "source": ["existing", "deferred, frozen"], "width": [2, 33], "block_bytes": [4096]}
+    for case, (name, (k, kept)) in product(pairwise(some), STRANGE_USES):
+        check_strange(name, case, k, kept)
+    assert compiler.calls > 0
 
 
 @compiles

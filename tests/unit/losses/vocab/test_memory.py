@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import (
     vocab_parallel_log_probs,
-    vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
 )
 from tests.device_thread import device_thread
@@ -206,9 +205,10 @@ def test_a_leaf_is_refused(leaf: Tensor) -> None:
         in_place(view_of(leaf.detach()))  # no gradient, nothing to overwrite
 
 
-def loss_of(name: str, logits: Tensor) -> Tensor:
-    inputs = Inputs(TARGETS, TARGETS[:, None], teachers=(logits.detach().flip(0),))
-    return sum(x.sum() for x in FUNCTIONS[name].call(logits, inputs, {"inplace_backward": True}))
+def loss_of(name: str, logits: Tensor, inplace: bool = True) -> Tensor:
+    targets = TARGETS[: len(logits)]
+    inputs = Inputs(targets, targets[:, None], teachers=(torch.zeros(logits.shape),))
+    return sum(x.sum() for x in FUNCTIONS[name].call(logits, inputs, {"inplace_backward": inplace}))
 
 
 of_each = pytest.mark.parametrize("name", ["log-probs", "entropy", "at ids", "reverse_kl", "jensen_shannon"])
@@ -261,16 +261,17 @@ def test_what_was_overwritten_is_named(leaf: Tensor) -> None:
             loss.backward()
 
 
-def test_reading_overwritten_logits_again_is_an_error(leaf: Tensor) -> None:
+@of_each
+def test_reading_overwritten_logits_again_is_an_error(leaf: Tensor, name: str) -> None:
     """Version counters do not see this: the reader comes after."""
     logits = leaf * 1
-    in_place(logits).backward()
+    loss_of(name, logits).backward()
     for same in (logits, logits.detach(), logits.view(1, ROWS, V)[0], logits[1:]):
         with pytest.raises(InvalidInputError, match="overwritten with their gradient"):
-            vocab_parallel_log_probs_and_entropy(same, TARGETS[: len(same)])
+            loss_of(name, same, inplace=False)
     with torch.no_grad():
         logits.copy_(leaf)  # new values are no gradient
-        vocab_parallel_log_probs(logits, TARGETS)
+        loss_of(name, logits, inplace=False)
 
 
 def test_under_checkpointing_forward_runs_twice_and_backward_once(leaf: Tensor) -> None:
