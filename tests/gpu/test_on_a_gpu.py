@@ -26,8 +26,7 @@ from tests.lab.rehearsal import cases
 from tests.lab.rehearsal.test_rehearsal import WAITS
 from tests.ranks import on_ranks
 from tests.real.test_reentry import check_rollouts
-from tests.references.dense import dense_divergence, dense_log_probs_and_entropy, relative_error
-from tests.references.dense_topk import selected
+from tests.references.dense import dense_divergence, dense_log_probs_and_entropy, relative_error, selected
 from tests.references.live_bytes import live_bytes
 from tests.references.losses import Inputs, measure
 from tests.references.one_device import gpu_or_cpu

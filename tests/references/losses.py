@@ -20,8 +20,7 @@ from torch.nn.functional import linear
 from megatron_rl_patches import losses
 from megatron_rl_patches.losses.vocab.arguments import Rows
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
-from tests.references.dense import dense_divergence, dense_log_probs_and_entropy
-from tests.references.dense_topk import dense_log_probs_at, selected
+from tests.references.dense import dense_divergence, dense_log_probs_and_entropy, dense_log_probs_at, selected
 
 BETA = 0.3
 ALL_COLUMNS = slice(None)

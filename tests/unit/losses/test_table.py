@@ -20,8 +20,7 @@ from torch import Tensor
 
 from megatron_rl_patches import losses
 from megatron_rl_patches.errors import InvalidInputError
-from tests.references.dense import IGNORE
-from tests.references.dense_topk import dense_log_probs_at, has_no_softmax, random_indices, selected
+from tests.references.dense import IGNORE, dense_log_probs_at, has_no_softmax, random_indices, selected
 from tests.references.losses import (
     FULL_DIVERGENCES,
     FUNCTIONS,
@@ -58,6 +57,7 @@ TABLE: dict[str, Sequence[Any]] = {
     "kept": [False, True],
     "masked": [None, slice(3, V // 2), slice(300, 310)],  # columns
     "teachers": [1, 2],
+    "k": [5, 2, V // 2 + 100, V],
     "block_bytes": [None, 1, 3 * V * 4],
     "vocab_size": [None, V, V - 3, 768, 5],
 }
@@ -85,6 +85,7 @@ def inputs_of(
     size: int,
     *,
     rows_of_all: int = T,
+    k: int = 5,
     kept: bool = False,
     teachers: int = 1,
     dtype: torch.dtype = torch.float32,
@@ -93,7 +94,7 @@ def inputs_of(
     n = len(selected(torch.arange(rows_of_all), rows))
     targets, ids = (
         random_targets(n, size),
-        random_indices(n, size, min(5, size)) if n else torch.zeros(0, 5).long(),
+        random_indices(n, size, min(k, size)) if n else torch.zeros(0, min(k, size)).long(),
     )
     targets[n // 2 : n // 2 + 1] = IGNORE
     keep_mask = torch.rand(n, columns, generator=torch.Generator().manual_seed(2)) < 0.2 if kept else None
@@ -128,6 +129,7 @@ def check(case: dict[str, Any], width: int = V, **of_call: Any) -> Errors:
         case["rows"],
         width,
         size,
+        k=case["k"],
         kept=case["kept"] and "keep_mask" in has,
         teachers=case["teachers"],
         dtype=dtype,
@@ -139,10 +141,10 @@ def check(case: dict[str, Any], width: int = V, **of_call: Any) -> Errors:
     logits[~chosen] = math.nan  # which any use would show
     options = {"inplace_backward": True} if in_place else {}
     of_call |= {name: case[name] for name in ("temperature", "vocab_size", "block_bytes")}
-    if is_divergence:
+    is_product = source.startswith("product")
+    if is_divergence or is_product:  # a low temperature enlarges the roundings of products
         of_call["temperature"] = max(0.7, case["temperature"])
     found = measure(name, logits, inputs, source, **of_call, **options)
-    is_product = source.startswith("product")
     of_values, of_gradient = [BOUND[dtype]] * len(found.values), GRADIENT_BOUND[dtype]
     if dtype == torch.float64:
         if is_divergence or is_product:

@@ -30,8 +30,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_topk,
 )
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
-from tests.references.dense import dense_divergence
-from tests.references.dense_topk import random_indices
+from tests.references.dense import dense_divergence, random_indices
 from tests.unit.losses.vocab.pairwise import pairwise
 
 V, H, K, TEMPERATURE, LONGEST = 300, 6, 4, 0.7, 8

@@ -15,8 +15,7 @@ from megatron_rl_patches.losses import (
 from megatron_rl_patches.losses.objectives.distributions import log1mexp
 from megatron_rl_patches.losses.vocab.arguments import as_slices
 from megatron_rl_patches.losses.vocab.softmax import merged
-from tests.references.dense import relative_error
-from tests.references.dense_topk import dense_log_probs_at
+from tests.references.dense import dense_log_probs_at, relative_error
 from tests.references.live_bytes import live_bytes
 from tests.references.losses import largest
 from tests.unit.losses.test_table import FLOAT32, INF, T, V, random_logits
