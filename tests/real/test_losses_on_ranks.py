@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -76,14 +76,14 @@ def mine(group: dist.ProcessGroup, columns: int = V) -> slice:
     return slice(rank * width, (rank + 1) * width)
 
 
-def check_table(group: dist.ProcessGroup) -> None:
+def check_table(group: dist.ProcessGroup, width: int = V, **some: Sequence[Any]) -> None:
     """One all-gather forward, none backward, in every mode; a divergence may need one more.
 
     The gradient of hidden states is summed over ranks in backward.
     """
-    for case in pairwise(OF_RANKS):
+    for case in pairwise({**OF_RANKS, **some}):
         with sent_bytes() as calls:
-            found = check(case, V, columns=mine(group), group=group)
+            found = check(case, width, columns=mine(group, width), group=group)
         gathers, reduces = [name for name, _ in calls], []
         if "frozen" in case["source"] and case["function"] != "top-k":
             reduces = [gathers.pop()]
@@ -349,33 +349,12 @@ def test_one_rank_cannot_overwrite_its_logits() -> None:
 @on_ranks(2, megatron=False)
 def test_one_rank_compiles() -> None:
     """It cuts blocks and sums in another way. Ids that one side rules out need a second pass on all ranks."""
-    rank, columns = dist.get_rank(), 2048
-    student, teacher = torch.randn(2, ROWS, columns, generator=torch.Generator().manual_seed(0)).double()
-    student[2, :256], teacher[1, 1100:1900] = -math.inf, -math.inf
-    indices = random_indices(ROWS, columns, 5)
-
-    def values(student: Tensor, teacher: Tensor, group: Any = None) -> list[Tensor]:
-        leaf = student.clone().requires_grad_()
-        log_probs, entropies = losses.vocab_parallel_log_probs_and_entropy(leaf, TOKENS, tp_group=group)
-        kinds: Any = ("reverse_kl", "forward_kl", "jensen_shannon")
-        divergences = [
-            losses.full_vocabulary_divergence(leaf, teacher, divergence=kind, tp_group=group)
-            for kind in kinds
-        ]
-        at_ids, tails = losses.vocab_parallel_log_probs_at(leaf, indices, with_tail=True, tp_group=group)
-        results = torch.stack([log_probs, entropies, *divergences, at_ids.exp().sum(1), tails])
-        return [results.detach(), *torch.autograd.grad(results[:, 1:].sum(), leaf)]
-
-    expected, gradient = values(student, teacher)
     with (
-        mock.patch.object(compiling, "WORTHWHILE_ELEMENTS", 0 if rank == 0 else math.inf),
+        mock.patch.object(compiling, "WORTHWHILE_ELEMENTS", 0 if dist.get_rank() == 0 else math.inf),
         mock.patch.object(compiling, "_has_compiler", lambda device: True),
         mock.patch.object(compiling, "_call_compiled", lambda function, _, *arguments: function(*arguments)),
     ):
-        mine = (logits.chunk(2, dim=1)[rank] for logits in (student, teacher))
-        results_here, gradient_here = values(*mine, group=dist.group.WORLD)
-    assert all(torch.equal(results_here, other) for other in everywhere(results_here))
-    torch.testing.assert_close([results_here, gradient_here], [expected, gradient.chunk(2, dim=1)[rank]])
+        check_table(dist.group.WORLD, width=2048, source=["existing"], dtype=[torch.float64, torch.float32])
 
 
 # --- Layouts on context-parallel ranks: gathering, its gradient, and who takes part in backward.
