@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl_patches.losses import vocab_parallel_log_probs_at, vocab_parallel_topk
 from megatron_rl_patches.losses.objectives.distributions import log1mexp
-from tests.references.dense_topk import dense_log_probs_at
+from tests.references.dense import dense_log_probs_at
 from tests.references.sent_bytes import sent_bytes
 
 from .candidates import NEMO_RL, Candidate, calls, checkout

@@ -23,12 +23,12 @@ from megatron_rl_patches.losses.vocab import compiling
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES, divergence_named
 from tests.ranks import by_speed
 from tests.references.dense import dense_divergence
+from tests.references.losses import FULL_DIVERGENCES
 
 T, H, V = 9, 6, 1100
 BETA = 0.3
-BOUND = {torch.float64: 1e-10, torch.float32: 2e-6}
 #: For the whole vocabulary, and for buckets; and those that are never negative.
-NAMES: tuple[Any, ...] = tuple(name for name in DIVERGENCES if name != "generalized_kl")
+NAMES: tuple[Any, ...] = FULL_DIVERGENCES
 #: A mixture of both, and one with weights of the policy that sampled.
 COMPILED = {"jensen_shannon", "importance_weighted_reverse_kl"}
 of_each = pytest.mark.parametrize("name", NAMES)
