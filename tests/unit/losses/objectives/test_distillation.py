@@ -116,6 +116,13 @@ def buckets(log_p: Tensor) -> Tensor:
     return torch.cat([log_p_nk, (1 - log_p_nk.exp().sum(1, keepdim=True)).log()], 1)
 
 
+def formula(divergence: str, log_p: Tensor, log_q: Tensor, log_old: Tensor) -> Tensor:
+    """Return that of buckets or whole rows; the tail is what ``generalized_kl`` leaves out."""
+    if divergence == "generalized_kl":
+        return (log_p.exp() * (log_p - log_q) - log_p.exp() + log_q.exp())[:, :-1].sum(1)
+    return dense_divergence(divergence, log_p, log_q, log_old, 0.3)
+
+
 def student() -> tuple[Tensor, Tensor]:
     return random(sum(TOTALS), H, seed=1).requires_grad_(), random(V, H, seed=2).requires_grad_()
 
@@ -167,10 +174,7 @@ def test_loss_gradients_and_metrics_are_the_dense_ones(case: dict[str, Any]) -> 
     log_old = of_kind(dense_of_teacher("code"))
     for share, log_q in dense_teachers(combination):
         p, q = of_kind(log_p), of_kind(log_q)
-        value = dense_divergence(divergence, p, q, log_old, 0.3)
-        if divergence == "generalized_kl":
-            value = (p.exp() * (p - q) - p.exp() + q.exp())[:, :-1].sum(1)
-        total = total + share * value
+        total = total + share * formula(divergence, p, q, log_old)
         tail = tail + share * q[:, -1].exp()
     expected = mean(total, normalization)
     divisor = metrics["loss"][1] / (case["normalizer"] or 1.0)
@@ -194,6 +198,18 @@ def test_loss_gradients_and_metrics_are_the_dense_ones(case: dict[str, Any]) -> 
 def student_at_ids(logits: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     topk = vocab_parallel_log_probs_at(logits[ROWS], OLD.indices, temperature=TEMPERATURE, with_tail=True)
     return tuple(list(values.split(RESPONSES)) for values in topk)
+
+
+@pytest.mark.parametrize("divergence", [name for name in DIVERGENCES if hasattr(losses, name)])
+def test_functions_of_ids_and_tail(divergence: str) -> None:
+    logits = random(sum(TOTALS), V, seed=1)
+    others = [TopKDistribution.cat(teacher("top-k", name)) for name in ("math", "code")]
+    others = others if divergence.startswith("importance") else others[:1]
+    beta = {"beta": 0.3} if divergence == "jensen_shannon" else {}
+    found = getattr(losses, divergence)(*map(torch.cat, student_at_ids(logits)), *others, **beta)
+    log_p = (logits / TEMPERATURE).log_softmax(1)[ROWS]
+    of_each = map(buckets, (log_p, *map(dense_of_teacher, ("math", "code"))))
+    torch.testing.assert_close(found, formula(divergence, *of_each), rtol=1e-10, atol=1e-12)
 
 
 @of_each_kind
