@@ -78,7 +78,7 @@ LINES = {
     ("demo",): 360,
 }
 LINES_IN_ALL, MODULES_IN_ALL = 23_149, 144
-BESIDE = {"tests": 37_617, "benchmarks": 3_486}
+BESIDE = {"tests": 37_530, "benchmarks": 3_486}
 
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
