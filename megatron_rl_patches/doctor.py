@@ -230,14 +230,14 @@ def problems_of(
         message = "no framework of the selected patches is in this Python, so nothing takes effect here"
         problems.append(Problem(message, "run doctor with the Python and the PYTHONPATH of the job"))
     problems += _problems_of_roots(choice, selected)
-    faults = [status for status in selected if status.is_fault and not status.because_of]
-    for variable, item in ((name, item) for name, value in choice.variables.items() for item in items(value)):
-        for status in selected:
-            # Such as ``my_rl.model:train``, which this variable names.
-            if status.target == item.replace(":", ".") and status.state in ("absent", "missing"):
-                remedy = _export(variable, _without(choice.variables[variable], [item]))
-                problems.append(Problem(f"{status}; {variable} names it", remedy))
-                faults = [fault for fault in faults if fault != status]
+    places = [(name, item) for name, value in choice.variables.items() for item in items(value)]
+    named = {item.replace(":", "."): (name, item) for name, item in places}  # such as my_rl.model:train
+    wrong = [s for s in selected if s.target in named and s.state in ("absent", "missing")]
+    for status in wrong:
+        variable, item = named[status.target]
+        remedy = _export(variable, _without(choice.variables[variable], [item]))
+        problems.append(Problem(f"{status}; {variable} names it", remedy))
+    faults = [s for s in selected if s.is_fault and not s.because_of and s not in wrong]
     unfit = sorted({fault.patch for fault in faults})
     without = ",".join([choice.variables.get(VARIABLE, ""), *(f"-{patch}" for patch in unfit)])
     remedy = _export(VARIABLE, without if set(choice.patches).difference(unfit) else "0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -113,16 +114,16 @@ def _show_components(diagnosis: Diagnosis, screen: Screen) -> None:
     torch, wrapt, startup = diagnosis.torch or "absent", diagnosis.wrapt or "absent", diagnosis.startup
     versions = f"megatron-rl-patches {diagnosis.version}, Python {diagnosis.python}"
     screen.line(f"{versions}, torch {torch}, wrapt {wrapt}", "bold")
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("python", "", diagnosis.executable),
         ("megatron_rl_patches", "", diagnosis.path),
         ("startup file", "fires" if startup.fires else "does not fire", startup.file or "not found"),
         *((f.name, f.version or "unknown", f.path) for f in diagnosis.frameworks if f.path),
     ]
     # The folder of packages and the home folder are long, and known.
-    packages, home = f"{sysconfig.get_path('purelib')}/", f"{Path.home()}/"
-    short = [(*row[:2], row[2].replace(packages, "site-packages/").replace(home, "~/")) for row in rows]
-    screen.table(short, header=False)
+    for folder, name in ((sysconfig.get_path("purelib"), "site-packages"), (Path.home(), "~")):
+        rows = [(*row[:2], re.sub(f"^{re.escape(str(folder))}/", f"{name}/", row[2])) for row in rows]
+    screen.table(rows, header=False)
     if absent := [framework.name for framework in diagnosis.frameworks if not framework.path]:
         screen.line(f"absent: {', '.join(absent)}", "dim")
 

@@ -141,7 +141,7 @@ class Installer(Listener):
             if record.wrapper is None:  # it was never put in place, so there is nothing to report
                 del self._records[record.site.patch, record.site.target]
             self._moved += record.unwrap()
-            record.status = replace(record.status, state="reverted", reason="reverted")
+            record.status = replace(record.status, state="reverted", reason="reverted", because_of="")
         self._rebind_copies()
         awaited = {record.site.module for record in self._records.values() if not record.is_reverted}
         for module in {record.site.module for record in records} - awaited:

@@ -48,8 +48,7 @@ def _judge_code(site: Site, target: TargetSource) -> tuple[State, str]:
         return "drifted", f"it no longer takes {', '.join(absent)}"
     if absent := [name for name in site.requires_names if not target.mentions(name)]:
         return "drifted", f"its body no longer uses {', '.join(absent)}"
-    helped = f"helps {', '.join(site.helps)}" if site.helps else ""
-    return "fits", helped or "has the bug that the patch fixes"
+    return "fits", f"helps {', '.join(site.helps)}" if site.helps else "has the bug that the patch fixes"
 
 
 def _read_object(module: ModuleType, qualname: str) -> tuple[str, str]:

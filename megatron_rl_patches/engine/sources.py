@@ -182,8 +182,10 @@ def _unzipped(file: Path | io.BytesIO, name: str) -> Files:
 def _open_commit(repository: Path, revision: str, name: str) -> Files:
     """Read the Python files of a commit; the repository may be bare."""
     root = repository.parent if repository.name == ".git" else repository
-    asked = (("--verify", "--end-of-options", f"{revision}^{{commit}}"), ("--absolute-git-dir",))
-    commit, folder = (os.fsdecode(_git(repository, "rev-parse", *each)).rstrip("\n") for each in asked)
+    commit, folder = (
+        os.fsdecode(_git(repository, "rev-parse", *options)).rstrip("\n")
+        for options in (["--verify", "--end-of-options", f"{revision}^{{commit}}"], ["--absolute-git-dir"])
+    )
     # Run in .git, git archive takes the whole tree. In a folder of the work tree it takes only that.
     content = _git(Path(folder), "archive", "--format=zip", "-0", commit, "--", "*.py")
     return _unzipped(io.BytesIO(content), name or f"{root.name.removesuffix('.git')} {revision}")

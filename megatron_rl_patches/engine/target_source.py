@@ -103,9 +103,8 @@ class TargetSource:
     def looks_up_unchecked(self, name: str) -> bool:
         """Return whether a ``for`` loop reads ``name[...]``, and no ``if`` about the name decides on it."""
         read = (node for loop in _nodes(self.function, ast.For) for node in _nodes(loop, ast.Subscript))
-        look_ups = [node for node in read if _mentions(node.value, name)]
-        tests = ([test for test, _ in _tests_before(self.function, node)] for node in look_ups)
-        return not all(any(_mentions(test, name) for test in before) for before in tests)
+        of_reads = (_tests_before(self.function, node) for node in read if _mentions(node.value, name))
+        return any(not any(_mentions(test, name) for test, _ in tests) for tests in of_reads)
 
     def calls(self, name: str = "", in_module: bool = False) -> list[CallNode]:
         """Return the calls of what has this name, or all calls, in the function or in its module."""
@@ -167,18 +166,17 @@ def layers(function: Any) -> Iterator[Any]:
 
 
 def runs_when_called(value: Any) -> bool:
-    """Return whether the attribute of a class or module runs when it is called, and not when it is read."""
+    """Return whether an attribute runs when it is called, and not when it is read, as a property does."""
     descriptors = (classmethod, staticmethod, partialmethod, singledispatchmethod)
-    is_property = hasattr(type(value), "__set__")
-    return not is_property and (callable(value) or isinstance(value, descriptors))
+    return not hasattr(type(value), "__set__") and (callable(value) or isinstance(value, descriptors))
 
 
 def _descriptor(node: FunctionNode) -> str:
     """Return the decorator that makes a property of the function, or ``""``."""
     accessors = ("setter", "getter", "deleter")
     names = [ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list]
-    found = next((name for name in names if name.endswith(("property", *accessors))), "")
-    return "property" if found in accessors else found
+    descriptor = next((name for name in names if name.endswith(("property", *accessors))), "")
+    return "property" if descriptor in accessors else descriptor
 
 
 @lru_cache(maxsize=4)

@@ -101,8 +101,8 @@ class SequenceLayout:
         total, response = _checked_lengths(totals, responses, without_prompt=own_rows)
         chunks = 2 * cp_size if cp_size > 1 and not allgather_cp else 1
         is_bshd = qkv_format == "bshd"
-        others = max_seq_lens if not is_bshd else padded_lengths if num_rows is None else num_rows
-        if others is not None or (is_bshd and max_seq_lens is None):
+        has_thd = padded_lengths is not None or num_rows is not None
+        if (max_seq_lens is None) == is_bshd or (is_bshd and has_thd):
             raise InvalidInputError(
                 "qkv_format 'bshd' needs max_seq_lens, and takes no padded_lengths and no num_rows; "
                 "'thd' takes no max_seq_lens: pass padded_lengths"
@@ -236,9 +236,9 @@ class SequenceLayout:
         """Raise :class:`InvalidInputError` if this is not the group that the layout was built for."""
         rank, size = (0, 1) if cp_group is None else (dist.get_rank(cp_group), dist.get_world_size(cp_group))
         if (rank, size) != (self.cp_rank, self.cp_size):
-            found = "cp_group is None" if cp_group is None else f"in cp_group this is rank {rank} of {size}"
+            actual = "cp_group is None" if cp_group is None else f"in cp_group this is rank {rank} of {size}"
             raise InvalidInputError(
-                f"{found}, but the layout is that of rank {self.cp_rank} of {self.cp_size} context-parallel "
+                f"{actual}, but the layout is that of rank {self.cp_rank} of {self.cp_size} context-parallel "
                 "ranks; pass cp_group, and build the layout with the rank and size of that group"
             )
 

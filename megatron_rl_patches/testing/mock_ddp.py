@@ -128,12 +128,12 @@ class MockDDP(_BaseDataParallel):
     def _buffer(self, params: list[torch.nn.Parameter]) -> SimpleNamespace:
         flat = torch.cat([param.detach().reshape(-1) for param in params])
         grads = torch.zeros_like(flat, dtype=torch.float32 if self.ddp_config.grad_reduce_in_fp32 else None)
-        is_distributed, start = self.ddp_config.use_distributed_optimizer, 0
-        for param in params:
-            places = slice(start, start := start + param.numel())
-            param.main_grad = grads[places].view(param.shape)  # type: ignore[attr-defined]
+        is_distributed, sizes = self.ddp_config.use_distributed_optimizer, [x.numel() for x in params]
+        views = zip(params, torch.split(grads, sizes), torch.split(flat, sizes), strict=True)
+        for param, grad, part in views:
+            param.main_grad = grad.view(param.shape)  # type: ignore[attr-defined]
             if is_distributed:
-                param.data = flat[places].view(param.shape)
+                param.data = part.view(param.shape)
         param_data = flat if is_distributed else None
         return SimpleNamespace(params=params, grad_data=grads, param_data=param_data)
 

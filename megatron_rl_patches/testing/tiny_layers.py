@@ -55,8 +55,8 @@ def layer_of(
     if config.context_parallel_size > 1 or config.multi_latent_attention:
         attention.core_attention = GatheredAttention
     if config.qk_layernorm and not options["qk_l2_norm"]:
-        keys = "kv_layernorm" if config.multi_latent_attention else "k_layernorm"
-        vars(attention).update({"q_layernorm": SequenceParallelNorm, keys: SequenceParallelNorm})
+        of_keys = "kv_layernorm" if config.multi_latent_attention else "k_layernorm"
+        vars(attention).update(dict.fromkeys(("q_layernorm", of_keys), SequenceParallelNorm))
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
     return layer, SequenceParallelNorm
 

@@ -378,10 +378,10 @@ def measure(
     return Errors(of_values, max(of_gradients), results)
 
 
-def error(found: Tensor, expected: Tensor, scale: Tensor, rounded: bool = False) -> float:
+def error(actual: Tensor, expected: Tensor, scale: Tensor, rounded: bool = False) -> float:
     """Return the largest error in units of a scale; infinite if NaN is not where it is expected."""
-    found, expected = found.detach(), expected.detach()
-    expected = expected.to(found.dtype).double() if rounded else expected
-    errors = torch.where(found == expected, 0.0, (found.double() - expected).abs() / scale)
-    errors = torch.where(found.isnan() & expected.isnan(), 0.0, errors)
+    actual, expected = actual.detach(), expected.detach()
+    expected = expected.to(actual.dtype).double() if rounded else expected
+    errors = torch.where(actual == expected, 0.0, (actual.double() - expected).abs() / scale)
+    errors = torch.where(actual.isnan() & expected.isnan(), 0.0, errors)
     return errors.nan_to_num(math.inf).max().item() if errors.numel() else 0.0

@@ -65,12 +65,12 @@ IMPORTERS_OF_STARTUP = {"doctor", "engine", "hooks"}
 # What is new takes the place of something old: a commit lowers a number or leaves it.
 LINES = {
     ("__init__", "__main__", "errors"): 90,
-    ("common",): 480,
+    ("common",): 479,
     ("hooks",): 100,
-    ("engine",): 2_123,
-    ("patches",): 1_320,
+    ("engine",): 2_122,
+    ("patches",): 1_300,
     ("frameworks",): 2_400,
-    ("reentry",): 1_950,
+    ("reentry",): 1_855,
     ("inference",): 3_550,
     ("losses",): 6_670,
     ("testing",): 3_594,

@@ -381,10 +381,10 @@ def test_what_is_wrong_is_shown_with_lines_to_copy(monkeypatch: MonkeyPatch) -> 
     remedy = "export MEGATRON_RL_PATCHES=all,-inference-only,-lean-head,-lean-loss"
     problems = Problem("one", remedy), Problem("two", "unset B"), Problem("three", remedy)
     monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
-    found = replace(DIAGNOSIS, executable="/home/me/[bold]/python", problems=problems)
-    lines = screen(found, width=40, terminal=True)
+    paths = {"executable": "/home/me/[bold]/python", "path": "/mnt/home/me/package"}
+    lines = screen(replace(DIAGNOSIS, **paths, problems=problems), width=40, terminal=True)
     assert lines[-5:] == ["- one", "- three", f"  {remedy}", "- two", "  unset B"]
-    assert "  ~/[bold]/python" in lines
+    assert {"  ~/[bold]/python", "  /mnt/home/me/package"} <= set(lines)
 
 
 @pytest.mark.parametrize("value", ["", "1"])

@@ -215,8 +215,8 @@ def _missing(chunk: torch.nn.Module, names: set[str], with_output_head: bool) ->
     # Tied weights have several names, and one is enough.
     loaded = {id(weights[name]) for name in weights.keys() & names}
     missing = {name for name, x in weights.items() if isinstance(x, torch.Tensor) and id(x) not in loaded}
-    kept = set() if with_output_head else set(filter(is_of_output_head, missing))
-    return {("missing in the checkpoint", name) for name in missing - kept}
+    left_out = set() if with_output_head else set(filter(is_of_output_head, missing))
+    return {("missing in the checkpoint", name) for name in missing - left_out}
 
 
 # --- the folder and the format, found as ``checkpointing.py`` of Megatron-LM does

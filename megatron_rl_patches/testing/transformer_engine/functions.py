@@ -141,15 +141,15 @@ def apply_rotary_pos_emb(
         freqs = freqs[torch.nn.functional.pad(places, (0, size - len(places)))][:, 0]
     else:
         freqs = freqs[:size] if tensor_format == "sbhd" else freqs[:size].transpose(0, 1)
-    turned, kept = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]
+    rotated, rest = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]
     if interleaved:
-        other = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+        other = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), -1).flatten(-2)
     else:
-        first, second = turned.chunk(2, -1)
+        first, second = rotated.chunk(2, -1)
         other = torch.cat((-second, first), -1)
     dtype = torch.float32 if others.get("fused") else t.dtype
-    x = turned.to(dtype) * freqs.cos().to(dtype) + other.to(dtype) * freqs.sin().to(dtype)
-    return torch.cat((x.to(t.dtype), kept), -1)
+    x = rotated.to(dtype) * freqs.cos().to(dtype) + other.to(dtype) * freqs.sin().to(dtype)
+    return torch.cat((x.to(t.dtype), rest), -1)
 
 
 # --- the optimizer

@@ -14,7 +14,7 @@ from packaging.version import Version
 from ...errors import MegatronRLPatchesError
 
 DEFAULT = "2.9.0"
-#: The version that Megatron is told, and on which attributes depend.
+#: The version that Megatron reads, and on which attributes depend.
 current = DEFAULT
 
 

@@ -146,8 +146,8 @@ def check(case: dict[str, Any], width: int = V, **of_call: Any) -> Errors:
     is_product = source.startswith("product")
     if is_divergence or is_product:  # a low temperature enlarges the roundings of products
         of_call["temperature"] = max(0.7, case["temperature"])
-    found = measure(name, logits, inputs, source, **of_call, **options)
-    of_values, of_gradient = [BOUND[dtype]] * len(found.values), GRADIENT_BOUND[dtype]
+    worst = measure(name, logits, inputs, source, **of_call, **options)
+    of_values, of_gradient = [BOUND[dtype]] * len(worst.values), GRADIENT_BOUND[dtype]
     if dtype == torch.float64:
         if is_divergence or is_product:
             of_values = [1e-10] * len(of_values)
@@ -158,16 +158,16 @@ def check(case: dict[str, Any], width: int = V, **of_call: Any) -> Errors:
         of_gradient = 10 * GRADIENT_BOUND[dtype]
     if is_product and dtype in HALVES:
         of_gradient = 1e-2
-    assert all(x <= bound for x, bound in zip(found.values, of_values, strict=True)), found
-    assert found.gradient <= of_gradient, found
-    return found
+    assert all(x <= bound for x, bound in zip(worst.values, of_values, strict=True)), worst
+    assert worst.gradient <= of_gradient, worst
+    return worst
 
 
 def check_targets(logits: Tensor, **options: Any) -> None:
     """Check log-probabilities and entropies of targets; one is none."""
     targets = random_targets(*logits.shape)
-    found = measure("entropy", logits, Inputs(targets, targets[:, None]), **options)
-    assert found.value <= BOUND[logits.dtype] and found.gradient <= GRADIENT_BOUND[logits.dtype]
+    worst = measure("entropy", logits, Inputs(targets, targets[:, None]), **options)
+    assert worst.value <= BOUND[logits.dtype] and worst.gradient <= GRADIENT_BOUND[logits.dtype]
 
 
 @pytest.mark.parametrize("case", pairwise(TABLE), ids=name_of)
@@ -204,9 +204,9 @@ def test_divergences_where_ids_are_ruled_out(name: str) -> None:
         student, teacher, old, other = logits
         teachers = (teacher, other) if weights else (teacher,)
         inputs = Inputs(NO_IDS[0], NO_IDS, teachers=teachers, teacher_weights=weights, old=old)
-        found = measure(name, student, inputs, source, temperature=0.7, block_bytes=case["block_bytes"])
+        worst = measure(name, student, inputs, source, temperature=0.7, block_bytes=case["block_bytes"])
         bound = 1e-10 if case["dtype"] == torch.float64 else FLOAT32
-        assert found.value < bound and found.gradient < 3 * bound, (case, found)
+        assert worst.value < bound and worst.gradient < 3 * bound, (case, worst)
 
 
 @pytest.mark.slow
@@ -246,11 +246,11 @@ def check_extreme(logits: Tensor, fused: bool, **options: Any) -> None:
     ids = torch.tensor([[7, 0, 7], [6, 999, 2], [5, IGNORE, 4], [IGNORE] * 3])
     for some, keep_mask in product(targets, (NO_MASK, NOTHING_KEPT)):
         mask = None if keep_mask is None else keep_mask[:, : logits.shape[1]]
-        found = measure("entropy", logits, Inputs(some, ids, keep_mask=mask), fused=fused, **options)
-        assert found.value <= FLOAT32 and found.gradient <= GRADIENT_BOUND[logits.dtype], found
+        worst = measure("entropy", logits, Inputs(some, ids, keep_mask=mask), fused=fused, **options)
+        assert worst.value <= FLOAT32 and worst.gradient <= GRADIENT_BOUND[logits.dtype], worst
     for name in ("at ids", "top-k"):
-        found = measure(name, logits, Inputs(targets[0], ids), strange=True, **options)
-        assert found.value <= FLOAT32 and found.gradient <= max(5e-6, GRADIENT_BOUND[logits.dtype]), found
+        worst = measure(name, logits, Inputs(targets[0], ids), strange=True, **options)
+        assert worst.value <= FLOAT32 and worst.gradient <= max(5e-6, GRADIENT_BOUND[logits.dtype]), worst
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
@@ -265,8 +265,8 @@ def test_extreme_logits(name: str, fused: bool) -> None:
 def test_widths(columns: int) -> None:
     for rows in (1, 3):
         targets = torch.arange(rows) % columns
-        found = measure("entropy", random_logits(rows, columns), Inputs(targets, targets[:, None]))
-        assert max(found.value, found.gradient) <= FLOAT32
+        worst = measure("entropy", random_logits(rows, columns), Inputs(targets, targets[:, None]))
+        assert max(worst.value, worst.gradient) <= FLOAT32
 
 
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -344,9 +344,9 @@ def check_strange(name: str, case: dict[str, Any], k: int, kept: bool, **of_rank
             with pytest.raises(InvalidInputError, match="a storage of their own"):
                 measure(name, logits, inputs, source, **options)
             return
-    found = measure(name, logits, inputs, source, strange=True, **options)
-    assert found.value <= ROUNDING[torch.float64 if case["dtype"] == torch.float64 else torch.float32], found
-    assert found.gradient <= ROUNDING[case["dtype"]], found
+    worst = measure(name, logits, inputs, source, strange=True, **options)
+    assert worst.value <= ROUNDING[torch.float64 if case["dtype"] == torch.float64 else torch.float32], worst
+    assert worst.gradient <= ROUNDING[case["dtype"]], worst
 
 
 def check_strange_topk(
