@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .common.lazy import lazy_names
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `lazy_names` reads this, and imports a name when it is first used
     from .engine.api import applied as applied
     from .engine.api import apply as apply
     from .engine.api import available as available
@@ -29,15 +29,4 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        ".engine.api": ["applied", "apply", "available", "revert", "status", "verify_ranks"],
-        ".engine.call": ["Call"],
-        ".engine.statuses": ["SiteStatus"],
-        ".engine.patch": ["Patch", "Site"],
-        ".engine.settings": ["Settings"],
-        ".engine.target_source": ["TargetSource"],
-        ".errors": ["MegatronRLPatchesError", "PatchError"],
-    },
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)
