@@ -146,12 +146,12 @@ def verify_ranks(group: Any = None) -> None:
         raise PatchError(
             "verify_ranks: torch.distributed is not initialized; call init_process_group() first"
         )
+    from ..common.agreement import gathered, world
+
     own = {f"{s.patch}: {s.target}": f"{s.state} (code {s.fingerprint or 'unknown'})" for s in status()}
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (dist.get_rank(), own), group=group)
-    by_rank: dict[int, dict[str, str]] = dict(gathered)
+    by_rank = dict(gathered((dist.get_rank(), own), group or world()))
     differences = []
-    for target in sorted({target for states in by_rank.values() for target in states}):
+    for target in sorted(set().union(*by_rank.values())):
         ranks_by_state: dict[str, list[int]] = {}
         for rank, states in by_rank.items():
             ranks_by_state.setdefault(states.get(target, "not selected"), []).append(rank)

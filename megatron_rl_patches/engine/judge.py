@@ -21,8 +21,8 @@ _REPLACED = (
 
 
 @lru_cache(maxsize=256)
-def _judge_text(site: Site, text: str) -> tuple[State, str, str, str]:
-    """Judge a site by the text of its module: state, reason, fingerprint, and a property's decorator."""
+def _judge_text(site: Site, text: str) -> tuple[State, str, str]:
+    """Return state, reason and fingerprint of a site by the text of its module."""
     # It is asked whenever a module of the site's group is imported, and the text is the same every time.
     target = from_source(site.module, site.qualname, text)
     try:
@@ -30,7 +30,7 @@ def _judge_text(site: Site, text: str) -> tuple[State, str, str, str]:
             state, reason = _judge_code(site, target)
     except PatchError as error:
         state, reason = "failed", str(error)
-    return state, reason, target.fingerprint, target.descriptor
+    return state, reason, target.fingerprint
 
 
 def _judge_code(site: Site, target: TargetSource) -> tuple[State, str]:
@@ -52,7 +52,7 @@ def _judge_code(site: Site, target: TargetSource) -> tuple[State, str]:
 
 
 def _read_object(module: ModuleType, qualname: str) -> tuple[str, str]:
-    """Return where the live function comes from, if not from its module, and what runs when it is read."""
+    """Return where the live function comes from, if not from its module, and its type if it is a property."""
     owner, name = resolve(module, qualname)
     all_layers = list(layers(vars(owner)[name]))
     original = all_layers[-1]
@@ -65,10 +65,10 @@ def _read_object(module: ModuleType, qualname: str) -> tuple[str, str]:
 
 def judge_site(site: Site, source: Source, module: ModuleType | None = None) -> SiteStatus:
     """Judge a site by the text of its module and, where that is imported, by the live module too."""
-    replaced_by = ""
+    replaced_by = descriptor = ""
     try:
         text = source.read(site.module)
-        state, reason, fingerprint, descriptor = _judge_text(site, text or "")
+        state, reason, fingerprint = _judge_text(site, text or "")
         if fingerprint and module is not None:
             replaced_by, descriptor = _read_object(module, site.qualname)
         for other in () if fingerprint else site.elsewhere:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
-import pkgutil
 import subprocess
 import sys
 import zipfile
@@ -71,7 +70,8 @@ def _search(name: str, locations: list[str] | None) -> ModuleSpec | None:
     for finder in list(sys.meta_path):
         spec = None
         if finder is PathFinder and locations is not None:
-            spec = _search_folders(name, locations)
+            # With the whole name it would want a bare folder's parent package to be imported already.
+            spec = PathFinder.find_spec(name.rpartition(".")[2], locations)
         elif isinstance(finder, type) or not parent or parent in sys.modules:
             # Somebody else's finder may be broken; the import itself will say so.
             with suppress(Exception):
@@ -79,19 +79,6 @@ def _search(name: str, locations: list[str] | None) -> ModuleSpec | None:
         if spec is not None:
             return spec
     return None
-
-
-def _search_folders(name: str, locations: list[str]) -> ModuleSpec | None:
-    """``PathFinder.find_spec``, which wants a bare folder's parent package to be imported already."""
-    namespace = ModuleSpec(name, None, is_package=True)
-    portions = namespace.submodule_search_locations = []
-    for location in locations:
-        find_spec = getattr(pkgutil.get_importer(location), "find_spec", None)
-        spec: ModuleSpec | None = find_spec(name) if find_spec else None
-        if spec is not None and spec.loader is not None:
-            return spec
-        portions += (spec.submodule_search_locations or []) if spec else []
-    return namespace if portions else None
 
 
 class Files:
@@ -107,7 +94,8 @@ class Files:
         self._files = {path for path in paths if path.endswith(".py")}
         # Those that hold Python files at some depth, each with a slash at its end.
         self._folders = {f"{parent}/" for path in self._files for parent in PurePosixPath(path).parents[:-1]}
-        outside = (folder for folder in self._folders if not self._is_in_a_package(folder))
+        packages = tuple(folder for folder in self._folders if f"{folder}__init__.py" in self._files)
+        outside = (folder for folder in self._folders if not folder.startswith(packages))
         self._places = ["", *sorted(outside, key=lambda folder: (folder.count("/"), folder))]
         self._text = cache(lambda path: importlib.util.decode_source(content(path)))
 
@@ -118,24 +106,16 @@ class Files:
         file = self._find(module)
         return None if file is None else self._text(file)
 
-    def _is_in_a_package(self, folder: str) -> bool:
-        path = PurePosixPath(folder)
-        return any(f"{parent}/__init__.py" in self._files for parent in (path, *path.parents))
-
     def _find(self, module: str) -> str | None:
+        """Look up each part as Python does: the first package or module wins, bare folders add up."""
         file, places = None, self._places
         for part in module.split("."):
-            file, places = self._step(part, places)
+            names = [f"{place}{part}" for place in places]
+            possible = (f"{name}{end}" for name in names for end in ("/__init__.py", ".py"))
+            file = next(filter(self._files.__contains__, possible), None)
+            folders = [f"{name}/" for name in names if f"{name}/" in self._folders]
+            places = folders if file is None else [file.removesuffix("__init__.py")]
         return file
-
-    def _step(self, name: str, places: list[str]) -> tuple[str | None, list[str]]:
-        """One look-up as Python does it: the first package or module wins, bare folders add up."""
-        for place in places:
-            if f"{place}{name}/__init__.py" in self._files:
-                return f"{place}{name}/__init__.py", [f"{place}{name}/"]
-            if f"{place}{name}.py" in self._files:
-                return f"{place}{name}.py", []
-        return None, [f"{place}{name}/" for place in places if f"{place}{name}/" in self._folders]
 
 
 def open_source(source: str) -> Source:

@@ -55,14 +55,12 @@ class TargetSource:
         target: ``module.qualname``.
         function, module: syntax trees of both; the function is ``None`` when the module does not define it.
         imported_from: set when the module binds the name by an import instead of defining it.
-        descriptor: the decorator that makes a property of the function, or ``""``.
     """
 
     target: str
     function: FunctionNode | None = None
     imported_from: str | None = None
     module: ast.Module | None = None
-    descriptor: str = ""
 
     @property
     def parameters(self) -> frozenset[str]:
@@ -139,7 +137,7 @@ def from_source(module: str, qualname: str, text: str) -> TargetSource:
         scope = definitions[-1]
     for node in _statements(scope.body):
         if isinstance(node, FunctionNode) and node.name == name:
-            target = replace(target, function=node, imported_from=None, descriptor=_descriptor(node))
+            target = replace(target, function=node, imported_from=None)
         elif isinstance(node, ast.ImportFrom) and any((a.asname or a.name) == name for a in node.names):
             target = replace(target, function=None, imported_from="." * node.level + (node.module or ""))
     return target
@@ -169,14 +167,6 @@ def runs_when_called(value: Any) -> bool:
     """Return whether an attribute runs when it is called, and not when it is read, as a property does."""
     descriptors = (classmethod, staticmethod, partialmethod, singledispatchmethod)
     return not hasattr(type(value), "__set__") and (callable(value) or isinstance(value, descriptors))
-
-
-def _descriptor(node: FunctionNode) -> str:
-    """Return the decorator that makes a property of the function, or ``""``."""
-    accessors = ("setter", "getter", "deleter")
-    names = [ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list]
-    descriptor = next((name for name in names if name.endswith(("property", *accessors))), "")
-    return "property" if descriptor in accessors else descriptor
 
 
 @lru_cache(maxsize=4)
