@@ -70,22 +70,18 @@ def _looks_at_the_norm(target: TargetSource) -> str | None:
     return "upstream itself skips a step whose gradient norm is not finite" if skips else None
 
 
-def _does_not_assert_success(target: TargetSource) -> str | None:
-    return None if target.asserts("update_successful") else "it does not assert that a step succeeds"
-
-
 def _does_not_raise(target: TargetSource) -> str | None:
     return None if target.mentions("NotImplementedError") else "it does not raise where a step fails"
-
-
-def _skips_are_counted() -> str:
-    counts = sys.modules.get("megatron_rl_patches.reentry.finite_step")  # which the first step imports
-    return counts.summary() if counts else ""
 
 
 def _does_not_advance(target: TargetSource) -> str | None:
     advances = any("scheduler" in call.function for call in target.calls("step"))
     return None if advances else "it does not advance the schedule"
+
+
+def _skips_are_counted() -> str:
+    counts = sys.modules.get("megatron_rl_patches.reentry.finite_step")  # which the first step imports
+    return counts.summary() if counts else ""
 
 
 # --- sites
@@ -118,7 +114,9 @@ patch.wrap(
     "train_one_step",
     ".frameworks.optimizer_steps:train_one_step",
     parameters=("optimizer", "opt_param_scheduler"),
-    skip_if=_does_not_assert_success,
+    skip_if=lambda code: (
+        None if code.asserts("update_successful") else "it does not assert that a step succeeds"
+    ),
 )
 for _stepped, _skip_if in (("optimizer", _does_not_raise), ("lr_scheduler", _does_not_advance)):
     patch.wrap(

@@ -53,13 +53,10 @@ class InferenceOnlyOptions:
 
 
 def _framework_leaves_ddp_out(target: TargetSource) -> str | None:
-    """Return why the site is left alone; ``None`` if every role's model gets DDP.
-
-    A module that calls ``get_model`` without DDP may wrap the model itself, as slime did before v0.2.
-    """
     if target.parameters == {"args"}:
         return "it builds one model, and that one trains"
     builds_without = any(call.keywords.get("wrap_with_ddp") is False for call in target.calls(in_module=True))
+    # slime before v0.2 calls `get_model` without DDP, and wraps the model itself.
     wraps = any(target.calls(name, in_module=True) for name in ("DDP", "DistributedDataParallel"))
     has_own = builds_without and not wraps
     return "the framework has a way of its own to build a model without DDP" if has_own else None
@@ -99,7 +96,7 @@ patch.wrap(
     "setup_model_and_optimizer",
     ".frameworks.inference_roles:set_up_for_evaluation",
     parameters=("args", "role"),
-    skip_if=lambda target: None if target.mentions("num_rollout") else "it has no evaluation-only branch",
+    skip_if=lambda code: None if code.mentions("num_rollout") else "it has no evaluation-only branch",
 )
 for _module, _builds in (
     ("training", "get_model"),
@@ -150,7 +147,5 @@ patch.wrap(
     "MegatronEngine.initialize",
     ".frameworks.inference_roles:initialize_engine",
     requires_names=("make_mcore_model", "mcore_config"),
-    skip_if=lambda target: (
-        "the engine decides about DDP itself" if target.mentions("wrap_with_ddp") else None
-    ),
+    skip_if=lambda code: "the engine decides about DDP itself" if code.mentions("wrap_with_ddp") else None,
 )

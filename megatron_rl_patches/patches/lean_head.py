@@ -76,9 +76,8 @@ def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
     losses = [s for s in sites if s.patch == "lean-loss" and s.target.endswith(_LOG_PROB_FUNCTIONS)]
     if models and not losses:
         if any(status.patch == "lean-loss" for status in statuses):
-            return [
-                "lean-head: losses of this package compute the logits in tiles; other code gets all of them"
-            ]
+            others = "losses of this package compute the logits in tiles; other code gets all of them"
+            return [f"lean-head: {others}"]
         return [f"{_MATERIALIZED} for losses of frameworks: `lean-loss` is not selected"]
     notes = []
     for loss in losses:

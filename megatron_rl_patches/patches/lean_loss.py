@@ -49,10 +49,7 @@ def _checkpoints_without_reentrance(target: TargetSource) -> str | None:
 
 
 def _placeholder_follows_values(target: TargetSource) -> str | None:
-    """Return why the site is left alone; ``None`` if a placeholder for missing values always requires grad.
-
-    That placeholder's backward starts a collective that the other ranks may not start.
-    """
+    # The backward of one that always requires grad starts a collective that other ranks may not start.
     passed = {call.keywords.get("requires_grad") for call in target.calls()}
     follows = ... in passed and True not in passed
     return "its placeholder requires grad when the values do" if follows else None

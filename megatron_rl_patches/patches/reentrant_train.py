@@ -77,12 +77,11 @@ class ReentrantTrainOptions:
                 )
 
 
-# --- reasons why a site is left alone, judged from the target's code
+# --- reasons why a site is left alone, judged from the target's code; ``None`` if it has the fault
 
 
 def _disable_is_harmless(target: TargetSource) -> str | None:
-    """Return why the site is left alone; ``None`` if a submodule without a handle makes it raise."""
-    fails = target.looks_up_unchecked(_HANDLES)
+    fails = target.looks_up_unchecked(_HANDLES)  # where a submodule has no handle
     return None if fails else "upstream disables without assuming that the hooks are on"
 
 
@@ -92,10 +91,7 @@ def _enable_is_harmless(target: TargetSource) -> str | None:
 
 
 def _train_is_reentrant(target: TargetSource) -> str | None:
-    """Return why the loop is left alone; ``None`` if it fails after an earlier call, or leaves state behind.
-
-    A loop that does not clean up leaves state behind when it raises.
-    """
+    """Return ``None`` if the loop fails after an earlier call, or leaves state behind when it raises."""
     fails = target.asserts("no_sync_func") or _calls_interval_timer(target, "start")
     if fails or not target.cleans_up("no_sync_func"):
         return None
@@ -113,21 +109,16 @@ def _chunks_may_share_a_config(target: TargetSource) -> str | None:
 
 
 def _save_is_safe(target: TargetSource) -> str | None:
-    """Return why Megatron-LM's function is left alone.
-
-    ``None`` if it stops a timer that only ``train()`` starts, or switches hooks as up to 0.15.
-    """
+    """Return ``None`` if it stops a timer that only ``train()`` starts, or switches hooks as up to 0.15."""
     return None if _calls_interval_timer(target, "stop") else _restores_hooks(target)
 
 
 def _log_ends_intervals(target: TargetSource) -> str | None:
-    """Return why the log is left alone; ``None`` if the first iteration of a call never ends an interval."""
     fails = "not is_first_iteration" in target.assigned("should_reset")
     return None if fails else "the first iteration of a call may end an interval"
 
 
 def _calls_interval_timer(target: TargetSource, method: str) -> bool:
-    """Return whether the function calls ``timers('interval-time', ...).method(...)``."""
     return any("'interval-time'" in call.function for call in target.calls(method))
 
 
@@ -181,16 +172,11 @@ for _method, _read, _skip_if in (
     )
 patch.wrap(_MODELS, "train", _TRAIN, parameters=("model", "optimizer"), skip_if=_train_is_reentrant)
 patch.wrap(_MODELS, "save", ".frameworks.training:save", parameters=("model",), skip_if=_restores_hooks)
+_OF_BRIDGE = ("model", "optimizer", "global_state")
 for _module, _function, _adapter, _parameters, _skip_if in (
     (_MEGATRON, "train", "megatron_train", ("model", "optimizer", "config"), _train_is_reentrant),
     (_MEGATRON, "save_checkpoint_and_time", "megatron_save", ("model",), _save_is_safe),
-    (
-        f"{_BRIDGE}.train",
-        "train",
-        "bridge_train",
-        ("model", "optimizer", "global_state"),
-        _train_is_reentrant,
-    ),
+    (f"{_BRIDGE}.train", "train", "bridge_train", _OF_BRIDGE, _train_is_reentrant),
     (f"{_BRIDGE}.setup", _SET_UP, f"bridge{_SET_UP}", ("model", "model_config"), _setup_is_reentrant),
 ):
     _path = f".frameworks.training:{_adapter}"

@@ -38,7 +38,6 @@ _SCHEDULES = ("no_pipelining", "pipelining_with_interleaving", "pipelining_witho
 
 
 def _clears_routes(target: TargetSource) -> str | None:
-    """Return why the site is left alone; ``None`` if it clears its routes, but not where it raises."""
     names = ("clear_all", "clear_global_indices")
     if not any(map(target.mentions, names)):
         return "it replays no routes"

@@ -22,7 +22,6 @@ from ..frameworks import megatron_utils
 
 
 def _leaves_the_schedule_alone(target: TargetSource) -> str | None:
-    """Return why the site is left alone; ``None`` if it has the fault, ``opt_param_scheduler.step(...)``."""
     advances = any("scheduler" in call.function for call in target.calls("step"))
     return None if advances else "it does not advance the scheduler after loading"
 
