@@ -41,11 +41,6 @@ def paths() -> list[Path]:
     return [*outside, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def is_for_maintainers(page: str) -> bool:
-    """Return whether a page is about the development of this package, and not about its use."""
-    return page == "CONTRIBUTING.md" or page.startswith("docs/development/")
-
-
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 

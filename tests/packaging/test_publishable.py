@@ -19,12 +19,11 @@ FILES = ("pyproject.toml", "CHANGELOG.md", "CITATION.cff", "megatron_rl_patches/
 @pytest.mark.parametrize(
     ("file", "pattern", "text", "environment"),
     [
-        ("", "", "", {}),
         ("", "", "", TAG),
         ("", "", "", {"GITHUB_REF_TYPE": "branch", "GITHUB_REF_NAME": "main"}),
-        ("pyproject.toml", r"github\.com/[\w-]+", "github.com/OWNER", TAG),
-        ("CHANGELOG.md", r"^(## \S+) - 2026-12-01", r"\1 - unreleased", TAG),
-        ("CITATION.cff", "^version: .*", "version: 0.0.1", TAG),
+        ("pyproject.toml", r"github\.com/[\w-]+", "github.com/OWNER", {}),
+        ("CHANGELOG.md", r"^(## \S+) - 2026-12-01", r"\1 - unreleased", {}),
+        ("CITATION.cff", "^version: .*", "version: 0.0.1", {}),
         ("the tag v9", "", "", TAG | {"GITHUB_REF_NAME": "v9"}),
     ],
 )

@@ -223,63 +223,6 @@ def test_the_engine_and_the_frameworks_keep_apart() -> None:
     assert [path.stem for path in engine if "setattr(" in path.read_text()] == ["records"]
 
 
-# --- cores know no framework
-
-CORES = ("losses", "inference", "reentry")
-FRAMEWORKS = {"slime", "vime", "miles", "verl", "nemo_rl", "areal"}
-# Known to frameworks by the same name, but terms of Megatron or of the field.
-TERMS = {"allgather_cp", "bf16", "ckpt_step", "entropy_coef", "fp16", "qkv_format", "save"}
-# Attributes of the frameworks' own objects.
-ATTRIBUTES = {"weights_backuper", "_switch_model", "load_other_checkpoint", "rollout_data"}
-
-
-def _names_of_frameworks() -> set[str]:
-    """The functions that patches wrap, and the options that adapters and ``frameworks/`` read."""
-    from megatron_rl_patches.engine import registry
-
-    sites = [site for patch in registry.patches().values() for site in patch.sites]
-    functions: dict[bool, set[str]] = {True: set(), False: set()}
-    for site in sites:
-        functions[site.framework.startswith("megatron.")].update(site.qualname.split("."))
-    options = set()
-    for path in [*(PACKAGE / "frameworks").glob("*.py"), *(PACKAGE / "patches").glob("*.py")]:
-        for node in _nodes(path):
-            if isinstance(node, ast.Attribute) and _is_args(node.value):
-                options.add(node.attr)
-            elif isinstance(node, ast.Call) and len(node.args) > 1 and _is_args(node.args[0]):
-                name = getattr(node.args[1], "value", None)
-                if isinstance(name, str) and name.isidentifier():
-                    options.add(name)
-    assert {"rollout_temperature", "loss_type"} <= options and "train_actor" in functions[False]
-    return (functions[False] - functions[True]) | options | FRAMEWORKS | ATTRIBUTES
-
-
-def _is_args(node: ast.AST) -> bool:
-    return (isinstance(node, ast.Name) and node.id in ("args", "framework_args")) or (
-        isinstance(node, ast.Attribute) and node.attr == "args"
-    )
-
-
-def _words(path: Path) -> Iterator[str]:
-    """Everything in the code but comments and docstrings, which may name a source."""
-    texts = [node.value for node in _nodes(path) if isinstance(node, ast.Expr)]
-    for node in _nodes(path):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in texts:
-            yield from re.findall(r"\w+", node.value)
-        for _, value in ast.iter_fields(node):
-            if isinstance(value, str) and not isinstance(node, ast.Constant):
-                yield value
-
-
-def test_cores_name_no_function_and_no_option_of_a_framework() -> None:
-    names = _names_of_frameworks() - TERMS
-    named = {}
-    for path in [path for core in CORES for path in (PACKAGE / core).rglob("*.py")]:
-        if words := names.intersection(_words(path)):
-            named[str(path.relative_to(PACKAGE))] = sorted(words)
-    assert named == {}, "what frameworks call things belongs into frameworks/"
-
-
 # --- benchmarks and tests
 
 
