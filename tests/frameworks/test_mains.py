@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -17,8 +16,6 @@ from tests.recording import write
 
 MODEL = "slime/backends/megatron_utils/model.py"
 TRAIN = "slime.backends.megatron_utils.model.train"
-RECORDS = ("docs/compatibility.md", "tests/frameworks/runs.json", "tests/frameworks/verdicts.json")
-ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
 
@@ -98,44 +95,3 @@ def test_every_suite_runs_whatever_fails(tmp_path: Path, monkeypatch: pytest.Mon
     assert mains.run(tmp_path, record, ["--collect-only", "-q"]) == 0
     assert json.loads(record.read_text()) == page.runs_on_record()
     assert mains.run(tmp_path, record, ["--no-such-option"]) == 2
-
-
-GH = """#!/bin/sh
-echo "$@" >> {folder}/log
-if [ "$1 $2" = "pr list" ]; then cat {folder}/open; fi
-"""
-
-
-def test_changed_records_become_a_pull_request_unless_one_is_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a clone with records, beside what a night has left, and with a stand-in for ``gh``."""
-    git(tmp_path, "init", "--quiet", "--bare", "--initial-branch=main", "origin")
-    git(tmp_path, "clone", "--quiet", "origin", "clone")
-    for file in RECORDS:
-        for root in ("clone", "records"):
-            (tmp_path / root / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / file, tmp_path / root / file)
-    shutil.copy(ROOT / "Makefile", tmp_path / "clone")
-    (tmp_path / "records" / "Makefile").write_text("what does not belong here")
-    commit(tmp_path / "clone")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "gh").write_text(GH.format(folder=tmp_path))
-    (tmp_path / "bin" / "gh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-
-    def reported(changed: str | None, is_open: str = "[]") -> list[str]:
-        """Report what a night has left; return the calls of ``gh``."""
-        (tmp_path / "log").write_text("")
-        (tmp_path / "open").write_text(is_open)
-        if changed is not None:
-            (tmp_path / "records" / RECORDS[1]).write_text(changed)
-        subprocess.run(["make", "report", "RECORDS=../records"], cwd=tmp_path / "clone", check=True)
-        return (tmp_path / "log").read_text().splitlines()
-
-    assert reported(None) == []
-    listed = "pr list --head=nightly-records --json=number"
-    assert reported("[]") == ["auth setup-git", listed, "pr create --fill"]
-    changed = git(tmp_path / "origin", "show", "--name-only", "--format=", "nightly-records")
-    assert changed.splitlines() == [RECORDS[1]]
-    assert reported("[1]", '[{"number": 1}]') == ["auth setup-git", listed]

@@ -15,7 +15,6 @@ import wrapt
 from pytest import MonkeyPatch
 
 from megatron_rl_patches import PatchError, Settings, applied, apply, available, revert, status
-from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.wrapper import SwitchableWrapper
 
 from .conftest import PATCHED, PLAIN, REFUSING, Engine, Framework, patch_of, sites_in, states
@@ -61,20 +60,6 @@ def test_copied_names_are_rebound_and_restored(
     assert {id(holder.train) for holder in holders} == {id(package.actor.run)}
     assert package.actor.run("m") == PLAIN
     assert not copied_first or {id(holder.train) for holder in holders} == set(before)
-
-
-def test_copies_of_a_plugin_are_rebound(framework: Framework, tagged: Framework, tmp_path: Path) -> None:
-    package = tagged("train", files={"table": ""})
-    plugin = framework(actor=f"from {package}.model import train\n{TABLE}")
-    with (tmp_path / package.name / "model.py").open("a") as file:
-        file.write(f"import {plugin}.actor\n")
-    apply()
-    model, actor = package.model, plugin.actor
-    assert actor.train is model.train
-    assert actor.train("m") == PATCHED
-    assert status()[0].reason == f"{COPIES}: 1"
-    revert()
-    assert actor.train is model.train is actor.TABLE["train"]
 
 
 def test_copies_that_cannot_be_reached_are_counted(framework: Framework, tagged: Framework) -> None:
@@ -173,12 +158,6 @@ def test_selection_by_name_and_exclusion(engine: Engine, tagged: Framework) -> N
         apply(engine["other"])  # type: ignore[arg-type]
     with pytest.raises(PatchError, match="exclude: unknown patch 'all'; known: tagging, other"):
         apply(exclude=["all"])
-
-
-def test_the_built_in_patches_are_the_files() -> None:
-    folder = Path(registry.__file__).parent.parent / "patches"
-    files = {path.stem.replace("_", "-") for path in folder.glob("[!_]*.py")}
-    assert {patch.name for patch in registry._built_in()} == files
 
 
 @pytest.mark.parametrize("order", [("tagging", "other"), ("other", "tagging"), ()])

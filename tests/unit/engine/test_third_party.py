@@ -101,15 +101,6 @@ def test_an_adapter_that_is_not_there(framework: Framework, engine: Engine, modu
     assert package.model.train("m") == PLAIN
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
-def test_what_an_adapter_raises_in_a_call_is_raised_there(tagged: Framework, error: BaseException) -> None:
-    package = tagged("train", adapter=raising(error))
-    apply()
-    with pytest.raises(type(error)) as caught:
-        package.model.train("m")
-    assert caught.value is error
-
-
 class Terminated:
     """A signal handler that ends the program; Python has no other traceback for it than that of a call."""
 

@@ -23,7 +23,7 @@ from megatron_rl_patches.engine.settings import VARIABLE, variable_of
 from megatron_rl_patches.testing import spawn_ranks
 from tests.worlds.program import run_program
 
-from .conftest import PATCHED, PLAIN, REPLACED, Engine, Framework, patch_of
+from .conftest import PATCHED, PLAIN, Engine, Framework, patch_of
 
 
 def states() -> dict[str, str]:
@@ -202,17 +202,6 @@ def test_calls_inside_a_block_stay(train: Callable[[], Any]) -> None:
         assert train() == PLAIN
         apply("roles", settings=chosen("c"))
     assert train() == ("c",)
-
-
-def test_required_in_a_block(engine: Engine, framework: Framework, train: Callable[[], Any]) -> None:
-    apply("roles")
-    replaced = framework(model=REPLACED)
-    engine["late"] = patch_of(replaced, "train", name="late")
-    apply()
-    with applied("late"):
-        assert installer.installer._records["late", f"{replaced}.model.train"].is_required
-    assert replaced.model  # a warning, as it would have been before the block
-    assert train() == ()
 
 
 def test_no_thread_waits_for_the_engine_while_it_holds_the_import_lock(tagged: Framework) -> None:

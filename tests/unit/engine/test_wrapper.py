@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
-import importlib
 import inspect
 import pickle
-import py_compile
-import sys
-import weakref
-import zipfile
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import wrapt
-from pytest import MonkeyPatch
 
 from megatron_rl_patches import apply, revert
 from megatron_rl_patches.engine.call import Call
-from megatron_rl_patches.engine.patch import Patch
-from megatron_rl_patches.engine.target_source import layers
 
-from .conftest import MODEL, Engine, Framework, tag
+from .conftest import MODEL, Framework
 
 
 @pytest.fixture
@@ -112,26 +102,6 @@ def test_a_copied_bound_method_belongs_to_the_copied_instance(module: ModuleType
     assert copy.deepcopy(trainer.build)(1) == ("patched", ("Trainer", 1))
 
 
-def test_a_cycle_of_layers_ends() -> None:
-    first, second = SimpleNamespace(), SimpleNamespace()
-    first.__wrapped__, second.__wrapped__ = second, first
-    assert [*map(id, layers(first))] == [id(first), id(second)]
-
-
-def test_bytecode_in_a_zip_is_no_conflict(tmp_path: Path, monkeypatch: MonkeyPatch, engine: Engine) -> None:
-    (tmp_path / "zipped.py").write_text(MODEL)
-    compiled = py_compile.compile(str(tmp_path / "zipped.py"), str(tmp_path / "zipped.pyc"))
-    with zipfile.ZipFile(tmp_path / "code.zip", "w") as archive:
-        archive.write(compiled, "zipped.pyc")
-        archive.write(tmp_path / "zipped.py", "zipped.py")
-    monkeypatch.syspath_prepend(tmp_path / "code.zip")
-    engine["tagging"] = Patch("tagging", "")
-    engine["tagging"].wrap("zipped", "train")(tag)
-    apply()
-    assert importlib.import_module("zipped").train("m")[0] == "patched"
-    monkeypatch.delitem(sys.modules, "zipped")
-
-
 def test_torch_compile_neither_breaks_nor_sees_the_layer(module: ModuleType) -> None:
     """One graph, as without us; but a compiled caller inlines the original."""
     torch = pytest.importorskip("torch")
@@ -183,15 +153,3 @@ def test_the_original_runs_as_called_or_with_changes() -> None:
     assert Call(Trainer().fit, ("m",))(steps=2) == ("m", 2)
     with pytest.raises(TypeError, match="has no parameter modle"):
         Call(Trainer().fit, ("m",))(modle="n")
-
-
-@pytest.mark.usefixtures("frozen")
-def test_reading_arguments_does_not_keep_the_instance(tagged: Framework) -> None:
-    package = tagged("Trainer.step", adapter=lambda call: call["x"])
-    apply()
-    trainer = package.model.Trainer()
-    assert trainer.step(3) == 3
-    gone = weakref.ref(trainer)
-    del trainer
-    gc.collect()
-    assert gone() is None
