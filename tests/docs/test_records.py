@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import re
 import runpy
 from pathlib import Path
@@ -12,27 +11,10 @@ from typing import Any
 import pytest
 
 from megatron_rl_patches.common import messages
-from megatron_rl_patches.engine import registry
 from tests.docs import pages
 from tests.docs.pages import ROOT
 
 DOCS = ROOT / "docs"
-
-
-def _table(page: str, before: str) -> list[dict[str, str]]:
-    """Return the rows of the first table after a line of a page, by the names of the columns."""
-    lines = (DOCS / page).read_text("utf-8").partition(f"\n{before}")[2].splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith("|"))
-    cells = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines[start:]]
-    header, _, *rows = cells[: cells.index([""])]
-    return [dict(zip(header, row, strict=True)) for row in rows]
-
-
-def _cell(page: str, section: str, row: str | tuple[str, ...], column: str) -> str:
-    """Return the cell of the row that begins with these cells, in the first table of the section."""
-    table, names = _table(page, f"## {section}\n"), (row,) if isinstance(row, str) else row
-    [cell] = [cells[column] for cells in table if tuple(cells.values())[: len(names)] == names]
-    return cell
 
 
 # A number with a unit, or in words.
@@ -63,30 +45,6 @@ def _has(text: str, number: str) -> bool:
     return any(abs(found - float(number.replace(",", ""))) <= 0.5 * 10**-digits + 1e-9 for found in numbers)
 
 
-def test_the_cards_are_what_was_measured() -> None:
-    cards = (DOCS / "index.md").read_text("utf-8")
-    names = ("stock code (slime)", "logits materialized, `lean-loss`", "deferred")
-    memory = [float(_cell("benchmarks/head.md", "Memory and time", name, "memory")) for name in names]
-    stock, loss, head = (f"{one + 1e-9:.2f} ×" for one in memory)
-    assert f"**{loss}** the logits instead of {stock}" in cards
-    assert f"the peak is {head}" in cards
-    rows = _table("benchmarks/head.md", "<!-- measured: counted -->")
-    counted = [row["peak"].split("(")[1] for row in rows if "[8192, 4096] × 151936" in row["set-up"]]
-    loss, head, all_tiles = (f"{float(peak.split()[0]) + 1e-9:.2f}" for peak in counted)
-    assert f"**{head} to {all_tiles} ×** the logits instead of {loss} ×" in cards
-    table = ("memory.md", "The case of a 27B teacher")
-    column = "counted: Megatron-LM's `--bf16`"
-    lean, total = (_cell(*table, (row,), column) for row in ("inference-only", "total"))
-    assert f"**{lean} GB** instead of {total} GB" in cards
-    calls = (ROOT / "tests" / "real" / "test_reentry.py").read_text("utf-8")
-    assert re.findall(r"\*\*(\d+) calls\*\*", cards) == re.findall(r"rollouts=(\d\d)\b", calls)
-    (claimed,) = re.findall(r"within ([\d.]+)%", cards)
-    record = json.loads((DOCS / "benchmarks" / "inference_memory.json").read_text("utf-8"))
-    uses = ("training: difference", "inference-only: difference")
-    differences = [abs(float(row[use].rstrip("%"))) for row in record["memory"] for use in uses]
-    assert differences and max(differences) <= float(claimed)
-
-
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_before_and_after_are_of_the_demo(page: str) -> None:
     shown = [block.code for block in pages.blocks(page=page) if "megatron-rl-patches demo" in block.code]
@@ -103,13 +61,6 @@ WRITTEN: dict[str, Any] = runpy.run_path(str(DOCS / "written.py"))
 def test_what_code_and_records_write_is_up_to_date() -> None:
     """Tables of frameworks and patches, log lines, messages, and what several pages share."""
     assert [str(page) for page, _ in WRITTEN["stale"]()] == [], "run: make pages"
-
-
-def test_the_table_of_decisions_says_what_is_on_by_default() -> None:
-    row = r"^\| .* \| \[([\w-]+)\]\(.*?\).*? \| (yes|no, write `[\w-]+`) \|"
-    answers = {"default": "yes", "all": "no, write `all`", "by name": "no, write `{}`"}
-    expected = {(name, answers[one.selected_by].format(name)) for name, one in registry.patches().items()}
-    assert set(re.findall(row, WRITTEN["decisions"](), re.MULTILINE)) == expected
 
 
 def test_every_message_has_three_sentences_and_no_other_code_logs() -> None:

@@ -265,19 +265,6 @@ def test_flags_of_the_model_and_the_groups(counter: Mock) -> None:
     assert parts["stages"][0]["training"]["exp_avg"] == 4 * 10**9 / 8
 
 
-def test_flags_of_the_optimizer(counter: Mock) -> None:
-    def parts(*flags: str) -> dict[str, int]:
-        device = estimate_json(*SMALL, *flags)["stages"][0]["training"]
-        return {name: size // 10**9 for name, size in device.items()}
-
-    assert parts()["gradients"] == 4
-    assert parts("--set=accumulate_allreduce_grads_in_fp32=false")["gradients"] == 2
-    assert parts("--use-distributed-optimizer", "--dp=4")["exp_avg"] == 1
-    aware = ("--use-distributed-optimizer", "--set=use_precision_aware_optimizer=true")
-    assert parts(*aware)["main_parameters"] == 2
-    assert parts(*aware, "--set=optimizer_cpu_offload=true")["main_parameters"] == 0
-
-
 def test_estimates_that_are_refused(counter: Mock, tmp_path: Path) -> None:
     for arguments, message in (
         ((*SMALL, "--tp=4", "--world-size=6"), "no multiple of 4"),

@@ -107,14 +107,6 @@ def test_encodings_line_ends_hidden_folders_and_loops(tmp_path: Path) -> None:
     assert source.has_package("other") and not source.has_package("hidden")
 
 
-def test_a_bare_repository_will_do(tmp_path: Path) -> None:
-    as_git_tree(tmp_path, FILES)
-    git(tmp_path, "clone", "--bare", "repository", "bare.git")
-    source = open_source(f"{tmp_path / 'bare.git'}@v1")
-    assert source.name == "bare v1"
-    assert source.read("framework.sub.model") == "text = 1\n"
-
-
 def test_what_is_no_source(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     as_git_tree(tmp_path, FILES)
@@ -223,17 +215,6 @@ def test_namespaces_add_up(tmp_path: Path, monkeypatch: MonkeyPatch, namespace: 
     assert list(map(Environment().read, names)) == ["first", "second"]
 
 
-def test_a_loaded_package_says_where_its_modules_are(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    write(tmp_path, {"moved/__init__.py": "", "moved/it.py": "old", "elsewhere/it.py": "new"})
-    monkeypatch.syspath_prepend(str(tmp_path))
-    package = importlib.import_module("moved")
-    monkeypatch.delitem(sys.modules, "moved")
-    monkeypatch.setitem(sys.modules, "moved", package)
-    assert package.__spec__ is not None
-    package.__spec__.submodule_search_locations = [str(tmp_path / "elsewhere")]
-    assert Environment().read("moved.it") == "new"
-
-
 def test_what_reports_call_a_source(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     (tmp_path / "at=home").mkdir()
     assert as_folder(tmp_path / "at=home", FILES).name == "checkout"
@@ -242,6 +223,9 @@ def test_what_reports_call_a_source(tmp_path: Path, monkeypatch: MonkeyPatch) ->
     assert open_source(f"{tmp_path}/repository/.git@v1").name == "repository v1"
     for place in ("at=home/checkout", "framework-1.2-py3-none-any.whl", "repository@v1"):
         assert open_source(f"my framework={tmp_path}/{place}").name == "my framework"
+    git(tmp_path, "clone", "--bare", "repository", "bare.git")
+    bare = open_source(f"{tmp_path / 'bare.git'}@v1")
+    assert (bare.name, bare.read("framework.sub.model")) == ("bare v1", "text = 1\n")
     in_the_path = as_git_tree(tmp_path / "me@home", FILES)
     assert (in_the_path.name, in_the_path.read("framework")) == ("repository v1", "")
     # A folder within the repository will do.
