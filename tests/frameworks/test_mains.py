@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -10,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks import mains, page, verdicts
+from tests.frameworks import mains
 from tests.frameworks.checkouts import REPOSITORIES
-from tests.recording import write
 
 MODEL = "slime/backends/megatron_utils/model.py"
 TRAIN = "slime.backends.megatron_utils.model.train"
@@ -77,21 +75,3 @@ def test_main_is_fetched_and_judged(upstream: Path, tmp_path: Path) -> None:
     commit(slime)
     with pytest.raises(SystemExit, match="MEGATRON_COMMIT"):
         mains.fetch(checkouts)
-
-
-def test_runs_of_sources_that_left_the_table_are_dropped() -> None:
-    table, runs = verdicts.load(), page.runs_on_record()
-    assert mains.of_known_sources(runs, table) == runs
-    gone = runs[0]["source"]
-    kept = mains.of_known_sources(runs, [known for known in table if known.identity != gone])
-    assert kept == [run for run in runs if gone not in (run["source"], run["megatron"])]
-
-
-def test_every_suite_runs_whatever_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mains, "TESTS", (mains.HERE / "test_known_verdicts.py",))
-    monkeypatch.setattr(mains, "TOGETHER", mains.TOGETHER[:2])
-    record = tmp_path / "runs.json"
-    write(page.runs_on_record(), record)
-    assert mains.run(tmp_path, record, ["--collect-only", "-q"]) == 0
-    assert json.loads(record.read_text()) == page.runs_on_record()
-    assert mains.run(tmp_path, record, ["--no-such-option"]) == 2

@@ -197,20 +197,9 @@ def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Funct
 
 
 def test_no_circle_of_imports() -> None:
-    """Neither of modules nor of folders; what only type checkers import counts, too."""
+    """What only type checkers import counts, too."""
     graph = {_dotted(path): _imports_within(path) for path in MODULES}
     graphlib.TopologicalSorter(graph).prepare()
-    folders: dict[str, set[str]] = {}
-    for name, imported in graph.items():
-        folders.setdefault(_folder(name), set()).update(set(map(_folder, imported)) - {_folder(name)})
-    graphlib.TopologicalSorter(folders).prepare()
-
-
-def _folder(dotted: str) -> str:
-    """The innermost folder of a module. Modules beside folders, and what a folder exports, count alone."""
-    folder = PACKAGE.joinpath(*dotted.split(".")).parent
-    has_folders = any(folder.glob("*/__init__.py"))
-    return dotted if has_folders else f"{dotted.rpartition('.')[0]}/"
 
 
 def test_the_engine_and_the_frameworks_keep_apart() -> None:
