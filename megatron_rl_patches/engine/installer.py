@@ -111,10 +111,7 @@ class Installer(Listener):
         return {r.site.patch for r in self._records.values() if not all(each.lasts for each in r.apply_calls)}
 
     def release(self, apply_call: ApplyCall) -> None:
-        """Undo what the call did: sites that another call has selected, too, stay in place.
-
-        After the last block of a patch, the options of the last ``apply()`` are back.
-        """
+        """Undo what the call did, but not where another call has selected a site, or other options, too."""
         with self._lock:
             released = [record for record in self._records.values() if apply_call in record.apply_calls]
             for record in released:
@@ -191,10 +188,7 @@ class Installer(Listener):
     # --- judging and wrapping
 
     def _apply_missed(self) -> None:
-        """Put patches in place in modules that were imported without a hook, and warn of faults.
-
-        A patch that other code has overwritten stays lost until :meth:`add` is called.
-        """
+        """Put patches in place in modules that were imported without a hook; what is lost stays lost."""
         with self._lock:
             faults = self._apply_ready(self._missed())
         self.announcer.warn(faults)
@@ -224,10 +218,9 @@ class Installer(Listener):
     def _apply_group(self, name: tuple[str, str]) -> list[SiteStatus]:
         """Put one patch in place in one framework, or leave it out there altogether.
 
-        A patch that is half in place is worse than none. So all sites of the group are judged before one is
-        touched, those of modules that are not imported yet by their source; when such a module is imported,
-        the whole group is judged and wrapped again. An attribute can still refuse to be set, and a module
-        hold something else than its source says: then what is wrapped already is unwrapped again.
+        All sites of the group are judged before one is touched, those of modules that are not imported yet by
+        their source. When such a module is imported, the whole group is judged and wrapped again. Where that
+        finds a fault, or an attribute refuses to be set, what is wrapped already is unwrapped again.
         """
         group = [r for r in self._records.values() if r.group == name and not r.is_reverted]
         imported = {record for record in group if record.is_imported}

@@ -112,8 +112,8 @@ def judge_all(source: Source, patches: Iterable[Patch], settings: Settings) -> l
 def all_or_nothing(statuses: Mapping[Site, SiteStatus]) -> dict[Site, SiteStatus]:
     """Return the statuses of one patch in one framework, each of which depends on the others.
 
-    A site that only helps others is not needed where none of them is, whatever its own code looks like. If a
-    site that is needed is a fault, the others share that state.
+    A site that only helps others is not needed where none of them is. If one that is needed is a fault, the
+    others share that state.
     """
     statuses = {site: _with_those_helped(site, statuses) for site in statuses}
     fault = next((status for status in statuses.values() if status.is_fault), None)

@@ -1,7 +1,4 @@
-"""A selected site: what became of it, the attribute that holds its target, and copies of the target.
-
-Only this module changes foreign objects.
-"""
+"""A selected site: its state, its target and copies of that. Only this module changes foreign objects."""
 
 from __future__ import annotations
 
@@ -39,9 +36,8 @@ class ApplyCall:
 class Record:
     """One selected site.
 
-    ``status`` is the one place that says what became of the site. It is ``waiting`` until the module is
-    imported, then ``applied``, ``not needed`` or a fault, and ``reverted`` when no call needs it any more.
-    Other code can overwrite an applied site without notice, so ``is_in_place`` looks at the live object.
+    Its ``status`` is ``waiting`` until the module is imported, then ``applied``, ``not needed`` or a fault,
+    and ``reverted`` when no call needs it. Other code can overwrite it, so ``is_in_place`` looks at it.
 
     Attributes:
         apply_calls: the calls that have selected the site and not been undone.
@@ -68,7 +64,6 @@ class Record:
 
     @property
     def is_imported(self) -> bool:
-        """Whether the module has been imported completely."""
         return finder.is_imported(self.site.module)
 
     @property
@@ -128,10 +123,7 @@ class Record:
         return [(self.wrapper.__wrapped__, self.wrapper)]
 
     def leave(self) -> None:
-        """Let go of a wrapper that is not in place, as its module has been executed anew.
-
-        Copies and objects of the old classes go on with the old code, and it stays in force there.
-        """
+        """Let go of a wrapper whose module has been executed anew; in copies of the old code it stays."""
         if self.wrapper is not None and not self.is_in_place:
             self._former.append(weakref.ref(self.wrapper))
             self.wrapper = None

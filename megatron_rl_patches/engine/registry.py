@@ -35,7 +35,10 @@ def patches() -> dict[str, Patch]:
     Packages register theirs as entry points (``name = "package.module:patch"``). One that fails to load is
     reported and left out.
     """
-    registered = {patch.name: patch for patch in _built_in()}
+    package = importlib.import_module("megatron_rl_patches.patches")
+    files = (name for _, name, _ in pkgutil.iter_modules(package.__path__))
+    built_in = (importlib.import_module(f"{package.__name__}.{file}").patch for file in files)
+    registered = {patch.name: patch for patch in built_in}
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         try:
             with third_party(f"loading patch {entry.name} of {entry.value}"):
@@ -105,9 +108,3 @@ def _check(patch: Patch, others: Mapping[str, Patch]) -> None:
     for name in names:
         if owners.get(name, patch.options) is not patch.options:
             raise ValueError(f"an option named {name!r} exists already")
-
-
-def _built_in() -> list[Patch]:
-    package = importlib.import_module("megatron_rl_patches.patches")
-    names = [name for _, name, _ in pkgutil.iter_modules(package.__path__) if not name.startswith("_")]
-    return [importlib.import_module(f"{package.__name__}.{name}").patch for name in names]

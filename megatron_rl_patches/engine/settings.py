@@ -148,10 +148,7 @@ def build(options: Any, values: Mapping[str, Any]) -> Any:
 
 
 def convert(name: str, value: Any, kind: Any, is_text: bool = False) -> Any:
-    """Convert a value to the type of its field: a list to a tuple, a mapping to a tuple of pairs.
-
-    With ``is_text`` the value is that of a variable, and ``name`` the variable.
-    """
+    """Convert a value to the type of its field; with ``is_text`` it is that of a variable of this name."""
     try:
         return _converted(value.strip() if is_text else value, kind, is_text)
     except TypeError:

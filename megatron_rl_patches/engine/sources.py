@@ -62,9 +62,8 @@ class Environment:
 def _search(name: str, locations: list[str] | None) -> ModuleSpec | None:
     """Ask those finders of which it is certain that they import nothing.
 
-    Classes, such as ``PathFinder`` and the finders of setuptools' editable installs, look a name up. So do
-    some instances (the editable installs of scikit-build-core, Bazel), but others are import hooks, which ask
-    the rest through ``importlib.util.find_spec`` and so import the parents of a name. These must be there.
+    Classes, such as ``PathFinder`` and the finders of setuptools' editable installs, look a name up. An
+    instance may be an import hook, which imports the parents of a name: it is asked where these are there.
     """
     parent = name.rpartition(".")[0]
     for finder in list(sys.meta_path):
@@ -84,9 +83,8 @@ def _search(name: str, locations: list[str] | None) -> ModuleSpec | None:
 class Files:
     """What ``import`` would find in a list of files.
 
-    Every folder that is not inside a package counts as a place to import from, the shallowest first, so that
-    ``src/`` and vendored layouts (``slime/slime/...``) need no options. ``paths`` begin at the source's root
-    and have forward slashes; ``content`` gives the bytes of such a file.
+    Every folder that is not inside a package is a place to import from, the shallowest first, so that layouts
+    (``src/``, ``slime/slime/``) need no options. ``content`` returns the bytes of a file by its path.
     """
 
     def __init__(self, name: str, paths: Iterable[str], content: Callable[[str], bytes]) -> None:
@@ -124,10 +122,8 @@ def open_source(source: str) -> Source:
     Raises:
         MegatronRLPatchesError: it is none of these.
     """
-    if opened := _open(source):
-        return opened
     name, _, unnamed = source.partition("=")
-    if name and (opened := _open(unnamed, name)):
+    if opened := _open(source) or (_open(unnamed, name) if name else None):
         return opened
     raise MegatronRLPatchesError(
         f"{source!r} is neither a folder, nor a .whl file, nor REPOSITORY@REVISION of a git repository"

@@ -20,15 +20,10 @@ from typing import Any
 
 from ..engine.call import Call
 from ..engine.patch import Patch
-from ..engine.target_source import TargetSource
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _COUNTS = ("param_is_not_tensor_parallel_duplicate",)
-
-
-def _knows_the_expert_group(target: TargetSource) -> str | None:
-    knows = target.mentions("expert_tp_group")
-    return "upstream itself counts experts by their own tensor-parallel group" if knows else None
+_BY_THEIR_OWN = "upstream itself counts experts by their own tensor-parallel group"
 
 
 patch = Patch(
@@ -42,7 +37,7 @@ patch = Patch(
     _LAYERS,
     "param_is_not_tensor_parallel_duplicate",
     parameters=("param",),
-    skip_if=_knows_the_expert_group,
+    skip_if=lambda code: _BY_THEIR_OWN if code.mentions("expert_tp_group") else None,
 )
 def counts(call: Call) -> bool:
     from ..reentry import expert_norm

@@ -25,14 +25,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ..engine.patch import Patch
+from ..engine.statuses import SiteStatus
 from ..errors import PatchError
 from ..frameworks import own_options
-
-if TYPE_CHECKING:
-    from ..engine.statuses import SiteStatus
 
 
 @dataclass(frozen=True)

@@ -28,15 +28,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..engine.patch import Patch, Site
+from ..engine.statuses import SiteStatus
 from ..engine.target_source import TargetSource
 from ..errors import PatchError
 from ..frameworks import megatron_utils
-
-if TYPE_CHECKING:
-    from ..engine.statuses import SiteStatus
 
 _MODELS = megatron_utils("model")
 _MEGATRON, _BRIDGE = "megatron.training.training", "megatron.bridge.training"
