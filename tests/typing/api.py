@@ -30,13 +30,11 @@ def patches() -> tuple[list[mrp.SiteStatus], dict[str, str], str]:
     with mrp.applied(settings=settings) as sites:
         print([site.is_fault for site in sites])
     try:
-        mrp.verify_ranks()
         mrp.verify_ranks(dist.group.WORLD)
     except mrp.PatchError as error:
         base: mrp.MegatronRLPatchesError = error
         raise base from None
     mrp.revert("lean-loss")
-    mrp.revert()
     return mrp.status(), mrp.available(), mrp.__version__
 
 
@@ -54,7 +52,6 @@ def a_patch() -> tuple[mrp.Patch, Sequence[mrp.Site]]:
 
 
 def hooks(args: Any, model: list[Any]) -> list[Any]:
-    on_megatron_init()
     on_megatron_init(args)
     return pre_wrap(model)
 
@@ -73,19 +70,14 @@ def own_loop(loop: Callable[[Model], float], model: Model, optimizer: Any) -> It
 
 
 def own_models(provider: Callable[..., torch.nn.Module], config: Any, path: Path) -> tuple[Model, int]:
-    how: dict[str, Any] = {"pre_wrap": lambda chunks: None, "perform_initialization": True}
-    inference.build_inference_model(provider, config, **how)
     model = inference.build_inference_model(provider, config, dtype="bf16", device="cuda")
-    inference.load_inference_checkpoint(model[0], str(path))
     return model, inference.load_inference_checkpoint(model, path, ckpt_step=7, exact=True)
 
 
 def scores(model: Model) -> tuple[list[Tensor], list[Tensor] | None] | None:
     microbatches = [{"tokens": torch.zeros(2, 4, dtype=torch.int64), "lengths": [4, 3]}]
     topk: list[TopK] | None = inference.forward_topk(model, microbatches, 64, progress=False)
-    if topk is not None:
-        inference.forward_topk(model, microbatches, at=topk)
-        inference.forward_topk(model, microbatches, at=[distribution.indices for distribution in topk])
+    inference.forward_topk(model, microbatches, at=topk)
     hidden: list[Tensor] | None = inference.forward_hidden_states(model, microbatches, output_device="cpu")
     values: list[Tensor] | None = inference.forward_values(model, microbatches, progress=False)
     head: losses.OutputHead | None = inference.output_head(model)
@@ -106,8 +98,7 @@ def teachers(model: Model, path: Path) -> tuple[list[str], losses.OutputHead | N
     with pool.use("math"):
         resident: str | None = pool.resident
     pool.remove("code")
-    sizes: int = pool.host_bytes + pool.head_bytes + len(pool)
-    print("math" in pool, resident, sizes)
+    print("math" in pool, resident, pool.host_bytes + pool.head_bytes + len(pool))
     return pool.names, pool.head("math"), inference.memory_report(pool=pool)
 
 
@@ -130,21 +121,23 @@ def of_logits(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> tupl
     lean: losses.DeferredLogits = losses.deferred_logits(
         x, w, bias=None, tp_group=group, sequence_parallel=True
     )
-    lazy: bool = lean.is_deferred
     both = losses.vocab_parallel_log_probs_and_entropy(
-        logits, targets, rows=slice(2, 6), keep_mask=logits > 0, entropy_grad=lazy, inplace_backward=True
+        logits,
+        targets,
+        rows=slice(2, 6),
+        keep_mask=logits > 0,
+        entropy_grad=lean.is_deferred,
+        inplace_backward=True,
     )
     rows = torch.arange(4)
     return losses.vocab_parallel_log_probs(logits, targets, tp_group=group, rows=rows, temperature=0.7), both
 
 
 def layouts(logits: Tensor, tokens: list[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    losses.SequenceLayout.build([6, 9], [3, 5], qkv_format="bshd", max_seq_lens=[9, 9])
     layout = losses.SequenceLayout.build([6, 9], [3, 5], cp_rank=0, cp_size=2, allgather_cp=True)
     log_probs, entropies = losses.packed_log_probs_and_entropy(logits, tokens, layout, temperature=0.7)
-    no_entropies: list[Tensor] | None = entropies
     gathered = layout.gather_responses(layout.split_responses(torch.zeros(8)), dist.group.WORLD)
-    print(log_probs, no_entropies, layout.response_targets(tokens))
+    print(log_probs, entropies, layout.response_targets(tokens))
     return layout.response_rows, gathered, layout.to_zigzag(gathered)
 
 
@@ -213,8 +206,7 @@ def unit_tests() -> list[Any]:
     try:
         return testing.spawn_ranks(on_a_rank, 2, 3, scale=2.0, timeout=60, env={"NAME": "value"})
     except testing.RanksFailed as failed:
-        ranks: tuple[int, ...] = failed.ranks
-        raise SystemExit(ranks) from failed
+        return [*failed.ranks]
 
 
 def normalization() -> tuple[bool, list[str], float]:
@@ -223,9 +215,8 @@ def normalization() -> tuple[bool, list[str], float]:
 
     split = testing.Split(dp=2, cp=2, microbatches=3, even=False)
     splits: dict[str, testing.Split] = {**testing.SPLITS, "DP 2, CP 2": split}
-    report = testing.check_normalization(loss, [], splits, calculate_per_token_loss=True)
-    shown: testing.NormalizationReport = report
-    return shown.same, shown.different, shown.differences["DP 2"]
+    report: testing.NormalizationReport = testing.check_normalization(loss, [], splits)
+    return report.same, report.different, report.differences["DP 2"]
 
 
 def mocks() -> list[testing.MockBucketGroup]:

@@ -215,20 +215,18 @@ def test_the_engine_and_the_frameworks_keep_apart() -> None:
 # --- benchmarks and tests
 
 
+#: Folder -> what it may not import, with the exception of ``tests.references``.
+APART = {"tests": "benchmarks", "benchmarks": "tests", "tests/references": "tests"}
+
+
 def test_benchmarks_and_tests_share_references_alone() -> None:
-    shared = "tests.references."
-    wrong = {}
-    for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
-        own = path.relative_to(ROOT).parts
-        forbidden = {"benchmarks"} if own[0] == "tests" else {"tests"}
-        if own[:2] == ("tests", "references"):
-            forbidden = {"benchmarks", "tests"}
-        elif not any(room in path.read_text() for room in forbidden):  # most need not be parsed
-            continue
-        rooms = {name.partition(".")[0]: name for name in _imports(path) if not name.startswith(shared)}
-        if extra := {rooms[room] for room in forbidden & rooms.keys()}:
-            wrong[str(path.relative_to(ROOT))] = extra
-    assert wrong == {}, "what both need belongs into tests/references"
+    wrong = set()
+    for folder, other in APART.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            imports = _imports(path) if other in path.read_text() else ()  # most need not be parsed
+            others = (name for name in imports if not name.startswith("tests.references."))
+            wrong |= {(path, name) for name in others if _part(name) == other}
+    assert wrong == set(), "what both need belongs into tests/references"
 
 
 def _loaded_after(statement: str) -> set[str]:

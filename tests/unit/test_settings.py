@@ -140,8 +140,6 @@ def test_from_the_environment() -> None:
     ("option", "value", "expected"),
     [
         ("STRICT", "maybe", "1 or 0"),
-        ("OPD_TOP_K", "many", "an integer or 'full'"),
-        ("OPD_COMBINE", "sum", "'mixture' or 'average' or 'route'"),
         ("OPD_TEACHERS", "/teachers/math", "pairs of strings, separated by commas"),
         ("OPD_TEACHER_WEIGHTS", "half", "numbers, separated by commas"),
     ],

@@ -88,7 +88,6 @@ def finite_step() -> list[Case]:
         (chained, "self", norm.format("math.isfinite(threshold) and grad_norm > threshold"), "fits"),
         (chained, "self", norm.format("not math.isfinite(grad_norm)"), skips),
         (chained, "self", norm.format("math.isnan(grad_norm) or math.isinf(grad_norm)"), skips),
-        (chained, "self", norm.format("math.isnan(grad_norm) or a"), "fits"),
         *(
             (chained, "self", f"norm = get()\n    if {test}\n    return self.step_with_ready_grads()", state)
             for test, state in (
@@ -166,7 +165,6 @@ def lean_loss() -> list[Case]:
             for module in (LOSS, f"{MILES}.loss", f"{MILES}.loss.objective")
             for call, state in (
                 ("checkpoint(func, args, batch, logits)", "fits"),
-                ("torch.utils.checkpoint.checkpoint(func, args, batch, logits)", "fits"),
                 ("checkpoint(func, args, use_reentrant=False)", "not needed: it passes use_reentrant itself"),
                 ("checkpoint(func, args, use_reentrant=True)", "fits"),
                 ("partial(checkpoint, func)(args)", "fits"),
@@ -186,7 +184,6 @@ def lean_loss() -> list[Case]:
         # The first slime scores in the module of its loss; then come three eras.
         (scores, MODULE, "def compute_log_probs(logits): ...", f"{WITHOUT} {name}"),
         (scores, entropy, "...", "fits"),
-        (scores, f"{entropy}, need_entropy_grad=False", "...", "fits"),
         (scores, f"{entropy}, log_prob_keep_mask=None, with_entropy_grad=True", "...", "fits"),
         (scores, "hidden, weight, tokens", "...", "drifted"),
         # Which of its functions it calls does not matter: it is tried.
@@ -233,12 +230,6 @@ def reentrant_train() -> list[Case]:
                 checked,
             )
         ),
-        (
-            f"{DDP}.disable_forward_pre_hook",
-            "self, param_sync=True",
-            f"{uses}if {handles}: log(1)\n    {loop}",
-            FITS,
-        ),
         (f"{DDP}.disable_forward_pre_hook", "self", loop, "drifted: it no longer takes param_sync"),
         (f"{DDP}.enable_forward_pre_hook", "self", f"{uses}assert len({handles}) == 0", FITS),
         (f"{DDP}.enable_forward_pre_hook", "self", f"{uses}if {handles}: return", f"{MENDED} off"),
@@ -249,7 +240,6 @@ def reentrant_train() -> list[Case]:
                 (train.format("", "assert config.no_sync_func is None; "), FITS),
                 (guarded, FITS),  # an exception still leaves everything behind
                 (guarded + clears, "not needed: it does not fail after an earlier call"),
-                (f"try: import a\n    except ImportError: pass\n    {guarded}", FITS),
                 (f"{guarded}\n    if a:{clears.replace('    ', '        ')}", FITS),
                 (f"{guarded}{clears}\n    train_one_step(model)", FITS),
             )
@@ -260,7 +250,6 @@ def reentrant_train() -> list[Case]:
         (timed, "iteration, model", synced, "not needed: it does not switch forward pre-hooks"),
         # The first iteration of a call ends no interval.
         (logs, logged, reset, FITS),
-        (logs, logged, f"if a: should_reset = True\n    else: {reset}", FITS),
         (logs, logged, f"{reset} or iteration % args.log_interval == 0", f"not needed: {MAY_END}"),
         (logs, "total_loss_dict, iteration", "pass", f"not needed: {MAY_END}"),  # up to 0.15
         (logs, MODULE, "def train(): pass", f"{WITHOUT} is_first_iteration"),
@@ -310,7 +299,6 @@ def scheduler_resume() -> list[Case]:
             ("opt_param_scheduler.step(increment=iteration * args.global_batch_size)", "fits"),
             ("if iteration > 0: opt_param_scheduler.step(increment=iteration)", "fits"),
             ("optimizer.step()", "not needed: it does not advance the scheduler after loading"),
-            ("clear_memory()", "not needed: it does not advance the scheduler after loading"),
         )
     ]
 
@@ -324,7 +312,6 @@ def distillation() -> list[Case]:
     return [
         (target, new, kl.format(""), "fits"),
         (target, new, kl.format(tail), "not needed: verl counts the tail itself"),
-        (target, new, f"if a: log(tail)\n    {kl.format('')}", "fits"),
         (target, inputs, kl.format(""), "drifted"),
         (target, new, f"{both}topk_divergence(student_logits)", "drifted"),
     ]
