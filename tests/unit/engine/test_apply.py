@@ -14,10 +14,10 @@ import pytest
 import wrapt
 from pytest import MonkeyPatch
 
-from megatron_rl_patches import PatchError, Settings, applied, apply, available, revert, status
+from megatron_rl_patches import PatchError, apply, available, revert, status
 from megatron_rl_patches.engine.wrapper import SwitchableWrapper
 
-from .conftest import PATCHED, PLAIN, REFUSING, Engine, Framework, patch_of, sites_in, states
+from .conftest import PATCHED, PLAIN, REFUSING, Engine, Framework, patch_of, states
 
 ORDERS = sorted(set(itertools.permutations(("import", "apply", "apply", "revert", "revert", "apply"))))
 COPIES = "in place, but copies made before, in a table or a closure, are the original"
@@ -235,20 +235,3 @@ def test_an_interrupt_between_two_sites_leaves_none(tagged: Framework) -> None:
     with pytest.raises(KeyboardInterrupt):
         status()
     assert module.train("m") == PLAIN
-
-
-def test_sites_that_are_added_and_taken_away_again(engine: Engine, tagged: Framework) -> None:
-    package = tagged("train")
-    engine["tagging"].configured = sites_in
-    settings = Settings(train_functions=(f"{package}.model:save",))
-    apply()
-    with pytest.raises(ZeroDivisionError), applied("tagging", settings=settings):
-        assert package.model.save("m") == ("patched", ("saved", "m"))
-        raise ZeroDivisionError
-    assert package.model.save("m") == ("saved", "m")
-    assert package.model.train("m") == PATCHED
-    apply("tagging", settings=settings)
-    assert package.model.save("m") == ("patched", ("saved", "m"))
-    revert()
-    apply()
-    assert states() == {"model.train": "applied", "model.save": "reverted"}
