@@ -233,12 +233,11 @@ class Installer(Listener):
             for record in reversed(fitting):
                 self._moved += record.unwrap()
             raise
-        if any(status.is_fault for status in statuses.values()):
-            for record in reversed(group):
-                self._moved += record.unwrap()
-            statuses = all_or_nothing(statuses)
+        statuses = all_or_nothing(statuses)
+        is_faulty = any(status.is_fault for status in statuses.values())
         for record in reversed(group):
-            if statuses[record.site].state == "not needed":  # what it helps was imported later, and is not
+            # A site is not needed either if what it helps was imported later, and is not.
+            if is_faulty or statuses[record.site].state == "not needed":
                 self._moved += record.unwrap()
             record.settle(statuses[record.site])
         return [status for status in statuses.values() if status.is_fault]

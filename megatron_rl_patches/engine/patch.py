@@ -149,8 +149,7 @@ def imported(path: str) -> Adapter:
 def third_party(what: str, passing: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     """Raise ``PatchError`` in place of whatever the block raises, ``sys.exit()`` included.
 
-    Ctrl-C, what the handler of a signal raises, and exceptions that are ``passing`` stay as they are. An
-    adapter does not run in such a block, but in a call of the framework, which gets what it raises.
+    Ctrl-C, what the handler of a signal raises, and exceptions that are ``passing`` stay as they are.
     """
     try:
         yield
