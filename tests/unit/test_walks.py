@@ -13,6 +13,7 @@ from tests.lab.walks import MOST, WALKS, stays_of
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.filterwarnings("ignore")  # those of Megatron, which may be imported here first
 @pytest.mark.parametrize("name", [name for name in WALKS if name != "apply"])
 def test_walks_stay_short(name: str) -> None:
     assert len(stays_of(WALKS[name])) <= MOST[name]
