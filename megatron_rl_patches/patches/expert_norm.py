@@ -1,14 +1,6 @@
 """The gradient norm, clipping and the count of zeros see every expert, and each parameter once.
 
-=============  ===========================================  ==============================================
-framework      function                                     what is around it
-=============  ===========================================  ==============================================
-megatron-core  ``param_is_not_tensor_parallel_duplicate``   what is noted on the parameter decides
-megatron-core  ``copy_tensor_model_parallel_attributes``    copies the note to main parameters
-megatron-core  ``_get_param_groups``                        notes on parameters, when an optimizer is made
-=============  ===========================================  ==============================================
-
-All are left alone where the first reads the expert tensor-parallel group, as from 0.19 on and in miles'
+Nothing is patched where Megatron reads the expert tensor-parallel group itself, as from 0.19 on and in miles'
 fork. What decides is in :mod:`..reentry.expert_norm`.
 
 Not patched: optimizers that are not made by ``get_megatron_optimizer`` or its siblings.

@@ -1,16 +1,5 @@
 """A token that is masked, or whose ratio overflows, does not turn gradients into NaN.
 
-===============  =============================  ========================================================
-framework        function                       what is around it
-===============  =============================  ========================================================
-slime and miles  ``policy_loss_function``       masked tokens that would overflow leave the batch
-slime and miles  ``value_loss_function``        the same
-slime and miles  ``get_log_probs_and_entropy``  the same for the log-probs in training
-slime and miles  ``compute_approx_kl``          the ratio is bounded; no gradient if the coefficient is 0
-slime and miles  ``compute_policy_loss``        the ratio is bounded
-megatron-core    ``roll_tensor``                counts at least one token, by which MTP divides its loss
-===============  =============================  ========================================================
-
 No site of slime and miles is left alone because of a bound or a mask in their code: where nothing overflows,
 a site does nothing, as in miles' ``compute_policy_loss``, which bounds its ratio itself. A framework's own
 ``where(mask, kl, 0)`` behind the exponential repairs the value, and the gradient is still 0 times infinity.

@@ -1,18 +1,5 @@
 """A step whose gradient norm is not finite does not reach the weights, and does not end the job.
 
-=============  =======================================================  ================================
-framework      function                                                 what is around it
-=============  =======================================================  ================================
-megatron-core  ``step`` of ``MixedPrecisionOptimizer``,                 skips the step
-               ``FP32Optimizer``, ``ChainedOptimizer``
-megatron-core  ``get_megatron_optimizer``                               notes the names of parameters
-slime, miles   ``train_one_step``                                       a skip passes for success, and
-                                                                        the schedule waits
-verl           ``MegatronEngine.optimizer_step``                        a skip passes for success
-verl           ``MegatronEngine.lr_scheduler_step``                     the schedule waits
-NeMo-RL        ``train`` and ``_finish_train_step_body`` of workers     the schedule waits
-=============  =======================================================  ================================
-
 A site is left alone where the code does so itself. The distributed and the layer-wise optimizer inherit
 ``step``. What happens is in :mod:`..reentry.finite_step` and :mod:`..frameworks.optimizer_steps`.
 

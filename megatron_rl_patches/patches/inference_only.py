@@ -1,23 +1,5 @@
 """Roles that only score get a model without DDP, gradient buffers, optimizer and scheduler.
 
-=============  ==================================  ===========================  ===========================
-framework      function                            for a role that only scores  left alone when
-=============  ==================================  ===========================  ===========================
-slime, miles   ``initialize_model_and_optimizer``  no optimizer, no scheduler   can build without DDP,
-                                                                                or knows no roles
-slime, miles   ``get_optimizer_param_scheduler``   ``NullScheduler``
-slime, miles   ``train``                           refuses
-slime, miles   ``setup_model_and_optimizer``       ``--num-rollout 0``: no DDP  has no evaluation-only mode
-Megatron-LM    ``get_model``,                      no DDP                       the caller passes
-               ``build_distributed_models``                                     ``wrap_with_ddp=True``
-Megatron-LM    ``load_checkpoint``                 loads the weights alone
-megatron-core  ``get_megatron_optimizer``          ``NullOptimizer``
-Bridge         ``get_model``                       no DDP
-NeMo-RL        ``setup_reference_model_state``     no DDP                       passes wrap_with_ddp
-NeMo-RL        ``setup_model_and_optimizer``       no optimizer: no DDP         passes wrap_with_ddp
-AReaL          ``MegatronEngine.initialize``       no optimizer: no DDP         decides about DDP
-=============  ==================================  ===========================  ===========================
-
 What happens for such a role is in :mod:`..frameworks.inference_roles`.
 
 Not patched: frameworks that build such a model already (verl, SkyRL, ROLL, ms-swift), references and teachers

@@ -1,18 +1,5 @@
 """Logits that are never materialized: the output layer's product is computed inside the loss, in tiles.
 
-=============  ===============================  ==============================  ===========================
-framework      function                         in its place                    left alone when
-=============  ===============================  ==============================  ===========================
-megatron-core  ``GPTModel.forward``             its output layer defers         it generates text, or has
-                                                                                labels, output_processor
-megatron-core  ``MambaModel.forward``           the same                        the same; or the release
-                                                                                has no such model
-megatron-core  ``HybridModel.forward``          the same                        the same
-megatron-core  ``ColumnParallelLinear.forward`` deferred logits, for a model's  it gathers its output, or
-                                                output layer                    does more than to multiply
-megatron-core  ``compute_language_model_loss``  the same in tiles, for MTP      its logits exist
-=============  ===============================  ==============================  ===========================
-
 The replacements are in :mod:`..losses.output_layer`. Losses that ``lean-loss`` patches take deferred logits
 as they are; any other code that reads their values gets the logits that the layer would have returned.
 

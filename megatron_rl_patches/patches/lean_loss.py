@@ -1,20 +1,5 @@
 """Log-probabilities and entropy at the memory floor in frameworks' losses, without reentrant checkpointing.
 
-============  ========================================  ===========================  =========================
-framework     function                                  in its place                 left alone when
-============  ========================================  ===========================  =========================
-slime, miles  ``loss_function``                         not reentrant                it is not reentrant
-slime, miles  ``get_log_probs_and_entropy``             all samples in one pass      log-probs-backend is set
-slime, miles  ``calculate_log_probs_and_entropy``       one pass, O(rows) kept
-slime, miles  ``allgather_cp_redistribute``             entropy metric: no backward  its placeholder already
-                                                        collective                   follows the values
-slime         ``compute_log_probs``                     logits stay as they are
-verl          ``vocab_parallel_log_probs_from_logits``  written in backward only
-verl          ``vocab_parallel_entropy``                keeps no softmax
-verl          ``vocab_parallel_entropy_with_chunking``  keeps no softmax
-verl          ``_lm_head_logits_processor``             one pass, no clone           it does not clone
-============  ========================================  ===========================  =========================
-
 The replacements are in :mod:`..frameworks.slime_losses` and :mod:`..frameworks.verl_losses`, under the same
 names. Whether a fork's ``get_log_probs_and_entropy`` can be replaced is tried the first time it is called.
 

@@ -1,22 +1,6 @@
 """``train()``, ``save()`` and evaluation can be called again and again on the same model.
 
-=============  ============================================  =========================  ==================
-framework      function                                      what is around it          left alone when
-=============  ============================================  =========================  ==================
-megatron-core  ``disable_forward_pre_hook``, ``enable_...``  any order and number       upstream allows it
-slime, miles   ``train``                                     ``TrainGuard``             it is re-entrant
-slime, miles   ``save``                                      hooks as before            it restores hooks
-Megatron-LM    ``train``                                     ``TrainGuard``             it is re-entrant
-Megatron-LM    ``save_checkpoint_and_time``                  hooks and timer as before  it restores hooks
-Megatron-LM    ``training_log``                              intervals end on time      it ends them
-Bridge         ``train``                                     ``TrainGuard``             it is re-entrant
-Bridge         ``_update_model_config_funcs``                clears its own functions   it asserts nothing
-verl           ``register_megatron_training_hooks``          one call per config        it asserts nothing
-verl           ``ActorRolloutRefWorker.update_actor``        warns of sampling
-any            ``Settings(train_functions=...)``             ``TrainGuard``
-=============  ============================================  =========================  ==================
-
-What is around the functions is in :mod:`..frameworks.training` and :mod:`..reentry`.
+What is around each function is in :mod:`..frameworks.training` and :mod:`..reentry`.
 
 Not patched: FSDP chunks (they have no forward pre-hooks), SkyRL, AReaL and NeMo-RL's policy worker
 (re-entrant already), ms-swift and ROLL (one-shot trainers), and anything that ends the process. NeMo-RL's

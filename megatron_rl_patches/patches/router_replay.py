@@ -1,18 +1,5 @@
 """Routes that are replayed belong to one model and to one step.
 
-=============  =============================================  ==============================================
-framework      function                                       what is around it
-=============  =============================================  ==============================================
-megatron-core  ``forward`` of ``TransformerBlock``,           what a pass without gradients queues is kept
-               ``HybridStack`` (``MambaStack`` up to 0.17),   until a pass uses other routes; a stack in
-               ``MultiTokenPredictionBlock``                  multi-token prediction is recomputed once
-megatron-core  ``__init__`` of the first two                  refuses a fused router with replay
-megatron-core  ``forward_backward_...``                       a step leaves nothing for the next one
-megatron-core  ``TopKRouter.__init__``                        a router that is deleted is taken off the list
-slime, miles   ``MegatronTrainRayActor.train_actor``          routes of a rollout that broke off are cleared
-verl           ``MegatronEngine...forward_backward_batch``    the same
-=============  =============================================  ==============================================
-
 What happens is in :mod:`..reentry.router_replay` and :mod:`..frameworks.routing_replay`. Where the router of
 megatron-core replays nothing, none of its functions is patched. That a model that only scores is left out of
 the list is part of :func:`..inference.models.model.freeze`, and that a ``train()`` that raised leaves

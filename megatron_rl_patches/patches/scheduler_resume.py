@@ -1,14 +1,6 @@
 """After a resume the learning-rate schedule is at the step that the checkpoint says, not at twice that.
 
-============  ====================================  =====================================  ===================
-framework     function                              what runs around it                     left alone when
-============  ====================================  =====================================  ===================
-slime, miles  ``initialize_model_and_optimizer``    the step of loading is set at its end  it does not advance
-                                                                                           the scheduler
-slime, miles  ``load_checkpoint``                   that step is recorded
-============  ====================================  =====================================  ===================
-
-The code around the functions is in :mod:`..frameworks.optimizer_steps`.
+What is around each function is in :mod:`..frameworks.optimizer_steps`.
 
 Not patched: Megatron-LM, which does not advance the schedule after loading it, and frameworks with the
 opposite fault, which never restore a schedule that was saved.
