@@ -121,13 +121,9 @@ def of_logits(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> tupl
     lean: losses.DeferredLogits = losses.deferred_logits(
         x, w, bias=None, tp_group=group, sequence_parallel=True
     )
+    lazy: bool = lean.is_deferred
     both = losses.vocab_parallel_log_probs_and_entropy(
-        logits,
-        targets,
-        rows=slice(2, 6),
-        keep_mask=logits > 0,
-        entropy_grad=lean.is_deferred,
-        inplace_backward=True,
+        logits, targets, rows=slice(2, 6), keep_mask=logits > 0, entropy_grad=lazy, inplace_backward=True
     )
     rows = torch.arange(4)
     return losses.vocab_parallel_log_probs(logits, targets, tp_group=group, rows=rows, temperature=0.7), both
@@ -191,10 +187,7 @@ def recomputed(logits: Tensor) -> Tensor:
 
 def on_a_rank(number: int, scale: float = 1.0) -> float:
     with testing.cpu_backend():
-        config = {"num_layers": 2}
-        described: testing.TinyModel = testing.tiny_model(
-            "moe", tp=2, overlap_param_gather=False, config=config
-        )
+        described: testing.TinyModel = testing.tiny_model("moe", tp=2, config={"num_layers": 2})
         described.initialize()
         chunks: list[Any] = described.chunks()
         model, optimizer = described.build()
