@@ -209,10 +209,7 @@ def _unknown_variable(name: str, value: str) -> Problem:
 def problems_of(
     choice: Choice, statuses: Sequence[SiteStatus], startup: Startup | None, wrapt: str | None
 ) -> list[Problem]:
-    """Return the reasons why something that is selected does not take effect.
-
-    ``startup`` is ``None`` where a hook of the framework applies the patches.
-    """
+    """Return why what is selected does not take effect; ``startup`` is ``None`` where a hook applies it."""
     problems = list(choice.problems)
     number = tuple(map(int, re.findall(r"\d+", wrapt or "")[:2]))
     if not (1, 16) <= number < (3,):
@@ -235,7 +232,8 @@ def problems_of(
     wrong = [s for s in selected if s.target in named and s.state in ("absent", "missing")]
     for status in wrong:
         variable, item = named[status.target]
-        remedy = _export(variable, _without(choice.variables[variable], [item]))
+        others = (other for other in items(choice.variables[variable]) if other != item)
+        remedy = _export(variable, ",".join(others))
         problems.append(Problem(f"{status}; {variable} names it", remedy))
     faults = [s for s in selected if s.is_fault and not s.because_of and s not in wrong]
     unfit = sorted({fault.patch for fault in faults})
@@ -252,18 +250,13 @@ def _problems_of_roots(choice: Choice, selected: Iterable[SiteStatus]) -> Iterat
     needed = {s.target.partition(".")[0] for s in selected if s.state in ("fits", "not needed")}
     named = choice.variables.get(ROOTS_VARIABLE, "")
     absent = [root for root in items(named) if Environment().find_spec(root) is None]
-    present = items(_without(named, absent))
+    present = [root for root in items(named) if root not in absent]
     remedy = _export(ROOTS_VARIABLE, ",".join([*present, *sorted(needed - known - {*present})]))
     for root in absent:
         yield Problem(f"{ROOTS_VARIABLE} names {root}, which is not in this environment", remedy)
     for root in sorted(needed - known):
         message = f"the import of {root} does not activate anything: add it to {ROOTS_VARIABLE}"
         yield Problem(message, remedy)
-
-
-def _without(value: str, names: Collection[str]) -> str:
-    """Return a list of items without those of these names."""
-    return ",".join(item for item in items(value) if item not in names)
 
 
 def _export(variable: str, value: str) -> str:
