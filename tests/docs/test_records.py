@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_rl_patches.common import messages
+from megatron_rl_patches.engine.settings import VARIABLE
 from tests.docs import pages
 from tests.docs.pages import ROOT
 
@@ -87,3 +88,11 @@ def test_the_picture_of_doctor_is_what_it_prints_now() -> None:
     assert _text(drawn) == _text(screenshots["doctor"]()), "run: make screenshots"
     assert "unset MEGATRON_RL_PATCHES_STRIKT; export MEGATRON_RL_PATCHES_STRICT=1" in _text(drawn)
     assert str(ROOT) not in drawn and "url(http" not in drawn
+
+
+@pytest.mark.parametrize("page", sorted(pages.ROOT.glob("docs/quickstart/*.md")), ids=lambda page: page.stem)
+def test_a_quickstart_goes_from_the_safest_patch_to_the_default_set_to_all(page: Path) -> None:
+    _, _, to_type, *_ = [block.code for block in pages.blocks("bash", page=pages.name_of(page))]
+    assert f"{VARIABLE}=reentrant-train" in to_type or f'"{VARIABLE}": "reentrant-train"' in to_type
+    shown = re.findall(r"^<!-- written: log \S+ (\S+) -->$", page.read_text("utf-8"), re.MULTILINE)
+    assert shown == ["reentrant-train", "1", "all"]

@@ -212,6 +212,19 @@ def test_the_engine_and_the_frameworks_keep_apart() -> None:
     assert [path.stem for path in engine if "setattr(" in path.read_text()] == ["records"]
 
 
+def test_cores_name_no_framework() -> None:
+    """Comments and docstrings may name a source; code and its messages may not."""
+    names = re.compile(r"\b(slime|vime|miles|verl|nemo_rl|areal)\b")
+    for path in [
+        path for core in ("losses", "inference", "reentry") for path in (PACKAGE / core).rglob("*.py")
+    ]:
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                node.value.value = ""
+        assert not names.search(ast.unparse(tree)), path
+
+
 # --- benchmarks and tests
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import importlib
 import sys
 from pathlib import Path
@@ -150,6 +152,38 @@ class Trainer:
     @cache
     def step(self): return 4
 """
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_no_garbage_is_collected_while_a_module_is_parsed(is_on: bool) -> None:
+    """With torch imported, a full collection takes 0.2 s. What the user has switched off stays off."""
+    collections: list[str] = []
+    was_on = gc.isenabled()
+    (gc.enable if is_on else gc.disable)()
+    gc.callbacks.append(lambda phase, info: collections.append(phase))
+    try:
+        read(f"is_on = {is_on}\n" + "x = [a, b]\n" * 20_000)
+        assert gc.isenabled() == is_on and len(collections) < 20
+    finally:
+        gc.callbacks.pop()
+        (gc.enable if was_on else gc.disable)()
+
+
+def test_a_file_is_parsed_once_for_all_its_sites_and_judged_again_when_it_changes(
+    tagged: Framework, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    asked = Mock(return_value=None)
+    package = tagged("train", "save", files={"model": f"{MODEL}\n# not parsed before"}, skip_if=asked)
+    parse = Mock(side_effect=ast.parse)
+    monkeypatch.setattr(ast, "parse", parse)
+    for _ in range(3):
+        apply("tagging")
+        assert package.actor and package.model
+        revert()
+    assert (parse.call_count, asked.call_count) == (1, 2)
+    (tmp_path / package.name / "model.py").write_text(f"{MODEL}\n# changed")
+    apply("tagging")
+    assert (parse.call_count, asked.call_count) == (2, 4)
 
 
 @pytest.mark.parametrize(

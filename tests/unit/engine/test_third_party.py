@@ -305,3 +305,12 @@ def test_mindspeed_wraps(world: tuple[Any, Any]) -> None:
     assert target() == ("applied", "in place")
     revert()
     assert [id(each) for each in (model.train, actor.train, actor.run)] == [original] * 3
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_what_an_adapter_raises_in_a_call_is_raised_there(tagged: Framework, error: BaseException) -> None:
+    package = tagged("train", adapter=raising(error))
+    apply()
+    with pytest.raises(type(error)) as caught:
+        package.model.train("m")
+    assert caught.value is error
