@@ -26,11 +26,6 @@ _HOMES["miles"] = "miles.backends.training_utils"
 LOSSES = {name: f"{home}.loss" for name, home in _HOMES.items()}
 SCORES = {**LOSSES, "miles": f"{_HOMES['miles']}.loss_hub.logit_processors"}
 CP_UTILS = {name: f"{home}.cp_utils" for name, home in _HOMES.items()}
-#: Modules of miles since September 2026.
-NEWEST_MILES = "newest miles"
-LOSSES[NEWEST_MILES] = f"{_HOMES['miles']}.loss.objective"
-SCORES[NEWEST_MILES] = f"{_HOMES['miles']}.loss.hub.logit_processors"
-CP_UTILS[NEWEST_MILES] = CP_UTILS["slime"]
 
 TOTALS, RESPONSES = (9, 11, 4), (4, 6, 2)
 VOCAB = 24
@@ -133,7 +128,7 @@ class LossJob:
         """``masked``: each token was sampled from a part of the vocabulary, which the framework knows."""
         self.totals, self.responses, self.vocabulary = totals, responses, vocabulary
         self.framework, self.deferred = framework, deferred
-        if "miles" in framework:
+        if framework == "miles":
             set_parallel_state_of_miles()
         self.args = _arguments_of(framework, options)
         generator = torch.Generator().manual_seed(0)

@@ -27,14 +27,6 @@ pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
 PATCH = "lean-loss"
 UTILS = "slime.utils.ppo_utils"
 BFLOAT16 = 4e-3  # what Megatron's fused cross entropy rounds gradients to
-MILES = "miles.backends.training_utils"
-#: Where miles has the patched functions since September 2026.
-MOVED = {
-    "loss_function": "loss.objective",
-    "get_log_probs_and_entropy": "loss.hub.logit_processors",
-    "calculate_log_probs_and_entropy": "loss.hub.math_utils",
-    "allgather_cp_redistribute": "data.context_parallel",
-}
 
 
 def check_scores(framework: str, **options: Any) -> float:
@@ -205,31 +197,3 @@ def test_all_gather_cp() -> None:
     apply(PATCH)
     for (_, entropy_coef), requires_grad in _redistributed(backward=True).items():
         assert requires_grad == [True, entropy_coef != 0]
-
-
-@pytest.mark.usefixtures("newest_miles_on_the_path")
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [
-        pytest.param(1, {}, id="1 rank"),
-        pytest.param(2, {"tp": 2}, id="TP 2", marks=pytest.mark.slow),
-        pytest.param(2, {"cp": 2}, id="zigzag CP 2", marks=pytest.mark.slow),
-        pytest.param(2, {"cp": 2, "allgather_cp": True}, id="all-gather CP 2", marks=pytest.mark.slow),
-    ],
-)
-@on_ranks(lambda ranks: ranks)
-def test_the_newest_miles_and_its_sampling_masks(ranks: int, layout: dict[str, Any]) -> None:
-    from tests.frameworks import loss_jobs
-
-    framework, options = loss_jobs.NEWEST_MILES, {k: v for k, v in layout.items() if k == "allgather_cp"}
-    loss_jobs.initialize(tp=layout.get("tp", 1), cp=layout.get("cp", 1))
-    assert 1e-4 < check_masks(framework, **options) < BFLOAT16
-    with applied(PATCH):
-        recomputing = {"recompute_loss_function": True, "entropy_coef": 0.1, **options}
-        run = loss_jobs.LossJob(framework, **recomputing).loss()
-        states = states_of("miles", patch=PATCH).items()
-        assert {target for target, state in states if state == "applied"} == {
-            f"{MILES}.{module}.{name}" for name, module in MOVED.items()
-        }
-    dense = loss_jobs.LossJob(framework, **recomputing).loss(dense=True)
-    assert max(loss_jobs.distance(run[key], dense[key]) for key in ("loss", "gradient")) < 1e-6

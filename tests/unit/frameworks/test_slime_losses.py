@@ -1,6 +1,6 @@
 """Log-probabilities and entropies by conventions of frameworks, then of the responses of a microbatch.
 
-Context parallelism is tested on slime's stand-in and on checkouts.
+Parallel layouts, and the losses on top, are tested on slime's stand-in and on checkouts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.call import Call
@@ -68,214 +67,7 @@ def test_the_gradient_goes_into_float32_logits_that_nobody_else_needs(case: str)
     assert torch.equal(logits.detach(), before) == (case != "float32")
 
 
-# --- the responses of a microbatch
-
-V = 11
-TOTALS, RESPONSES = [9, 6, 8], [4, 0, 7]
-TOKENS = [torch.arange(length) % V for length in TOTALS]
-Scores = dict[str, list[Tensor]]
-
-
-def get_parallel_state() -> Namespace:
-    """As in miles, whose groups are its own."""
-    alone = Namespace(rank=0, size=1, group=None)
-    return Namespace(cp=alone, tp=alone)
-
-
-def naive(logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = False) -> tuple[Tensor, Any]:
-    log_softmax = logits.log_softmax(-1)
-    log_probs = log_softmax.gather(1, tokens[: len(logits), None])
-    return log_probs, -(log_softmax.exp() * log_softmax).sum(-1) if with_entropy else None
-
-
-def with_need_entropy_grad(
-    logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = False, need_entropy_grad: bool = False
-) -> tuple[Tensor, Any]:
-    log_probs, entropy = naive(logits, tokens, tp_group, with_entropy)
-    return log_probs, entropy if need_entropy_grad else entropy.detach()
-
-
-def with_keep_mask(
-    logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = False, log_prob_keep_mask: Any = None
-) -> tuple[Tensor, Any]:
-    kept = logits.masked_fill(~log_prob_keep_mask.scatter(1, tokens[:, None], True), float("-inf"))
-    return naive(kept, tokens, tp_group)[0], naive(logits, tokens, tp_group, with_entropy)[1]
-
-
-class Framework:
-    """``get_log_probs_and_entropy`` on top of a ``calculate``, sample by sample or all rows at once.
-
-    Attributes:
-        passes: how often it has gone over a microbatch.
-        calls: how often its own ``calculate`` has run while it was patched.
-    """
-
-    def __init__(
-        self,
-        calculate: Callable[..., tuple[Tensor, Any]] = naive,
-        at_once: bool = False,
-        change: str = "",
-        finish: Callable[[Tensor], Tensor] = lambda x: x,
-        **passed: Any,
-    ) -> None:
-        self._calculate, self._at_once, self._change, self._finish = calculate, at_once, change, finish
-        self.passed, self.passes, self.calls = passed, 0, 0
-        #: One function, as a framework has one.
-        self.function = self._function()
-
-    def unpatched(self, logits: Tensor, temperature: float = 0.7, **batch: Any) -> Scores:
-        return self._score(
-            self._calculate, logits, Namespace(rollout_temperature=temperature), **batch_of(batch)
-        )
-
-    def patched(self, logits: Tensor, temperature: float = 0.7, batch: Any = None, **args: Any) -> Scores:
-        options = {"args": Namespace(rollout_temperature=temperature, **args), **batch_of(batch or {})}
-        function = slime_losses.get_log_probs_and_entropy
-        return function(Call(self.function, (logits,), options))  # type: ignore[no-any-return]
-
-    def _function(self) -> Callable[..., Scores]:
-        @functools.wraps(self._calculate)
-        def own(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return self._calculate(*args, **kwargs)
-
-        def calculate(*args: Any, **kwargs: Any) -> Any:
-            return slime_losses.calculate_log_probs_and_entropy(Call(own, args, kwargs))
-
-        def get_log_probs_and_entropy(
-            logits: Tensor,
-            *,
-            args: Namespace,
-            unconcat_tokens: list[Tensor],
-            total_lengths: list[int],
-            response_lengths: list[int],
-            with_entropy: bool = False,
-            max_seq_lens: list[int] | None = None,
-            top_p: float | None = None,
-        ) -> Scores:
-            batch = (unconcat_tokens, total_lengths, response_lengths, with_entropy, max_seq_lens)
-            return self._score(calculate, logits, args, *batch)
-
-        return get_log_probs_and_entropy
-
-    def _score(
-        self,
-        calculate: Callable[..., Any],
-        logits: Tensor,
-        args: Namespace,
-        unconcat_tokens: list[Tensor],
-        total_lengths: list[int],
-        response_lengths: list[int],
-        with_entropy: bool,
-        max_seq_lens: list[int] | None = None,
-    ) -> Scores:
-        self.passes += 1
-        scope: dict[str, Any] = {"torch": torch, "logits": logits.reshape(-1, logits.size(-1))}
-        if self._change.startswith("logits"):
-            exec(self._change, scope)
-        logits = scope["logits"].div(args.rollout_temperature)
-        starts = torch.tensor([0, *(max_seq_lens or total_lengths)[:-1]]).cumsum(0).tolist()
-        ends = [start + total for start, total in zip(starts, total_lengths, strict=True)]
-        samples = list(zip(ends, response_lengths, unconcat_tokens, strict=True))
-        log_probs, entropies = [], []
-        if self._at_once:
-            shifted = torch.zeros(len(logits), dtype=torch.int64)
-            for end, length, tokens in samples:
-                shifted[end - length - 1 : end - 1] = tokens[len(tokens) - length :]
-            log_prob, entropy = calculate(logits, shifted, None, with_entropy=with_entropy, **self.passed)
-        for end, length, tokens in samples:
-            rows = slice(end - length - 1, end - 1)
-            if self._at_once:
-                of_sample = log_prob[rows], entropy[rows] if with_entropy else None
-            else:
-                scope["chunk"] = logits[rows]
-                if self._change.startswith("chunk"):
-                    exec(self._change, scope)
-                passed = {"with_entropy": with_entropy, **self.passed}
-                of_sample = calculate(scope["chunk"], tokens[-length:], None, **passed)
-            log_probs.append(self._finish(of_sample[0].squeeze(-1)))
-            entropies.append(of_sample[1])
-        return {"log_probs": log_probs, **({"entropy": entropies} if with_entropy else {})}
-
-
-def batch_of(changes: dict[str, Any]) -> dict[str, Any]:
-    batch = {"unconcat_tokens": TOKENS, "total_lengths": TOTALS, "response_lengths": RESPONSES}
-    return {**batch, "with_entropy": True, **changes}
-
-
-def gradient_of(scores: Scores, logits: Tensor, entropy_grad: bool = True) -> Tensor:
-    names = ("log_probs", "entropy") if entropy_grad else ("log_probs",)
-    values = torch.cat([value for name in names for value in scores[name]])
-    [gradient] = torch.autograd.grad((torch.linspace(0.5, 1.5, len(values)) * values).sum(), logits)
-    return gradient
-
-
-def compare(
-    scores: Scores, expected: Scores, logits: Tensor, check_dtype: bool = True, **tolerance: Any
-) -> None:
-    """Compare scores, and the gradients of the logits."""
-    for name in ("log_probs", "entropy"):
-        assert all(type(value) is Tensor and value.requires_grad for value in scores[name])
-        torch.testing.assert_close(scores[name], expected[name], check_dtype=check_dtype, **tolerance)
-    torch.testing.assert_close(gradient_of(scores, logits), gradient_of(expected, logits), **tolerance)
-
-
-PADDED = {"max_seq_lens": [12] * 3}
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("batch", [{}, PADDED], ids=["packed", "padded"])
-@pytest.mark.parametrize("at_once", [False, True])
-def test_responses_have_the_scores_and_the_gradient_of_the_framework(
-    at_once: bool, batch: dict[str, Any], temperature: float
-) -> None:
-    logits, framework = model_logits(*((3, 12, V) if batch else (1, 30, V))), Framework(at_once=at_once)
-    args = {"qkv_format": "bshd"} if batch else {}
-    for calls in (1, 2):
-        expected = framework.unpatched(logits, temperature, **batch)
-        compare(framework.patched(logits, temperature, batch, **args), expected, logits)
-        # Its own code has run for each reference, and once when it was tried.
-        assert (framework.passes, framework.calls) == (calls + 1, 0)
-
-
-def test_scores_without_grad_mode_and_of_a_recomputed_loss() -> None:
-    logits, framework = model_logits(1, 30, V), Framework()
-    expected = framework.unpatched(logits)
-    with torch.inference_mode():
-        scores = framework.patched(logits.detach(), loss_type="in inference mode")
-    assert not any(value.requires_grad for value in (*scores["log_probs"], *scores["entropy"]))
-    torch.testing.assert_close(torch.cat(scores["log_probs"]), torch.cat(expected["log_probs"]).detach())
-
-    def loss(logits: Tensor) -> Tensor:
-        return torch.cat(framework.patched(logits, loss_type="recomputed")["log_probs"]).sum()
-
-    # The framework's function is tried in the first pass, and not in the second one.
-    [gradient] = torch.autograd.grad(checkpoint(loss, logits, use_reentrant=False), logits)
-    torch.testing.assert_close(
-        gradient, torch.autograd.grad(torch.cat(expected["log_probs"]).sum(), logits)[0]
-    )
-
-
-@pytest.mark.parametrize(
-    ("entropy_coef", "loss_type", "passed", "requires_grad"),
-    [
-        (0.1, "policy_loss", {}, True),
-        (0, "policy_loss", {}, False),
-        (0, "custom_loss", {}, True),
-        # Releases that say themselves whether the entropy has a gradient.
-        (0.1, "policy_loss", {"calculate": with_need_entropy_grad, "need_entropy_grad": True}, True),
-        (0.1, "policy_loss", {"calculate": with_need_entropy_grad, "need_entropy_grad": False}, False),
-    ],
-)
-def test_an_entropy_that_is_a_metric_has_no_gradient(
-    entropy_coef: float, loss_type: str, passed: dict[str, Any], requires_grad: bool
-) -> None:
-    logits, framework = model_logits(1, 30, V), Framework(at_once=True, **passed)
-    scores = framework.patched(logits, loss_type=loss_type, entropy_coef=entropy_coef)
-    assert {entropy.requires_grad for entropy in scores["entropy"]} == {requires_grad}
-    assert (framework.passes, framework.calls) == (1, 0)
-    expected = gradient_of(framework.unpatched(logits), logits, entropy_grad=requires_grad)
-    torch.testing.assert_close(gradient_of(scores, logits, entropy_grad=requires_grad), expected)
+# --- calculate_log_probs_and_entropy
 
 
 def of_each_release(
@@ -291,6 +83,15 @@ def of_each_release(
 ) -> tuple[Tensor, Any]:
     """With ``true_on_policy`` miles keeps the bits of its engine."""
     return torch.full((3, 1), 7.0), torch.full((3,), 7.0)
+
+
+def naive(logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = False) -> tuple[Tensor, Any]:
+    log_softmax = logits.log_softmax(-1)
+    log_probs = log_softmax.gather(1, tokens[: len(logits), None])
+    return log_probs, -(log_softmax.exp() * log_softmax).sum(-1) if with_entropy else None
+
+
+V = 11
 
 
 @pytest.mark.parametrize(
@@ -319,15 +120,6 @@ def test_an_entropy_is_what_the_release_and_its_options_say(
     )
 
 
-def test_a_keep_mask() -> None:
-    logits = model_logits(1, 30, V)
-    mask = torch.rand(30, V, generator=torch.Generator().manual_seed(1)) > 0.4
-    framework = Framework(with_keep_mask, at_once=True, log_prob_keep_mask=mask)
-    expected, scores = framework.unpatched(logits), framework.patched(logits, batch={"top_p": 0.9})
-    compare(scores, expected, logits)
-    assert (framework.passes, framework.calls) == (2, 0)
-
-
 def with_sampling_mask(
     logits: Tensor,
     tokens: Tensor,
@@ -336,17 +128,22 @@ def with_sampling_mask(
     sampling_mask: Any = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Any]:
-    """As in miles since September 2026, whose stand-in in ``tests/frameworks`` shows the values."""
-    scaled = logits.to(torch.float32, copy=True).div_(temperature if temperature > 0 else 1.0)
-    kept = scaled.clone()
-    if sampling_mask is not None:
-        kept = kept.masked_fill_(~sampling_mask, float("-inf"))
+    """As in miles since September 2026."""
+    scaled = logits.to(torch.float32, copy=True).div_(temperature)
+    kept = scaled.clone().masked_fill_(~sampling_mask, float("-inf"))
     return naive(kept, tokens, tp_group)[0], naive(scaled, tokens, tp_group, with_entropy)[1]
 
 
-def test_a_sampling_mask_costs_itself_and_one_gradient() -> None:
+def test_a_sampling_mask_of_miles_costs_itself_and_one_gradient() -> None:
     logits, tokens = model_logits(64, 8192), torch.arange(64)
     mask = (torch.rand(logits.shape) > 0.5).scatter(1, tokens[:, None], True)
+
+    def patched(*args: Any, **options: Any) -> Any:
+        return slime_losses.calculate_log_probs_and_entropy(Call(with_sampling_mask, args, options))
+
+    def run(calculate: Callable[..., Any]) -> tuple[Tensor, ...]:
+        scores = calculate(logits, tokens, None, True, sampling_mask=mask, temperature=0.7)
+        return *scores, torch.autograd.grad(sum(x.sum() for x in scores), logits)[0]
 
     def peak(calculate: Callable[..., Any]) -> int:
         def gradient() -> Tensor:
@@ -355,32 +152,159 @@ def test_a_sampling_mask_costs_itself_and_one_gradient() -> None:
 
         return live_bytes(gradient).peak
 
-    def patched(*args: Any, **options: Any) -> Any:
-        return slime_losses.calculate_log_probs_and_entropy(Call(with_sampling_mask, args, options))
-
+    torch.testing.assert_close(run(patched), run(with_sampling_mask))
     assert peak(with_sampling_mask) > 2.5 * logits.nbytes
     assert peak(patched) < 1.3 * logits.nbytes
 
 
-@pytest.mark.parametrize("backend", ["fused", "triton"])
-def test_a_kernel_that_an_option_selects_runs_on_logits(backend: str) -> None:
+# --- the responses of a microbatch
+
+TOTALS, RESPONSES = [9, 6, 8], [4, 0, 7]
+TOKENS = [torch.arange(length) % V for length in TOTALS]
+Scores = dict[str, list[Tensor]]
+Change = Callable[[Tensor], Tensor]
+
+
+def get_parallel_state() -> Namespace:
+    """As in miles, whose groups are its own."""
+    alone = Namespace(rank=0, size=1, group=None)
+    return Namespace(cp=alone, tp=alone)
+
+
+def same(values: Tensor) -> Tensor:
+    return values
+
+
+class Framework:
+    """Scores sample by sample, as miles does, on top of a ``calculate``.
+
+    It may change the logits, the rows of a sample, or the log-probs. ``passes`` counts microbatches.
+    """
+
+    def __init__(
+        self,
+        calculate: Callable[..., tuple[Tensor, Any]] = naive,
+        *,
+        logits: Change = same,
+        rows: Change = same,
+        finish: Change = same,
+        **passed: Any,
+    ) -> None:
+        self.calculate, self.passed, self.passes = calculate, passed, 0
+        self._change, self._change_rows, self._finish = logits, rows, finish
+
+    def get_log_probs_and_entropy(
+        self,
+        logits: Tensor,
+        *,
+        args: Namespace,
+        unconcat_tokens: list[Tensor],
+        total_lengths: list[int],
+        response_lengths: list[int],
+        with_entropy: bool = False,
+        max_seq_lens: list[int] | None = None,
+    ) -> Scores:
+        self.passes += 1
+        logits_tv = self._change(logits.reshape(-1, logits.size(-1))).div(args.rollout_temperature)
+        starts = torch.tensor([0, *(max_seq_lens or total_lengths)[:-1]]).cumsum(0).tolist()
+        log_probs, entropies = [], []
+        for start, total, n, tokens in zip(
+            starts, total_lengths, response_lengths, unconcat_tokens, strict=True
+        ):
+            rows = self._change_rows(logits_tv[start + total - n - 1 : start + total - 1])
+            log_probs_n, entropy_n = self.calculate(
+                rows, tokens[-n:], None, with_entropy=with_entropy, **self.passed
+            )
+            log_probs.append(self._finish(log_probs_n.squeeze(-1)))
+            entropies.append(entropy_n)
+        return {"log_probs": log_probs, **({"entropy": entropies} if with_entropy else {})}
+
+    def unpatched(self, logits: Tensor, temperature: float = 0.7, **batch: Any) -> Scores:
+        return self.get_log_probs_and_entropy(
+            logits, args=Namespace(rollout_temperature=temperature), **batch_of(batch)
+        )
+
+    def patched(self, logits: Tensor, temperature: float = 0.7, batch: Any = None, **args: Any) -> Scores:
+        def calculate(*args: Any, **kwargs: Any) -> Any:
+            return slime_losses.calculate_log_probs_and_entropy(Call(own, args, kwargs))
+
+        own, function = self.calculate, self.get_log_probs_and_entropy
+        options = {"args": Namespace(rollout_temperature=temperature, **args), **batch_of(batch or {})}
+        with mock.patch.object(self, "calculate", calculate):
+            scores: Scores = slime_losses.get_log_probs_and_entropy(Call(function, (logits,), options))
+        return scores
+
+
+def batch_of(changes: dict[str, Any]) -> dict[str, Any]:
+    batch = {"unconcat_tokens": TOKENS, "total_lengths": TOTALS, "response_lengths": RESPONSES}
+    return {**batch, "with_entropy": True, **changes}
+
+
+def compare(scores: Scores, expected: Scores, logits: Tensor) -> None:
+    """Compare scores, and the gradients of the logits."""
+
+    def gradient(scores: Scores) -> Tensor:
+        values = torch.cat([*scores["log_probs"], *scores["entropy"]])
+        return torch.autograd.grad((torch.linspace(0.5, 1.5, len(values)) * values).sum(), logits)[0]
+
+    assert all(
+        type(value) is Tensor and value.requires_grad for values in scores.values() for value in values
+    )
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient(scores), gradient(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_responses_have_the_scores_and_the_gradient_of_the_framework(
+    is_padded: bool, temperature: float
+) -> None:
+    logits, framework = model_logits(*((3, 12, V) if is_padded else (1, 30, V))), Framework()
+    batch, args = ({"max_seq_lens": [12] * 3}, {"qkv_format": "bshd"}) if is_padded else ({}, {})
+    for calls in (1, 2):
+        expected = framework.unpatched(logits, temperature, **batch)
+        compare(framework.patched(logits, temperature, batch, **args), expected, logits)
+        assert framework.passes == calls + 1  # for each reference, and once when it was tried
+
+
+def test_scores_in_inference_mode() -> None:
+    logits, framework = model_logits(1, 30, V), Framework()
+    with torch.inference_mode():
+        scores = framework.patched(logits.detach())
+    assert not any(value.requires_grad for value in (*scores["log_probs"], *scores["entropy"]))
+    torch.testing.assert_close(
+        torch.cat(scores["log_probs"]), torch.cat(framework.unpatched(logits.detach())["log_probs"])
+    )
+
+
+@pytest.mark.parametrize(("loss_type", "requires_grad"), [("policy_loss", False), ("custom_loss", True)])
+def test_an_entropy_that_is_a_metric_has_no_gradient(loss_type: str, requires_grad: bool) -> None:
+    """A custom loss may use it whatever its coefficient is."""
+    framework = Framework()
+    scores = framework.patched(model_logits(1, 30, V), loss_type=loss_type, entropy_coef=0)
+    assert {entropy.requires_grad for entropy in scores["entropy"]} == {requires_grad}
+    assert framework.passes == 1
+
+
+def test_a_kernel_that_an_option_selects_runs_on_logits() -> None:
     """It does what the patch does, and reads memory, which deferred logits do not have."""
     kinds: list[type] = []
 
+    @functools.wraps(naive)
     def kernel(logits: Tensor, *args: Any, **options: Any) -> Any:
         kinds.append(type(logits))
-        return with_need_entropy_grad(logits, *args, **options)
+        return naive(logits, *args, **options)
 
-    framework = Framework(functools.wraps(with_need_entropy_grad)(kernel), need_entropy_grad=True)
+    framework = Framework(kernel)
     hidden, weight = model_logits(1, 30, 4), torch.randn(V, 4)
     expected = framework.unpatched(hidden @ weight.T)
     with (
         mock.patch.dict(own_options),
         mock.patch.object(slime_losses, "calculate_log_probs_and_entropy", lambda call: call()),
     ):
-        scores = framework.patched(deferred_logits(hidden, weight), log_probs_backend=backend)
+        scores = framework.patched(deferred_logits(hidden, weight), log_probs_backend="fused")
         [site] = [s for s in PATCHES["lean-loss"].sites if s.target == f"{LOSS}.get_log_probs_and_entropy"]
-        assert site.detail is not None and site.detail() == f"not needed with --log-probs-backend {backend}"
+        assert site.detail is not None and site.detail() == "not needed with --log-probs-backend fused"
     torch.testing.assert_close(scores, expected)
     assert kinds == [Tensor] * 6 and framework.passes == 2  # of two passes over three samples
 
@@ -393,42 +317,38 @@ def test_an_argument_that_is_not_known_is_left_to_the_framework() -> None:
         return naive(logits, tokens, tp_group, with_entropy)
 
     logits = model_logits(1, 30, V)
-    for options, passes in (({"soft_cap": 3.0}, 3), ({"soft_cap": None}, 2)):
-        framework = Framework(capped, at_once=True, **options)
-        expected, scores = framework.unpatched(logits), framework.patched(logits)
-        compare(scores, expected, logits)
-        assert (framework.passes, framework.calls) == (passes, passes - 2 + (passes == 3))
+    for soft_cap, passes in ((3.0, 3), (None, 2)):
+        framework = Framework(capped, soft_cap=soft_cap)
+        compare(framework.patched(logits), framework.unpatched(logits), logits)
+        assert framework.passes == passes
 
 
-#: What a fork may do to the logits, or to a sample's slice of them, that changes values or gradients.
-CHANGES = [
-    "chunk = chunk * 1.25",
-    "chunk = torch.tanh(chunk / 50) * 50",
-    "chunk = chunk.to(torch.bfloat16).float()",
-    "chunk.div_(2)",
-    "chunk = torch.cat([chunk, chunk[:, :1]], dim=1)",
-    "chunk = chunk / torch.linspace(1, 2, 11)",
-    "chunk = chunk.detach() + 0 * chunk",
-    "logits = logits.mul(2)",
-    "logits[0:8].div_(7)",
-    "logits[:, 3:] = -50.0",
-    "logits *= 2",
-    "logits = logits.clamp(min=-50)",
-    "logits = logits if len(logits) == 31 else logits[99]",  # an error with other rows
-]
+def overwritten(logits: Tensor) -> Tensor:
+    logits[:, 3:] = -50.0
+    return logits
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_framework_that_changes_logits_gets_what_it_computes(
-    change: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    leaf = model_logits(1, 31, V).detach().requires_grad_()
-    framework = Framework(change=change, finish=lambda x: x.float())
+#: What a fork may do that changes values or gradients.
+FORKS: dict[str, dict[str, Change]] = {
+    "scaled rows": {"rows": lambda rows: rows * 1.25},
+    "rows that are written to": {"rows": lambda rows: rows.div_(2)},
+    "one more column": {"rows": lambda rows: torch.cat([rows, rows[:, :1]], dim=1)},
+    "a gradient alone": {"rows": lambda rows: rows.detach() + 0 * rows},
+    "logits that are written to": {"logits": overwritten},
+    "clamped": {"logits": lambda logits: logits.clamp(min=-50)},
+    "an error with other rows": {"logits": lambda logits: logits if len(logits) == 31 else logits[99]},
+    "clamped scores": {"finish": lambda x: x.clamp(min=-3)},
+    "longer scores": {"finish": lambda x: F.pad(x.float(), (1, 0)).mul_(2)},
+}
+
+
+@pytest.mark.parametrize("fork", FORKS)
+def test_a_fork_gets_what_it_computes(fork: str, caplog: pytest.LogCaptureFixture) -> None:
+    leaf, framework = model_logits(1, 31, V).detach().requires_grad_(), Framework(**FORKS[fork])
     expected, scores = framework.unpatched(leaf * 1), framework.patched(leaf * 1)
     assert framework.passes == 3
     assert "get_log_probs_and_entropy alone, since on a small microbatch at temperature 0.7 it" in caplog.text
-    tolerance = {"rtol": 0.05, "atol": 0.05} if "bfloat16" in change else {"rtol": 1e-5, "atol": 1e-5}
-    compare(scores, expected, leaf, **tolerance)
+    compare(scores, expected, leaf)
 
 
 def test_a_temperature_of_0_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -438,35 +358,25 @@ def test_a_temperature_of_0_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert "on a small microbatch at temperature 0 it" in caplog.text and "Set another" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("options", "batch"),
-    [
-        ({"finish": lambda x: x.clamp(min=-3)}, {}),
-        ({"finish": lambda x: F.pad(x.float(), (1, 0)).mul_(2)}, {}),
-        # A response without a prompt, whose first token no row predicts: no layout has such lengths.
-        ({"at_once": True}, {"response_lengths": [4, 0, 8]}),
-    ],
-)
-def test_a_framework_with_other_scores_or_lengths_gets_what_it_computes(
-    options: dict[str, Any], batch: dict[str, Any]
-) -> None:
-    logits, framework = model_logits(1, 30, V), Framework(**options)
-    expected, scores = framework.unpatched(logits, **batch), framework.patched(logits, batch=batch)
-    compare(scores, expected, logits)
-    assert framework.passes == (2 if batch else 3)
+def test_lengths_that_no_layout_has_are_left_to_the_framework() -> None:
+    """A response without a prompt has a first token that no row predicts."""
+    logits, framework, batch = model_logits(1, 30, V), Framework(), {"response_lengths": [4, 0, 8]}
+    compare(framework.patched(logits, batch=batch), framework.unpatched(logits, **batch), logits)
+    assert framework.passes == 2
 
 
 def test_a_function_that_is_wrapped_runs() -> None:
     """What wraps it may be another patch, which would be left out."""
-    logits, framework = model_logits(1, 30, V), Framework()
+    framework = Framework()
+    own = framework.get_log_probs_and_entropy
 
-    @functools.wraps(framework.function)
+    @functools.wraps(own)
     def halved(*args: Any, **kwargs: Any) -> Scores:
-        return {name: [x / 2 for x in values] for name, values in stock(*args, **kwargs).items()}
+        return {name: [x / 2 for x in values] for name, values in own(*args, **kwargs).items()}
 
-    stock, framework.function = framework.function, halved
-    expected, scores = framework.unpatched(logits), framework.patched(logits)
-    torch.testing.assert_close(torch.cat(scores["entropy"]), torch.cat(expected["entropy"]) / 2)
+    vars(framework)["get_log_probs_and_entropy"] = halved
+    logits = model_logits(1, 30, V)
+    compare(framework.patched(logits), framework.unpatched(logits), logits)
 
 
 def test_a_sample_may_be_written_to() -> None:
@@ -483,24 +393,22 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_all_samples_cost_one_gradient(temperature: float) -> None:
+def test_all_samples_cost_one_gradient() -> None:
     logits, framework = model_logits(1, 264, 8192), Framework()
 
-    def peak(score: Callable[..., Scores], *args: Any, **options: Any) -> int:
+    def peak(score: Callable[..., Scores], **options: Any) -> int:
         def gradient() -> Tensor:
-            scores = score(logits, temperature, *args, **options)
-            return torch.autograd.grad(torch.cat(scores["log_probs"]).sum(), logits)[0]
+            return torch.autograd.grad(torch.cat(score(logits, **options)["log_probs"]).sum(), logits)[0]
 
         return live_bytes(gradient).peak
 
     assert peak(framework.unpatched, **LARGE) > 2 * logits.nbytes
-    assert peak(framework.patched, LARGE) < 1.2 * logits.nbytes
+    assert peak(framework.patched, batch=LARGE) < 1.2 * logits.nbytes
 
 
 def test_all_samples_of_deferred_logits_cost_one_gradient_of_the_weight() -> None:
     hidden, weight = torch.randn(1, 264, 16), torch.randn(16384, 16, requires_grad=True)
-    stock, other = Framework(), Framework(change="chunk = chunk[:]", finish=lambda x: x * 1.001)
+    stock, other = Framework(), Framework(rows=lambda rows: rows[:], finish=lambda x: x * 1.001)
 
     def gradient(framework: Framework) -> Tensor:
         logits = deferred_logits(hidden, weight, tile_bytes=1 << 18)
