@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rl_patches import applied, apply, revert
+from megatron_rl_patches import apply, revert
 from tests.device_thread import device_thread
 from tests.frameworks.rollouts import states_of
 from tests.ranks import on_ranks
@@ -29,58 +29,32 @@ UTILS = "slime.utils.ppo_utils"
 BFLOAT16 = 4e-3  # what Megatron's fused cross entropy rounds gradients to
 
 
-def check_scores(framework: str, **options: Any) -> float:
-    """Compare a framework's scores and gradients with the dense ones; return the error of unpatched ones."""
-    from tests.frameworks.loss_jobs import LossJob, distance
+def check_scores(framework: str, masked: bool = False, **options: Any) -> float:
+    """Compare a framework's scores and gradients with the dense ones; return the error of unpatched ones.
 
-    ways = [
-        {"entropy_coef": entropy_coef, "rollout_temperature": temperature, **options}
-        for entropy_coef, temperature in itertools.product((0.0, 0.1), (1.0, 0.7))
-    ]
-    jobs = [LossJob(framework, **way) for way in ways]
-    apply(PATCH)
-    runs = [
-        (job.result(), LossJob(framework, deferred=True, **way).result())
-        for job, way in zip(jobs, ways, strict=True)
-    ]
-    assert set(states_of(framework, patch=PATCH).values()) <= {"applied", "not needed", "waiting"}
-    revert(PATCH)
-    worst = 0.0
-    for job, way, (patched, deferred) in zip(jobs, ways, runs, strict=True):
-        unpatched, dense = job.result(), job.dense(way["rollout_temperature"])
-        for run in (patched, deferred):
-            assert all(distance(run[key], dense[key]) < 1e-6 for key in dense)
-        for key in ("log_probs", "entropy"):
-            assert distance(patched[key], unpatched[key], 1.0) < 1e-5
-        worst = max(worst, *(distance(unpatched[key], dense[key]) for key in dense))
-        assert not deferred["made"]
-        assert patched["returned"] == unpatched["returned"]
-        assert patched["requires_grad"][1] == (way["entropy_coef"] != 0)
-        assert job.args.rollout_temperature == way["rollout_temperature"]
-    return worst
-
-
-def check_masks(framework: str, **options: Any) -> float:
-    """Compare scores of masked logits with dense ones; return the error of unpatched ones."""
+    ``masked``: each token was sampled from a part of the vocabulary.
+    """
     from tests.frameworks.loss_jobs import LossJob, distance
 
     worst = 0.0
     for entropy_coef, temperature in itertools.product((0.0, 0.1), (1.0, 0.7)):
-        way = {
-            "entropy_coef": entropy_coef,
-            "rollout_temperature": temperature,
-            "rollout_top_p": 0.9,
-            **options,
-        }
-        job = LossJob(framework, masked=True, **way)
+        way = {"entropy_coef": entropy_coef, "rollout_temperature": temperature, "masked": masked, **options}
+        way |= {"rollout_top_p": 0.9} if masked else {}
+        apply(PATCH)
+        patched, deferred = (LossJob(framework, deferred=kind, **way).result() for kind in (False, True))
+        assert set(states_of(framework, patch=PATCH).values()) <= {"applied", "not needed", "waiting"}
+        revert(PATCH)
+        job = LossJob(framework, **way)
         unpatched, dense = job.result(), job.dense(temperature)
-        without_mask = LossJob(framework, **way).dense(temperature)
-        assert (dense["log_probs"] - without_mask["log_probs"]).abs().max() > 0.1
-        with applied(PATCH):
-            for deferred in (False, True):
-                run = LossJob(framework, masked=True, deferred=deferred, **way).result()
-                assert all(distance(run[key], dense[key]) < 1e-6 for key in dense), way
-                assert run["returned"] == unpatched["returned"] and not run["made"]
+        for run in (patched, deferred):
+            assert all(distance(run[key], dense[key]) < 1e-6 for key in dense), way
+            assert run["returned"] == unpatched["returned"] and not run["made"]
+            assert run["requires_grad"][1] == (entropy_coef != 0)
+        if masked:
+            without_mask = LossJob(framework, **{**way, "masked": False}).dense(temperature)
+            assert (dense["log_probs"] - without_mask["log_probs"]).abs().max() > 0.1
+        else:
+            assert all(distance(patched[key], unpatched[key], 1.0) < 1e-5 for key in ("log_probs", "entropy"))
         worst = max(worst, *(distance(unpatched[key], dense[key]) for key in dense))
     return worst
 
