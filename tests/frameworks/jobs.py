@@ -80,26 +80,14 @@ def train_rollout(module: ModuleType, state: Sequence[Any], iterator: Any, steps
     )
 
 
-class BrokenBatch(Exception):
-    """What a data loader, a reward or a loss function raises in the middle of a step."""
-
-
 class Batches(tiny_gpt.SyntheticData):
-    """An endless stream of batches, which raises an ``error`` in place of batch number ``breaks_at``."""
-
-    breaks_at = -1
+    """An endless stream of batches."""
 
     def seek(self, number: int) -> None:
         self._microbatch = number
 
     def reset(self) -> None:
         """Called by slime and miles at the beginning of a rollout: here the stream just goes on."""
-
-    def __next__(self) -> dict[str, torch.Tensor]:
-        if self._microbatch == self.breaks_at:
-            self.breaks_at, self.error = -1, BrokenBatch()
-            raise self.error
-        return super().__next__()
 
 
 class Disk:

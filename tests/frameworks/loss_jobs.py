@@ -73,26 +73,9 @@ def _arguments_of(framework: str, options: dict[str, Any]) -> Any:
         if options.get("loss_type") == "value_loss":  # no command line has it: the critic sets it
             args.loss_type = "value_loss"
         return args
-    args = Arguments(
-        qkv_format="thd",
-        allgather_cp=False,
-        rollout_temperature=1.0,
-        rollout_top_p=1.0,
-        rollout_top_k=-1,
-        log_probs_chunk_size=-1,
-        entropy_coef=0.0,
-        observe_training_entropy=True,
-        loss_type="policy_loss",
-        advantage_estimator="grpo",
-        eps_clip=0.2,
-        eps_clip_high=0.2,
-        recompute_loss_function=False,
-        global_batch_size=3,
-        use_dynamic_global_batch_size=False,
-        multi_lora_n_adapters=0,
-    )
-    vars(args).update(options)
-    return args
+    ranges = {"eps_clip": 0.2, "eps_clip_high": 0.2}
+    defaults = {"loss_type": "policy_loss", "rollout_temperature": 1.0, "entropy_coef": 0.0, **ranges}
+    return Arguments(**{**defaults, **options})
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_rl_patches import applied
 from tests.frameworks import test_finite_loss as finite
-from tests.frameworks.import_stubs import job_of, prepare
+from tests.frameworks.import_stubs import prepare
 from tests.frameworks.test_lean_loss import BFLOAT16, check_policy_loss, check_scores
 from tests.ranks import on_ranks
 
@@ -30,7 +30,6 @@ LAYOUTS = [
 RECOMPUTED = pytest.param(
     1, {"recompute_loss_function": True, "calculate_per_token_loss": True}, id="recomputed"
 )
-of_slime = pytest.mark.parametrize("framework", ["slime", "vime"])
 of_losses = pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
 
 
@@ -101,6 +100,10 @@ def test_masked_tokens(framework: str, ranks: int, layout: dict[str, Any], paths
             checked = finite.check_masked_tokens(framework, losses, spoilt_by=finite.SPOILT)
             assert checked > (30 if framework == "miles" else 50)  # miles has fewer losses
             finite.check_value_loss(framework)
+            with applied("lean-loss"):
+                recomputed = {"deferred": True, "recompute_loss_function": True}
+                assert finite.check_masked_tokens(framework, losses, **recomputed) > 10
+                finite.check_counted_tokens(framework, losses, deferred=True)
 
 
 @of_losses
@@ -112,62 +115,6 @@ def test_metrics(framework: str, ranks: int, layout: dict[str, Any], paths: list
     own = Path(paths[0], framework, "backends").rglob("loss.py")
     spoils = any("entropy_for_monitor" in file.read_text() for file in own)
     finite.check_metrics(framework, _losses(framework, paths), spoils, **options)
-
-
-@of_losses
-@on_ranks(1, timeout=400)
-def test_with_other_patches(framework: str, paths: list[str]) -> None:
-    """``lean-loss`` and deferred logits, in either order of application."""
-    _initialize(framework, paths, {})
-    losses = _losses(framework, paths)
-    with warnings.catch_warnings(action="ignore"), applied("lean-loss"):
-        for way in ({"deferred": False}, {"deferred": True}):
-            recomputed = way | {"recompute_loss_function": True}
-            assert finite.check_masked_tokens(framework, losses, **recomputed) > 10
-            finite.check_counted_tokens(framework, losses, **way)
-    with applied(finite.PATCH), applied("lean-loss"):
-        finite.check_policy(framework, True, losses, deferred=True)
-
-
-@of_slime
-@on_ranks(1, timeout=400)
-def test_no_step_is_skipped(framework: str, tmp_path: Path, paths: list[str]) -> None:
-    """``finite-step`` alone skips each step that a masked infinite ratio spoils; with both, it skips none.
-
-    The weights are those of clean rollouts with and without the patch, deferred logits included.
-    """
-    job_type = job_of(framework, paths)
-    from tests.frameworks.real_jobs import POLICY
-
-    kl = {"use_kl_loss": True, "kl_loss_coef": 0.0, "kl_loss_type": "low_var_kl", "ref_load": tmp_path}
-    flags = POLICY | kl | {"no_check_for_nan_in_loss_and_grad": True}
-
-    class Job(job_type):  # type: ignore[misc]
-        old_log_prob = -4.0  # of the masked tokens
-
-        def _rollout_data(self, samples: int) -> dict[str, Any]:
-            rollout: dict[str, Any] = super()._rollout_data(samples)
-            rollout["ref_log_probs"] = rollout["log_probs"]
-            old = self.old_log_prob
-            for name, value in (("loss_masks", 0), ("log_probs", old), ("ref_log_probs", -old)):
-                rollout[name] = [values.clone() for values in rollout[name]]
-                for values in rollout[name]:
-                    values[1] = value
-            return rollout
-
-    def trained(*patches: str, old_log_prob: float = -4.0) -> tuple[str, int]:
-        """Return a checksum of weights and moments, and how many samples the schedule has seen."""
-        with applied("reentrant-train", "finite-step", *patches):
-            job = Job(flags)
-            job.old_log_prob = old_log_prob
-            for steps in (1, 2):
-                job.train(steps)
-            return job.checksum(), job.scheduler.num_steps
-
-    for others in ((), ("lean-loss", "lean-head")):
-        clean = trained(*others)
-        assert clean[1] > 0 == trained(*others, old_log_prob=-1e3)[1]
-        assert trained(*others, finite.PATCH) == clean == trained(*others, finite.PATCH, old_log_prob=-1e3)
 
 
 @of_losses

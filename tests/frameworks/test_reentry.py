@@ -6,8 +6,6 @@ needed the patch, and nothing is left over; reverted, the next call fails with t
 
 from __future__ import annotations
 
-import gc
-import itertools
 import os
 import shutil
 from contextlib import nullcontext
@@ -40,36 +38,6 @@ def test_rollouts_with_saves_between(framework: str, order: str, ranks: int) -> 
 
     check_rollouts(JOBS[framework], framework)
     assert len(states_of(framework, "megatron.core")) == 4
-
-
-@pytest.mark.parametrize("framework", ["slime", pytest.param("megatron.training", marks=pytest.mark.slow)])
-@on_ranks(2)
-def test_train_goes_on_where_a_batch_broke(framework: str) -> None:
-    """The first or second batch of a step, in the first or second step of the second call."""
-    from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
-
-    from tests.frameworks.jobs import JOBS, MICROBATCHES, BrokenBatch
-
-    uninterrupted = JOBS[framework]()
-    uninterrupted.train(6)
-    gc.enable()  # unpatched, train() leaves it off
-    apply(PATCH)
-    for step, microbatch in itertools.product((2, 3), range(MICROBATCHES)):
-        job = JOBS[framework]()
-        job.train(2)
-        job.batches.breaks_at = step * MICROBATCHES + microbatch
-        with pytest.raises(BrokenBatch) as caught:
-            job.train(2)
-        assert caught.value is job.batches.error
-        assert caught.traceback[-1].name == "__next__"
-        assert gc.isenabled()
-        assert all(chunk.training for chunk in job.model)
-        assert get_rerun_state_machine().state == RerunState.NOT_RUNNING_YET
-        assert set(getattr(job, "timers_running", ())) <= {"interval-time"}
-        job.resume(step)
-        job.train(6 - step)
-        assert outcome(job.save) == FINE
-        assert job.checksum() == uninterrupted.checksum()
 
 
 #: Files of ``miles.backends.training_utils``, before and after September 2026, and files of slime like them.
