@@ -20,8 +20,7 @@ def log_probs_and_entropy(
     tp_group: dist.ProcessGroup | None,
     *,
     rows: Rows = None,
-    with_entropy: bool = False,
-    entropy_grad: bool = True,
+    entropy_grad: bool | None = None,
     keep_mask: Tensor | None = None,
     inplace_backward: bool = False,
     temperature: float = 1.0,
@@ -37,6 +36,7 @@ def log_probs_and_entropy(
             vocabulary get 0: frameworks look up prompts and padding, too.
         tp_group: tensor-parallel group; ``None`` means the default group if there is one, as in
             ``torch.distributed``.
+        entropy_grad: whether entropies have a gradient; ``None``: there are no entropies.
         inplace_backward: let the gradient overwrite the logits where nobody else may need them.
     """
     if tp_group is None and dist.is_available() and dist.is_initialized():
@@ -51,8 +51,8 @@ def log_probs_and_entropy(
         inplace_backward=inplace_backward and _may_be_overwritten(logits_tv),
         others_overwrite=inplace_backward,
         ignore_index=_NO_TOKEN,
-        with_entropy=with_entropy,
-        entropy_grad=with_entropy and entropy_grad,
+        with_entropy=entropy_grad is not None,
+        entropy_grad=bool(entropy_grad),
     )
     values, entropies = log_probs.log_probs_and_entropy(logits_tv, targets, rows, keep_mask, options)
     return values.view(tokens.shape), None if entropies is None else entropies.view(tokens.shape)
@@ -61,7 +61,7 @@ def log_probs_and_entropy(
 def entropy(logits: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
     """Return entropies ``[...]`` of logits ``[..., V / tp]``, in float32."""
     any_token = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    _, entropies = log_probs_and_entropy(logits, any_token, tp_group, with_entropy=True)
+    _, entropies = log_probs_and_entropy(logits, any_token, tp_group, entropy_grad=True)
     assert entropies is not None
     if entropies.requires_grad and not isinstance(logits, DeferredLogits):
         setattr(logits.untyped_storage(), _HAS_ENTROPY, True)

@@ -103,8 +103,7 @@ def _scores(
         targets,
         groups.tp_group,
         rows=layout.response_slices,
-        with_entropy=bool(arguments["with_entropy"]),
-        entropy_grad=entropy_grad,
+        entropy_grad=entropy_grad if arguments["with_entropy"] else None,
         temperature=getattr(arguments["args"], "rollout_temperature", 1.0),
     )
     scores = {"log_probs": log_probs} if entropies is None else {"log_probs": log_probs, "entropy": entropies}

@@ -35,7 +35,7 @@ def model_logits(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def test_scores_have_the_shape_of_the_tokens() -> None:
     logits, tokens = model_logits(2, 3, 11), torch.arange(6).view(2, 3)
-    log_probs, entropies = frameworks.log_probs_and_entropy(logits, tokens, None, with_entropy=True)
+    log_probs, entropies = frameworks.log_probs_and_entropy(logits, tokens, None, entropy_grad=True)
     assert entropies is not None
     expected = dense_log_probs_and_entropy(logits.view(6, 11), tokens.view(6))
     torch.testing.assert_close((log_probs, entropies), tuple(x.view(2, 3).float() for x in expected))
@@ -45,7 +45,7 @@ def test_scores_have_the_shape_of_the_tokens() -> None:
 def test_tokens_outside_of_the_vocabulary_have_no_share_in_anything() -> None:
     logits = model_logits(4, 11)
     tokens = torch.tensor([3, -100, 11, -1])
-    log_probs, entropies = frameworks.log_probs_and_entropy(logits, tokens, None, with_entropy=True)
+    log_probs, entropies = frameworks.log_probs_and_entropy(logits, tokens, None, entropy_grad=True)
     assert entropies is not None
     assert log_probs[1:].tolist() == entropies[1:].tolist() == [0.0] * 3
     [gradient] = torch.autograd.grad((log_probs + entropies).sum(), logits)
