@@ -143,31 +143,19 @@ def test_finite_loss_is_around_it() -> None:
     assert len(forms) == 1 and all(forms.values())
 
 
-def _redistributed(backward: bool) -> dict[tuple[int, float], list[bool]]:
-    """Return by number of samples and entropy coefficient which values require grad on this rank."""
-    from tests.frameworks.loss_jobs import LossJob, distance
-
-    requires_grad = {}
-    # In the first layout one rank has the whole response, in the second each lacks one of the samples.
-    for layout in ({"totals": (24,), "responses": (6,)}, {}):
-        for entropy_coef in (0.0, 0.1):
-            job = LossJob("slime", allgather_cp=True, entropy_coef=entropy_coef, **layout)
-            result = job.result(backward)
-            requires_grad[len(job.totals), entropy_coef] = result["requires_grad"]
-            if backward:
-                dense = job.dense()
-                assert all(distance(result[key], dense[key]) < 1e-6 for key in dense)
-    return requires_grad
-
-
 @on_ranks(2)
 def test_all_gather_cp() -> None:
-    from tests.frameworks.loss_jobs import initialize
+    from tests.frameworks.loss_jobs import LossJob, distance, initialize
 
     initialize(cp=2)
+    layouts = ({"totals": (24,), "responses": (6,)}, {})  # in the second one each rank lacks a sample
     # Unpatched, the rank that has the response has no backward, and the other one waits for it.
     without_response = torch.distributed.get_rank() == 0
-    assert _redistributed(backward=False)[1, 0.0] == [True, without_response]
+    unpatched = LossJob("slime", allgather_cp=True, **layouts[0]).result(backward=False)
+    assert unpatched["requires_grad"] == [True, without_response]
     apply(PATCH)
-    for (_, entropy_coef), requires_grad in _redistributed(backward=True).items():
-        assert requires_grad == [True, entropy_coef != 0]
+    for layout, entropy_coef in itertools.product(layouts, (0.0, 0.1)):
+        job = LossJob("slime", allgather_cp=True, entropy_coef=entropy_coef, **layout)
+        result, dense = job.result(), job.dense()
+        assert all(distance(result[key], dense[key]) < 1e-6 for key in dense)
+        assert result["requires_grad"] == [True, entropy_coef != 0]
