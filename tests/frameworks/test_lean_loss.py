@@ -9,23 +9,32 @@ the same of the frameworks themselves.
 from __future__ import annotations
 
 import importlib
+import inspect
 import itertools
+import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from megatron_rl_patches import apply, revert
+from megatron_rl_patches import applied, apply, revert, status
+from megatron_rl_patches.engine.call import Call
+from megatron_rl_patches.frameworks import slime_losses
 from tests.device_thread import device_thread
 from tests.frameworks.rollouts import states_of
 from tests.ranks import on_ranks
+from tests.references.live_bytes import live_bytes
 
 pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
 
 PATCH = "lean-loss"
-UTILS = "slime.utils.ppo_utils"
+LOSS, UTILS = "slime.backends.megatron_utils.loss", "slime.utils.ppo_utils"
 BFLOAT16 = 4e-3  # what Megatron's fused cross entropy rounds gradients to
 
 
@@ -159,3 +168,151 @@ def test_all_gather_cp() -> None:
         result, dense = job.result(), job.dense()
         assert all(distance(result[key], dense[key]) < 1e-6 for key in dense)
         assert result["requires_grad"] == [True, entropy_coef != 0]
+
+
+# --- the responses of a microbatch, and forks that change what is computed
+
+
+def scores_of(job: Any, logits: torch.Tensor, **padding: Any) -> list[torch.Tensor]:
+    """Return the log-probs of each response."""
+    returned = importlib.import_module(LOSS).get_log_probs_and_entropy(
+        logits,
+        args=job.args,
+        unconcat_tokens=job.tokens,
+        total_lengths=list(job.totals),
+        response_lengths=list(job.responses),
+        **padding,
+    )
+    scores = returned[1] if isinstance(returned, tuple) else returned
+    return scores["log_probs"]
+
+
+@on_ranks(1)
+def test_scores_of_a_microbatch() -> None:
+    from megatron_rl_patches.frameworks.response_scores import forms
+    from tests.frameworks.loss_jobs import LossJob, distance, initialize
+
+    initialize()
+    large = LossJob("slime", totals=(33,) * 8, responses=(32,) * 8, vocabulary=8192)
+    logits = large.logits()
+
+    def peak() -> float:
+        """Return that of all responses beyond the logits, in units of the logits."""
+        gradient = live_bytes(lambda: torch.autograd.grad(torch.cat(scores_of(large, logits)).sum(), logits))
+        return gradient.peak / logits.nbytes
+
+    assert peak() > 2
+    # The first token of a response without a prompt is predicted by no row, and no layout has such lengths.
+    without_prompt = LossJob("slime", responses=(4, 6, 4))
+    expected = without_prompt.result()
+    apply(PATCH)
+    assert peak() < 1.2
+    assert len(forms) == 1 and all(forms.values())
+    with torch.inference_mode():
+        assert LossJob("slime").result(backward=False)["requires_grad"] == [False, False]
+    scores = scores_of(large, logits)
+    scores[0].mul_(2)  # as a caller may
+    torch.cat(scores).sum().backward()
+
+    forms.clear()
+    assert distance(without_prompt.result()["log_probs"], expected["log_probs"]) < 1e-5
+    # A kernel that does what the patch does reads memory, which deferred logits do not have.
+    job = LossJob("slime", deferred=True, log_probs_backend="fused")
+    assert job.result()["made"]
+    assert "not needed with --log-probs-backend fused" in [site.detail for site in status()]
+    assert not forms
+
+
+def get_parallel_state() -> SimpleNamespace:
+    """Groups of the functions below, as miles has its own."""
+    alone = SimpleNamespace(rank=0, size=1, group=None)
+    return SimpleNamespace(cp=alone, tp=alone)
+
+
+def same(values: Any) -> Any:
+    return values
+
+
+@contextmanager
+def forked(patched: bool, logits: Any = same, scores: Any = same) -> Iterator[list[Any]]:
+    """Let slime's stand-in take other logits, and return other scores; note its calls.
+
+    Its function returns the scores alone, and takes padded samples too, as that of miles.
+    """
+    change, finish, calls = logits, scores, []
+    module = importlib.import_module(LOSS)
+    own = inspect.unwrap(module.get_log_probs_and_entropy)
+
+    def get_log_probs_and_entropy(
+        logits: torch.Tensor,
+        *,
+        args: Any,
+        unconcat_tokens: list[torch.Tensor],
+        total_lengths: list[int],
+        response_lengths: list[int],
+        with_entropy: bool = False,
+        max_seq_lens: list[int] | None = None,
+    ) -> Any:
+        calls.append(logits.shape)
+        if max_seq_lens is not None:
+            logits = torch.cat([rows[:n] for rows, n in zip(logits, total_lengths, strict=True)])[None]
+        lengths = {"total_lengths": total_lengths, "response_lengths": response_lengths}
+        _, scores = own(
+            change(logits), args=args, unconcat_tokens=unconcat_tokens, with_entropy=with_entropy, **lengths
+        )
+        return {name: list(map(finish, values)) for name, values in scores.items()}
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return slime_losses.get_log_probs_and_entropy(Call(get_log_probs_and_entropy, args, kwargs))
+
+    function = replaced if patched else get_log_probs_and_entropy
+    with applied(*[PATCH] * patched), mock.patch.object(module, "get_log_probs_and_entropy", function):
+        yield calls
+
+
+#: What a fork may do that changes values or gradients.
+FORKS: dict[str, dict[str, Any]] = {
+    "scaled": {"logits": lambda logits: logits * 1.25},
+    "written to": {"logits": lambda logits: logits.div_(2)},
+    "clamped": {"logits": lambda logits: logits.clamp(-50, 50)},
+    "a gradient alone": {"logits": lambda logits: logits.detach() + 0 * logits},
+    "an error with other rows": {"logits": lambda logits: logits if logits.shape[1] == 24 else logits[99]},
+    "clamped scores": {"scores": lambda values: values.clamp(min=-3)},
+}
+
+
+@on_ranks(1)
+def test_a_fork_gets_what_it_computes() -> None:
+    from tests.frameworks.loss_jobs import LossJob, distance, initialize
+
+    initialize()
+    logger = logging.getLogger("megatron_rl_patches")
+    for name, fork in FORKS.items():
+        with forked(patched=False, **fork):
+            expected = LossJob("slime").result()
+        with forked(patched=True, **fork) as calls, mock.patch.object(logger, "log") as log:
+            result = LossJob("slime").result()
+        for key in ("log_probs", "entropy", "gradient"):
+            assert distance(result[key], expected[key], 1.0) < BFLOAT16, (name, key)
+        assert len(calls) == 2  # it was tried, and then its own code has run
+        assert "alone, since on a small microbatch at temperature 1 it" in str(log.call_args_list), name
+    with forked(patched=True), mock.patch.object(logger, "log") as log:
+        LossJob("slime", rollout_temperature=0.0).result(backward=False)
+        assert "on a small microbatch at temperature 0 it" in str(log.call_args_list)
+
+
+@on_ranks(1)
+def test_padded_samples() -> None:
+    from megatron_rl_patches.frameworks.response_scores import forms
+    from tests.frameworks.loss_jobs import LossJob, distance, initialize
+
+    initialize()
+    with forked(patched=True) as calls:
+        job = LossJob("slime", qkv_format="bshd")
+        packed, longest = job.logits(), max(job.totals)
+        padded = torch.stack(
+            [F.pad(rows, (0, 0, 0, longest - len(rows))) for rows in packed[0].split(job.totals)]
+        )
+        log_probs = torch.cat(scores_of(job, padded, max_seq_lens=[longest] * len(job.totals)))
+        assert len(calls) == 1 and all(forms.values())  # it was tried, and its own code has not run
+        assert distance(log_probs, job.dense()["log_probs"]) < 1e-6
