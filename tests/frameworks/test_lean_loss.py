@@ -252,6 +252,7 @@ def forked(patched: bool, logits: Any = same, scores: Any = same) -> Iterator[li
         response_lengths: list[int],
         with_entropy: bool = False,
         max_seq_lens: list[int] | None = None,
+        top_p: float = 1.0,
     ) -> Any:
         calls.append(logits.shape)
         if max_seq_lens is not None:
@@ -302,7 +303,7 @@ def test_a_fork_gets_what_it_computes() -> None:
 
 
 @on_ranks(1)
-def test_padded_samples() -> None:
+def test_padded_samples_and_arguments_that_are_not_known() -> None:
     from megatron_rl_patches.frameworks.response_scores import forms
     from tests.frameworks.loss_jobs import LossJob, distance, initialize
 
@@ -316,3 +317,6 @@ def test_padded_samples() -> None:
         log_probs = torch.cat(scores_of(job, padded, max_seq_lens=[longest] * len(job.totals)))
         assert len(calls) == 1 and all(forms.values())  # it was tried, and its own code has not run
         assert distance(log_probs, job.dense()["log_probs"]) < 1e-6
+        forms.clear()
+        scores_of(job, packed, top_p=0.9)
+        assert len(calls) == 2 and not forms
