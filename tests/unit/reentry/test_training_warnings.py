@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -10,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from pytest import LogCaptureFixture
 
 from megatron_rl_patches.reentry import main_parameters, reentrant_train, training_warnings
 from megatron_rl_patches.reentry.training_warnings import reported
-from megatron_rl_patches.testing import MockConfig, MockDDP
+from megatron_rl_patches.testing import MockDDP
 
 
 @pytest.fixture(autouse=True)
@@ -22,14 +20,6 @@ def nothing_reported() -> Iterator[None]:
     training_warnings.messages.clear()
     yield
     training_warnings.messages.clear()
-
-
-class Chunk(SimpleNamespace):
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-
-def chunk(**config: Any) -> Any:
-    return Chunk(config=SimpleNamespace(no_sync_func=None, **config))
 
 
 @pytest.mark.parametrize("offloads", [False, True])
@@ -63,28 +53,6 @@ def test_main_parameters_are_compared_as_a_step_rounds_them(
     assert not differ()
 
 
-def test_chunks_without_the_last_layer_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_warnings, "_mtp_trains", lambda: True)
-    for post_process in (False, True):
-        model = MockDDP(config := MockConfig())
-        config.mtp_num_layers = 1  # type: ignore[attr-defined]
-        model.module.post_process = post_process  # type: ignore[assignment]
-        with reentrant_train(model):
-            model()
-        assert len(reported()) == post_process
-
-
-def test_the_largest_dropout_of_the_chunks_is_reported_once(caplog: LogCaptureFixture) -> None:
-    model = [*(chunk(attention_dropout=rate) for rate in (0.0, 0.2, None)), chunk()]
-    with caplog.at_level(logging.WARNING, "megatron_rl_patches"):
-        for _ in range(2):
-            with reentrant_train(model):
-                pass
-    [message] = reported()
-    assert message.startswith("attention_dropout=0.2: ") and "--attention-dropout 0 " in message
-    assert [record.getMessage() for record in caplog.records] == [f"megatron_rl_patches: {message}"]
-
-
 @pytest.mark.parametrize(
     ("changes", "is_stale"),
     [
@@ -95,21 +63,15 @@ def test_the_largest_dropout_of_the_chunks_is_reported_once(caplog: LogCaptureFi
         ({"intra_distributed_optimizer_instance_size": 1}, False),
     ],
 )
-@pytest.mark.parametrize("hooked", [True, False])
-def test_parameters_that_train_left_ungathered(changes: dict[str, Any], is_stale: bool, hooked: bool) -> None:
-    group = {
-        "intra_distributed_optimizer_instance_size": 2,
-        "ddp_config": SimpleNamespace(overlap_param_gather=True),
-        "param_gather_handle": None,
-        "param_gather_dispatched": False,
-    }
-    model = chunk()
-    model.remove_forward_pre_hook_handles = {"weight": object()} if hooked else {}
-    model.bucket_groups = [SimpleNamespace(**{**group, **changes})]
+def test_parameters_that_train_left_ungathered(changes: dict[str, Any], is_stale: bool) -> None:
+    model = MockDDP()
+    for group in model.bucket_groups:
+        stale = {"intra_distributed_optimizer_instance_size": 2, "param_gather_dispatched": False}
+        vars(group).update(stale | changes)
     adam = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
     with reentrant_train(model, optimizer=adam):
         pass
     assert not reported()
     with reentrant_train(model, optimizer=SimpleNamespace(chained_optimizers=[adam])):
         adam.step()
-    assert any("overlap_param_gather=True" in message for message in reported()) is (is_stale and hooked)
+    assert any("overlap_param_gather=True" in message for message in reported()) is is_stale
