@@ -163,12 +163,6 @@ class Job:
         self.steps += steps
         return result
 
-    def reset(self) -> None:
-        """Undo what the framework's ``train`` has left, as its users have to without the patch."""
-        self.config.no_sync_func = None
-        for chunk in self.model:
-            chunk.enable_forward_pre_hook()
-
     def resume(self, steps_done: int) -> None:
         """After a call that broke off in step ``steps_done``: give it the batches of that step again."""
         self.steps = steps_done
@@ -226,15 +220,6 @@ class MegatronJob(Job):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.iterator = RerunDataIterator(self.batches)
-
-    @property
-    def timers_running(self) -> list[str]:
-        return [name for name, timer in global_vars.get_timers()._timers.items() if timer._started]
-
-    def reset(self) -> None:
-        super().reset()
-        for name in self.timers_running:
-            global_vars.get_timers()(name).stop()
 
     def save(self) -> None:
         self.module.save_checkpoint_and_time(self.steps, *self.state, 0.0, checkpointing_context=None)
