@@ -80,14 +80,11 @@ def compute_policy_loss(call: Call) -> Any:
 
 def compute_approx_kl(call: Call) -> Any:
     """Estimate the KL divergence of bounded ratios, without a gradient if its coefficient is 0."""
+    names, changes = ("log_probs", "log_probs_base", "importance_ratio"), {}
     if call["kl_loss_type"] in ("k3", "low_var_kl"):
-        log_probs_n, base_n, ratio_n = finite.bounded_kl_arguments(
-            call["log_probs"], call["log_probs_base"], call.get("importance_ratio")
-        )
-        ratio = {} if ratio_n is None else {"importance_ratio": ratio_n}
-        kl_n = call(log_probs=log_probs_n, log_probs_base=base_n, **ratio)
-    else:
-        kl_n = call()
+        bounded = zip(names, finite.bounded_kl_arguments(*map(call.get, names)), strict=True)
+        changes = {name: values_n for name, values_n in bounded if values_n is not None}
+    kl_n = call(**changes)
     if (loss := _policy_loss.get()) is None or getattr(loss.args, "kl_loss_coef", None) != 0:
         return kl_n
     return finite.finite_where_masked(kl_n.detach(), torch.zeros_like(kl_n, dtype=torch.bool))

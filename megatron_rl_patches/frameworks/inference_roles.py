@@ -167,22 +167,18 @@ def get_model(call: Call, args: Any = None) -> Sequence[torch.nn.Module]:
     current = _scope.get()
     if current is None:
         return call()
-    if reason := _reason_to_wrap(call, args):
-        current.reason_skipped = reason
+    passed = call.passed()
+    if passed.get("wrap_with_ddp"):
+        current.reason_skipped = "the framework passes wrap_with_ddp itself"
+        return call()
+    # Without the wrapper that shards them, every rank would hold all parameters.
+    if sharded := [name for name in _SHARDED if passed.get(name) or getattr(args, name, None)]:
+        current.reason_skipped = f"its parameters are sharded ({', '.join(sharded)})"
         return call()
     current.ddp_skipped = True
     if _NO_OPTIMIZER in getattr(current.framework_args, "__dict__", ()):
         setattr(current.framework_args, _NO_OPTIMIZER, True)
     return call(wrap_with_ddp=False)
-
-
-def _reason_to_wrap(call: Call, args: Any) -> str:
-    passed = call.passed()
-    if passed.get("wrap_with_ddp"):
-        return "the framework passes wrap_with_ddp itself"
-    # Without the wrapper that shards them, every rank would hold all parameters.
-    sharded = [name for name in _SHARDED if passed.get(name) or getattr(args, name, None)]
-    return f"its parameters are sharded ({', '.join(sharded)})" if sharded else ""
 
 
 def megatron_get_model(call: Call) -> Sequence[torch.nn.Module]:
@@ -217,8 +213,7 @@ def load_checkpoint(call: Call) -> Any:
     For such a model the loader runs as for fine-tuning (``--finetune --no-load-optim --no-load-rng``), which
     in every release keeps it from the optimizer, the generators and the rerun state machine, and from
     refusing another TP or PP size because of the optimizer. It then returns 0 for the iteration, which is
-    read from the checkpoint. Megatron's global arguments, and every other global that the loader touches, are
-    at the end as they were before, also when it raises.
+    read from the checkpoint. All globals that it touches are put back, also when it raises.
 
     Unlike ``load_inference_checkpoint`` the loader unpickles files, which may run code that they name.
     """
@@ -227,7 +222,7 @@ def load_checkpoint(call: Call) -> Any:
     from megatron.training.global_vars import get_args
 
     args = get_args()
-    with preserved_rng(), preserved_globals(args):
+    with preserved_rng(), _preserved_globals(args):
         args.finetune = args.no_load_optim = args.no_load_rng = True
         for name in _CONSUMED:
             setattr(args, name, 0)
@@ -247,8 +242,8 @@ def _stored_iteration(args: Any, load_arg: str) -> int:
 
 
 @contextmanager
-def preserved_globals(args: Any) -> Iterator[None]:
-    """Leave arguments, microbatch calculator and checkpoint version as they are, also when the body raises.
+def _preserved_globals(args: Any) -> Iterator[None]:
+    """Leave arguments, microbatch calculator and checkpoint version as they are.
 
     Inside, the checkpoint version is unset, as the loader asserts that all checkpoints have the same one.
     """
@@ -256,20 +251,14 @@ def preserved_globals(args: Any) -> Iterator[None]:
     microbatches = sys.modules.get("megatron.core.num_microbatches_calculator")
     calculator = getattr(microbatches, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None)
     unknown = {"_CHECKPOINT_VERSION": None} if hasattr(checkpointing, "_CHECKPOINT_VERSION") else {}
-    with _preserved(args), _preserved(calculator), replaced(checkpointing, **unknown):
-        yield
-
-
-@contextmanager
-def _preserved(owner: Any) -> Iterator[None]:
-    """Leave all attributes of an object as they are."""
-    before = {} if owner is None else dict(vars(owner))
+    before = [(vars(owner), dict(vars(owner))) for owner in (args, calculator) if owner is not None]
     try:
-        yield
+        with replaced(checkpointing, **unknown):
+            yield
     finally:
-        if owner is not None:
-            vars(owner).clear()
-            vars(owner).update(before)
+        for attributes, values in before:
+            attributes.clear()
+            attributes.update(values)
 
 
 def train(call: Call) -> Any:

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..losses.vocab import log_probs
-from ..losses.vocab.arguments import VocabParallelOptions, in_float32
+from ..losses.vocab.arguments import Rows, VocabParallelOptions, in_float32
 from ..losses.vocab.deferred import DeferredLogits
 
-NO_TOKEN = -100
+_NO_TOKEN = -100
 _HAS_ENTROPY = "_loss_has_entropy"
 
 
@@ -19,53 +19,49 @@ def log_probs_and_entropy(
     tokens: Tensor,
     tp_group: dist.ProcessGroup | None,
     *,
-    with_entropy: bool = False,
-    entropy_grad: bool = True,
+    rows: Rows = None,
+    entropy_grad: bool | None = None,
     keep_mask: Tensor | None = None,
     inplace_backward: bool = False,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities of the tokens, and entropies or ``None``, in float32 and the tokens' shape.
 
+    :func:`.vocab_parallel_log_probs` explains the arguments that are not named here. A temperature beyond
+    the range of float32, such as 0, counts as 1.
+
     Args:
         logits: ``[..., V / tp]``.
-        tokens: ``[...]``, see :func:`in_vocabulary`.
+        tokens: ``[...]``, or one for each of the ``rows`` of ``logits`` ``[T, V / tp]``. Ids outside of the
+            vocabulary get 0: frameworks look up prompts and padding, too.
         tp_group: tensor-parallel group; ``None`` means the default group if there is one, as in
             ``torch.distributed``.
-        inplace_backward: let the gradient overwrite the logits where nobody else may need them, see
-            :func:`vocab_parallel_log_probs`, which explains the other arguments too.
+        entropy_grad: whether entropies have a gradient; ``None``: there are no entropies.
+        inplace_backward: let the gradient overwrite the logits where nobody else may need them.
     """
     if tp_group is None and dist.is_available() and dist.is_initialized():
         tp_group = dist.group.WORLD
     vocab_size = logits.shape[-1] * (1 if tp_group is None else dist.get_world_size(tp_group))
-    targets = in_vocabulary(tokens.reshape(-1), vocab_size)
+    targets = tokens.reshape(-1).long()
+    targets = torch.where((targets >= 0) & (targets < vocab_size), targets, _NO_TOKEN)
     logits_tv = logits.reshape(-1, logits.shape[-1])
     options = VocabParallelOptions(
         tp_group=tp_group,
         temperature=temperature if in_float32(temperature) else 1.0,
         inplace_backward=inplace_backward and _may_be_overwritten(logits_tv),
         others_overwrite=inplace_backward,
-        ignore_index=NO_TOKEN,
-        with_entropy=with_entropy,
-        entropy_grad=with_entropy and entropy_grad,
+        ignore_index=_NO_TOKEN,
+        with_entropy=entropy_grad is not None,
+        entropy_grad=bool(entropy_grad),
     )
-    values, entropies = log_probs.log_probs_and_entropy(logits_tv, targets, None, keep_mask, options)
+    values, entropies = log_probs.log_probs_and_entropy(logits_tv, targets, rows, keep_mask, options)
     return values.view(tokens.shape), None if entropies is None else entropies.view(tokens.shape)
-
-
-def in_vocabulary(tokens: Tensor, vocab_size: int) -> Tensor:
-    """Replace ids outside of the vocabulary by ``NO_TOKEN``, with log-probability and entropy 0.
-
-    They are no error, since frameworks look up prompts and padding too.
-    """
-    tokens = tokens.long()
-    return torch.where((tokens >= 0) & (tokens < vocab_size), tokens, NO_TOKEN)
 
 
 def entropy(logits: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
     """Return entropies ``[...]`` of logits ``[..., V / tp]``, in float32."""
     any_token = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    _, entropies = log_probs_and_entropy(logits, any_token, tp_group, with_entropy=True)
+    _, entropies = log_probs_and_entropy(logits, any_token, tp_group, entropy_grad=True)
     assert entropies is not None
     if entropies.requires_grad and not isinstance(logits, DeferredLogits):
         setattr(logits.untyped_storage(), _HAS_ENTROPY, True)

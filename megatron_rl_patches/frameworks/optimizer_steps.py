@@ -76,10 +76,7 @@ def initialize_model_and_optimizer(call: Call) -> Any:
 
 
 def load_checkpoint(call: Call) -> Any:
-    """Load a checkpoint, and within :func:`initialize_model_and_optimizer` record the scheduler's step.
-
-    It is recorded whether the checkpoint was loaded into the scheduler or not.
-    """
+    """Load a checkpoint; within :func:`initialize_model_and_optimizer` note the step, loaded or not."""
     result, loaded, scheduler = call(), _loaded.get(), call.get("opt_param_scheduler")
     if loaded is not None and scheduler is not None:
         loaded.append((scheduler, scheduler.num_steps))

@@ -22,9 +22,7 @@ from ..common.messages import Message, is_rank_0
 from ..engine.call import Call
 from ..errors import InvalidInputError
 from ..losses.sequences import SequenceLayout
-from ..losses.vocab.arguments import VocabParallelOptions, in_float32
-from ..losses.vocab.log_probs import log_probs_and_entropy
-from .log_probs import NO_TOKEN, in_vocabulary
+from .log_probs import log_probs_and_entropy
 from .microbatch_layout import Groups, groups_of, layout_of
 
 _OTHER_SCORES = Message(
@@ -100,17 +98,14 @@ def _scores(
     groups: Groups,
     entropy_grad: bool,
 ) -> dict[str, list[Tensor]]:
-    logits, with_entropy = layout.rows_of(logits), bool(arguments["with_entropy"])
-    temperature = getattr(arguments["args"], "rollout_temperature", 1.0)
-    options = VocabParallelOptions(
+    log_probs, entropies = log_probs_and_entropy(
+        layout.rows_of(logits),
+        targets,
         groups.tp_group,
-        temperature if in_float32(temperature) else 1.0,
-        ignore_index=NO_TOKEN,
-        with_entropy=with_entropy,
-        entropy_grad=with_entropy and entropy_grad,
+        rows=layout.response_slices,
+        entropy_grad=entropy_grad if arguments["with_entropy"] else None,
+        temperature=getattr(arguments["args"], "rollout_temperature", 1.0),
     )
-    targets = in_vocabulary(targets, logits.shape[-1] * options.tp_size)
-    log_probs, entropies = log_probs_and_entropy(logits, targets, layout.response_slices, None, options)
     scores = {"log_probs": log_probs} if entropies is None else {"log_probs": log_probs, "entropy": entropies}
     # A caller may write to one of them, which autograd forbids for views of one tensor.
     return {name: [part.clone() for part in layout.split_responses(x)] for name, x in scores.items()}

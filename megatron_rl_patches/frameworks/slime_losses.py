@@ -83,8 +83,7 @@ def calculate_log_probs_and_entropy(call: Call) -> Any:
         logits,
         tokens if len(logits) else tokens[:0],  # frameworks pass tokens[-0:], which are all
         call["tp_group"],
-        with_entropy=bool(call["with_entropy"]),
-        entropy_grad=context.entropy_grad,
+        entropy_grad=context.entropy_grad if call["with_entropy"] else None,
         keep_mask=call.get("log_prob_keep_mask", call.get("sampling_mask")),
         temperature=call.get("temperature", 1.0),
     )

@@ -33,7 +33,7 @@ def vocab_parallel_log_probs_from_logits(call: Call) -> Tensor:
         call["logits"],
         call["labels"],
         tensor_parallel_group(),
-        with_entropy=request is not None,
+        entropy_grad=None if request is None else True,
         inplace_backward=True,
     )
     if request is not None:

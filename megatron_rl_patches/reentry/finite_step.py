@@ -213,6 +213,4 @@ def _names_of_bad_gradients(chunks: Model) -> Iterator[str]:
             gradient = parameter.grad if gradient is None else gradient
             gradient = getattr(gradient, "_local_tensor", gradient)  # of a DTensor, without a collective
             if gradient is not None and not gradient.isfinite().all():
-                while name.startswith("module."):
-                    name = name.removeprefix("module.")
-                yield prefix + name
+                yield prefix + name.removeprefix("module.").removeprefix("module.")  # of DDP, and in 16 bits

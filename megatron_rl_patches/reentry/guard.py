@@ -154,7 +154,7 @@ def reentrant_train(target: Any, **options: Any) -> Any:
                     "config; give the list of model chunks, or a function that takes it as 'model'"
                 )
         return TrainGuard(chunks, **options)
-    signature = _signature_with_model(target)
+    signature = _signature_with_model(target, called)
 
     # A function's attributes are copied to the wrapper. An object's attributes are its own state and are not.
     @functools.wraps(target, updated=("__dict__",) if inspect.isroutine(target) else ())
@@ -167,9 +167,8 @@ def reentrant_train(target: Any, **options: Any) -> Any:
     return train
 
 
-def _signature_with_model(target: Any) -> inspect.Signature:
-    """Return the signature of a function that takes the model chunks as ``model``."""
-    called = target.func if isinstance(target, functools.partial) else target
+def _signature_with_model(target: Any, called: Any) -> inspect.Signature:
+    """Return the signature of a function, or a partial of it, that takes the model chunks as ``model``."""
     called = called if inspect.isroutine(called) else type(called).__call__
     name = getattr(inspect.unwrap(called), "__qualname__", repr(target))
 

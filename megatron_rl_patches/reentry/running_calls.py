@@ -38,11 +38,7 @@ _running: weakref.WeakValueDictionary[int, RunningCall] = weakref.WeakValueDicti
 def places_in_use(*configs: Any) -> set[Place]:
     """Return the places on these configs whose function belongs to a call that runs."""
     with _lock:
-        return {
-            place
-            for place, value in _functions(configs).items()
-            if any(call.owns(place, value) for call in _running.values())
-        }
+        return {*_owned(_functions(configs))}
 
 
 class RunningCall:
@@ -62,12 +58,7 @@ class RunningCall:
         self._inherited: set[_Restorable] = set()
         with _lock:
             #: Places whose value belongs to another running call: that call and the value.
-            self._of_others = {
-                place: (call, value)
-                for place, value in self._values().items()
-                for call in _running.values()
-                if call.owns(place, value)
-            }
+            self._of_others = _owned(self._values())
             if (id(self._timers), INTERVAL_TIMER) not in self._of_others:
                 reset_interval_timer(self._timers)
             for chunk in model:
@@ -150,6 +141,12 @@ class RunningCall:
 
 def _functions(configs: Any) -> dict[Place, Any]:
     return {(id(config), name): getattr(config, name, None) for config in configs for name in _LOOP_FUNCTIONS}
+
+
+def _owned(values: dict[Place, Any]) -> dict[Place, tuple[RunningCall, Any]]:
+    """Return the values that belong to calls that run, with these calls."""
+    calls = [*_running.values()]
+    return {place: (call, v) for place, v in values.items() for call in calls if call.owns(place, v)}
 
 
 def _is_of_another(name: str, functions: Any, model: Model) -> bool:

@@ -2,18 +2,13 @@
 
 The checks run in each guarded call, until they have found something. Training goes on as it would without
 them: they start no collective, and an error in them is only logged. They read the config of the model, the
-weights and main parameters at entry, the number of tokens of the first microbatches, what reductions of
-gradients have left at a step, and the state of the parameter all-gather.
+weights and main parameters at entry, what reductions of gradients have left at a step, and the state of the
+parameter all-gather.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
-import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,19 +24,6 @@ _UNREDUCED = Message(
     "{ranks} data-parallel ranks step with gradients that are not reduced, so their weights drift apart.",
     "Set get_model_config(model[0]).finalize_model_grads_func = "
     "megatron.core.distributed.finalize_model_grads.",
-)
-_TOKEN_WEIGHTS = Message(
-    "calculate_per_token_loss=False: the loss function returns its number of tokens, and Megatron divides "
-    "the loss of each microbatch by it. Microbatches had {least:g} to {most:g} tokens",
-    "A token of the smallest microbatch counts {ratio:.2g} times as much as one of the largest.",
-    "Set --calculate-per-token-loss (config.calculate_per_token_loss=True).",
-)
-_AUXILIARY_LOSSES = Message(
-    "calculate_per_token_loss=True: the loss function returns no number of tokens, so gradients are not "
-    "divided by it, but Megatron has multiplied the auxiliary loss of {names} by it",
-    "The auxiliary loss counts thousands of times too much.",
-    "Return the sum over the tokens, their number, and the metrics, or leave out --calculate-per-token-loss "
-    "(config.calculate_per_token_loss=False). Megatron-Bridge sets it if context_parallel_size is above 1.",
 )
 _STALE_PARAMETERS = Message(
     "overlap_param_gather=True: train() returned before the parameters of its last step were gathered",
@@ -77,9 +59,6 @@ _CHECK_FAILED = Message(
     "Ignore it.",
     logging.DEBUG,
 )
-#: At most so many microbatches of a call of ``train()`` are looked at, its first ones.
-_MOST_MICROBATCHES = 64
-
 #: What was logged about each setting that was reported in this process.
 messages: dict[str, str] = {}
 
@@ -90,22 +69,15 @@ class Watch:
     def __init__(self, model: Model, optimizer: Any = None, config: Any = None) -> None:
         self.chunks = model
         self.configs = distinct_configs(model)
-        self._per_token = any(getattr(config, "calculate_per_token_loss", False) for config in self.configs)
-        self._counts: list[Any] = []
-        self._is_counted: bool | None = None  # None as long as there was no loss
         self._optimizer = optimizer
         self._other_configs = [config, *(getattr(unwrap(chunk), "config", None) for chunk in model)]
-        self._has_stepped, self._sees_steps, self._has_mask = False, False, True
+        self._has_stepped, self._has_mask = False, True
         modules = [chunk for chunk in model if hasattr(chunk, "register_forward_pre_hook")]
         before = self._before_forward
         self._hooks = [each.register_forward_pre_hook(before, with_kwargs=True) for each in modules]
-        with harmless(), _lock:
-            _watches[id(self)] = self
-            _observe_forward_steps()
         with harmless():
-            for each in _parts(optimizer):
-                self._hooks.append(each.register_step_pre_hook(self._before_step))
-                self._sees_steps = True
+            steps = _parts(optimizer)
+            self._hooks += [each.register_step_pre_hook(self._before_step) for each in steps]
             _check_dropout(self.configs)
         with harmless():
             if optimizer is not None and "main_parameters" not in messages:
@@ -115,26 +87,11 @@ class Watch:
                     # Each rank compares its own shards, so any rank may be the only one that knows.
                     report("main_parameters", _MAIN_PARAMETERS, says=lambda: True)
 
-    def note(self, count: Any, is_last_stage: bool) -> None:
-        """Note the number of tokens of a microbatch that trains, as ``forward_step`` returned it."""
-        # An optimizer without one of torch's, such as a mock, does not show when it steps.
-        self._has_stepped |= self._optimizer is not None and not self._sees_steps
-        if not self._per_token and len(self._counts) < _MOST_MICROBATCHES:
-            self._counts.append(count.detach())
-        elif self._per_token and is_last_stage and self._is_counted is not True:
-            # Without a count of the loss function, forward_step returns a zero in host memory.
-            is_number = isinstance(count, int | float)
-            self._is_counted = is_number or count.device.type != "cpu" or count.item() != 0
-
     def end(self, failed: bool = False) -> None:
         """End, and check what was seen unless the call has failed."""
-        with harmless(), _lock:
-            _watches.pop(id(self), None)
-            _stop_observing()
         for hook in self._hooks:
             hook.remove()
-        of_tokens = self._check_token_weights, self._check_auxiliary_losses, self._check_mtp_mask
-        for check in () if failed else (*of_tokens, self._check_parameters_are_gathered):
+        for check in () if failed else (self._check_mtp_mask, self._check_parameters_are_gathered):
             with harmless():
                 check()
 
@@ -169,24 +126,6 @@ class Watch:
             which = "another config has one" if is_elsewhere else "no other config has one"
             report(setting, _UNREDUCED, elsewhere=which, ranks=max(map(_data_parallel_size, groups)))
 
-    def _check_token_weights(self) -> None:
-        """Report microbatches of different lengths, each of whose losses is divided by its own length."""
-        if len(self._counts) < 2 or "calculate_per_token_loss" in messages:
-            return
-        import torch
-
-        tokens = [count for count in torch.stack(self._counts).flatten().tolist() if count > 0]
-        self._counts = []
-        if tokens and min(tokens) != max(tokens):
-            least, most = min(tokens), max(tokens)
-            report("calculate_per_token_loss", _TOKEN_WEIGHTS, least=least, most=most, ratio=most / least)
-
-    def _check_auxiliary_losses(self) -> None:
-        """Report losses that Megatron multiplies by a number of tokens, and that nothing divides by it."""
-        names = sorted({name for config in self.configs for name in _auxiliary_losses(config)})
-        if self._is_counted is False and names:
-            report("number_of_tokens", _AUXILIARY_LOSSES, names=" and ".join(names))
-
     def _check_mtp_mask(self) -> None:
         layers = max((getattr(config, "mtp_num_layers", None) or 0 for config in self.configs), default=0)
         if layers and not self._has_mask and _mtp_trains():
@@ -198,13 +137,6 @@ class Watch:
         groups = [group for chunk in hooked for group in bucket_groups(chunk)]
         if self._has_stepped and any(map(is_stale, groups)):
             report("overlap_param_gather", _STALE_PARAMETERS, says=is_rank_0)
-
-
-_lock = threading.Lock()
-#: The calls that are watched, by id, oldest first; weakly, so that what a signal interrupts does not stay.
-_watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
-#: While calls are watched: Megatron's module, its ``forward_step``, and what replaces it.
-_observed: list[Any] = []
 
 
 def reported() -> list[str]:
@@ -220,58 +152,6 @@ def report(
         messages[setting] = message.text(**values).removeprefix("megatron_rl_patches: ")
         if says():
             message.log(**values)
-
-
-def note_tokens(chunk: Any, forward_step_result: Any, is_last_stage: bool = False) -> None:
-    """Note the number of tokens that Megatron's ``forward_step`` returns with the outputs of a chunk.
-
-    It is zero where the loss function does not return one, and on all pipeline stages but the last.
-    """
-    with harmless():
-        import torch
-
-        watch = _watch_of(chunk)
-        if watch is not None and torch.is_grad_enabled():
-            _, count = forward_step_result
-            watch.note(count, is_last_stage)
-
-
-def _watch_of(chunk: Any) -> Watch | None:
-    """Return the innermost call that trains the chunk, or else a part of the same model."""
-    watches, config = [*_watches.values()][::-1], config_of(chunk)
-    of_chunk = [watch for watch in watches if any(each is chunk for each in watch.chunks)]
-    of_config = [watch for watch in watches if any(each is config for each in watch.configs)]
-    return next(iter(of_chunk + of_config), None)
-
-
-def _observe_forward_steps() -> None:
-    """Have Megatron's schedules note the tokens of every microbatch, as long as a call is watched."""
-    schedules: Any = sys.modules.get("megatron.core.pipeline_parallel.schedules")
-    original = getattr(schedules, "forward_step", None)
-    if original is None or _observed:
-        return
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def forward_step(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        with harmless():
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            note_tokens(bound.arguments["model"], result, bool(bound.arguments.get("is_last_stage")))
-        return result
-
-    _observed[:] = schedules, original, forward_step
-    schedules.forward_step = forward_step
-
-
-def _stop_observing() -> None:
-    """Put Megatron's function back when no call is watched any more, unless other code has replaced it."""
-    if _observed and not _watches:
-        schedules, original, forward_step = _observed
-        _observed.clear()
-        if schedules.forward_step is forward_step:
-            schedules.forward_step = original
 
 
 def _parts(optimizer: Any) -> list[Any]:
@@ -317,25 +197,6 @@ def _check_dropout(configs: list[Any]) -> None:
         if rate > 0:
             argument = setting.replace("_", "-")
             report(setting, _DROPOUT, says=is_rank_0, name=setting, rate=rate, argument=argument)
-
-
-def _auxiliary_losses(config: Any) -> Iterator[str]:
-    """Yield the settings that add an auxiliary loss."""
-
-    def value(name: str) -> Any:
-        return getattr(config, name, None) or 0
-
-    def listed(name: str) -> list[Any]:
-        return value(name) if isinstance(value(name), list) else [value(name)]
-
-    if value("num_moe_experts"):
-        kinds = zip(listed("moe_router_load_balancing_type"), listed("moe_aux_loss_coeff"), strict=True)
-        if any(str(kind).endswith("aux_loss") and coefficient > 0 for kind, coefficient in kinds):
-            yield "moe_aux_loss_coeff"
-        if value("moe_z_loss_coeff") > 0:
-            yield "moe_z_loss_coeff"
-    if value("mtp_num_layers") and _mtp_trains():
-        yield "mtp_num_layers"
 
 
 def _mtp_trains() -> bool:

@@ -28,12 +28,6 @@ def has_transformer_engine(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def newest_miles_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in with modules that the checkouts on record do not have."""
-    monkeypatch.syspath_prepend(f"{STAND_INS}_of_miles")
-
-
-@pytest.fixture
 def checkouts(request: pytest.FixtureRequest) -> Checkouts:
     """What is not given skips the test."""
 

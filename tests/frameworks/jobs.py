@@ -8,7 +8,6 @@ with the framework on the path.
 from __future__ import annotations
 
 import copy
-import hashlib
 import importlib
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -80,26 +79,14 @@ def train_rollout(module: ModuleType, state: Sequence[Any], iterator: Any, steps
     )
 
 
-class BrokenBatch(Exception):
-    """What a data loader, a reward or a loss function raises in the middle of a step."""
-
-
 class Batches(tiny_gpt.SyntheticData):
-    """An endless stream of batches, which raises an ``error`` in place of batch number ``breaks_at``."""
-
-    breaks_at = -1
+    """An endless stream of batches."""
 
     def seek(self, number: int) -> None:
         self._microbatch = number
 
     def reset(self) -> None:
         """Called by slime and miles at the beginning of a rollout: here the stream just goes on."""
-
-    def __next__(self) -> dict[str, torch.Tensor]:
-        if self._microbatch == self.breaks_at:
-            self.breaks_at, self.error = -1, BrokenBatch()
-            raise self.error
-        return super().__next__()
 
 
 class Disk:
@@ -111,10 +98,7 @@ class Disk:
 
     def write(self, iteration: int, model: Sequence[Any], *unused: Any, **unused_too: Any) -> None:
         self.hooks_were_on.append(hooks_are_on(model))
-        digest = hashlib.sha256()
-        for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
-            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
-        self.checksums.append(digest.hexdigest())
+        self.checksums.append(tiny_gpt.checksum(model, SimpleNamespace(param_groups=())))
 
 
 def hooks_are_on(model: Sequence[Any]) -> bool:
@@ -179,12 +163,6 @@ class Job:
         self.steps += steps
         return result
 
-    def reset(self) -> None:
-        """Undo what the framework's ``train`` has left, as its users have to without the patch."""
-        self.config.no_sync_func = None
-        for chunk in self.model:
-            chunk.enable_forward_pre_hook()
-
     def resume(self, steps_done: int) -> None:
         """After a call that broke off in step ``steps_done``: give it the batches of that step again."""
         self.steps = steps_done
@@ -242,15 +220,6 @@ class MegatronJob(Job):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.iterator = RerunDataIterator(self.batches)
-
-    @property
-    def timers_running(self) -> list[str]:
-        return [name for name, timer in global_vars.get_timers()._timers.items() if timer._started]
-
-    def reset(self) -> None:
-        super().reset()
-        for name in self.timers_running:
-            global_vars.get_timers()(name).stop()
 
     def save(self) -> None:
         self.module.save_checkpoint_and_time(self.steps, *self.state, 0.0, checkpointing_context=None)

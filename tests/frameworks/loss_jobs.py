@@ -26,11 +26,6 @@ _HOMES["miles"] = "miles.backends.training_utils"
 LOSSES = {name: f"{home}.loss" for name, home in _HOMES.items()}
 SCORES = {**LOSSES, "miles": f"{_HOMES['miles']}.loss_hub.logit_processors"}
 CP_UTILS = {name: f"{home}.cp_utils" for name, home in _HOMES.items()}
-#: Modules of miles since September 2026.
-NEWEST_MILES = "newest miles"
-LOSSES[NEWEST_MILES] = f"{_HOMES['miles']}.loss.objective"
-SCORES[NEWEST_MILES] = f"{_HOMES['miles']}.loss.hub.logit_processors"
-CP_UTILS[NEWEST_MILES] = CP_UTILS["slime"]
 
 TOTALS, RESPONSES = (9, 11, 4), (4, 6, 2)
 VOCAB = 24
@@ -78,26 +73,9 @@ def _arguments_of(framework: str, options: dict[str, Any]) -> Any:
         if options.get("loss_type") == "value_loss":  # no command line has it: the critic sets it
             args.loss_type = "value_loss"
         return args
-    args = Arguments(
-        qkv_format="thd",
-        allgather_cp=False,
-        rollout_temperature=1.0,
-        rollout_top_p=1.0,
-        rollout_top_k=-1,
-        log_probs_chunk_size=-1,
-        entropy_coef=0.0,
-        observe_training_entropy=True,
-        loss_type="policy_loss",
-        advantage_estimator="grpo",
-        eps_clip=0.2,
-        eps_clip_high=0.2,
-        recompute_loss_function=False,
-        global_batch_size=3,
-        use_dynamic_global_batch_size=False,
-        multi_lora_n_adapters=0,
-    )
-    vars(args).update(options)
-    return args
+    ranges = {"eps_clip": 0.2, "eps_clip_high": 0.2}
+    defaults = {"loss_type": "policy_loss", "rollout_temperature": 1.0, "entropy_coef": 0.0, **ranges}
+    return Arguments(**{**defaults, **options})
 
 
 @functools.cache
@@ -133,7 +111,7 @@ class LossJob:
         """``masked``: each token was sampled from a part of the vocabulary, which the framework knows."""
         self.totals, self.responses, self.vocabulary = totals, responses, vocabulary
         self.framework, self.deferred = framework, deferred
-        if "miles" in framework:
+        if framework == "miles":
             set_parallel_state_of_miles()
         self.args = _arguments_of(framework, options)
         generator = torch.Generator().manual_seed(0)

@@ -35,17 +35,23 @@ PROMPT = tiny_gpt.SEQUENCE // 2
 POLICY = {"loss_type": "policy_loss", "advantage_estimator": "grpo", "entropy_coef": 0.01}
 
 
-class _RolloutJob(jobs.RolloutJob):
-    """slime, vime and miles: supervised loss on the second half of each sequence.
-
-    The framework reads a command line, which also has ``flags``, and builds the model. With layers of
-    TransformerEngine its microbatches are packed samples.
-    """
+class _OfCommandLine(jobs.Job):
+    """The framework reads a command line, which also has ``flags``, and builds the model."""
 
     def __init__(self, flags: Mapping[str, Any] | None = None, **options: Any) -> None:
         self.flags = flags or {}
         super().__init__(**options)
         self.module.save_checkpoint = self.disk.write  # type: ignore[attr-defined]
+
+    def _set_global_variables(self) -> None:
+        """Do nothing, as the command line has set them."""
+
+
+class _RolloutJob(_OfCommandLine, jobs.RolloutJob):
+    """slime, vime and miles: supervised loss on the second half of each sequence.
+
+    With layers of TransformerEngine its microbatches are packed samples.
+    """
 
     @property
     def samples(self) -> int:
@@ -62,9 +68,6 @@ class _RolloutJob(jobs.RolloutJob):
             for chunk in built[0]:
                 takes_packed_tokens(unwrap_model(chunk))
         return built
-
-    def _set_global_variables(self) -> None:
-        """Do nothing, as the command line has set them."""
 
     def log_probs(self) -> list[torch.Tensor]:
         """Of the responses of the next step, through ``forward_only`` as the actor calls it."""
@@ -122,13 +125,8 @@ class RealMilesJob(_RolloutJob):
         loss_jobs.set_parallel_state_of_miles()
 
 
-class RealMegatronJob(jobs.MegatronJob):
+class RealMegatronJob(_OfCommandLine, jobs.MegatronJob):
     """Megatron-LM's own training loop, with the defaults of its command line."""
-
-    def __init__(self, flags: Mapping[str, Any] | None = None, **options: Any) -> None:
-        self.flags = flags or {}
-        super().__init__(**options)
-        self.module.save_checkpoint = self.disk.write  # type: ignore[attr-defined]
 
     def _setup(self) -> tuple[Any, Any, Any]:
         self.options.initialize()
@@ -140,9 +138,6 @@ class RealMegatronJob(jobs.MegatronJob):
             model_type=ModelType.encoder_or_decoder,
         )
         return built
-
-    def _set_global_variables(self) -> None:
-        """Do nothing, as the command line has set them."""
 
 
 def parse_arguments(framework: str, model: TinyModel, global_batch_size: int, **flags: Any) -> Any:

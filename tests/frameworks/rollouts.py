@@ -83,18 +83,8 @@ def check_layers(model: Sequence[Any], options: Any) -> None:
     assert names - {"LayerNorm", "RMSNorm"} == expected
 
 
-def checksum_of_resets_by_hand(job_type: Any, **options: Any) -> str:
-    """Train three times without patches, resetting by hand what each call leaves behind."""
-    job = job_type(**options)
-    for _ in range(3):
-        job.train(2)
-        job.reset()
-    checksum: str = job.checksum()
-    return checksum
-
-
-def check_rollouts(job_type: Any, framework: str, **options: Any) -> str:
-    """Apply the patch, train and save three times, and revert it; return a checksum of the weights.
+def check_rollouts(job_type: Any, framework: str, **options: Any) -> None:
+    """Apply the patch, train and save three times, and revert it.
 
     ``job_type`` is a class of jobs, and ``options`` are those of its model.
 
@@ -151,4 +141,3 @@ def check_rollouts(job_type: Any, framework: str, **options: Any) -> str:
     for name, homes in functions.items():
         assert all(getattr(home, name) is originals[name] for home in homes)
     assert outcome(job.train).startswith(NO_SYNC)
-    return checksum

@@ -18,7 +18,7 @@ from megatron_rl_patches import applied, apply
 from tests.frameworks.rollouts import states_of
 from tests.ranks import on_ranks
 
-pytestmark = pytest.mark.usefixtures("newest_miles_on_the_path", "stand_ins_on_the_path")
+pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
 
 PATCH = "finite-loss"
 KL = {"use_kl_loss": True, "kl_loss_type": "low_var_kl"}
@@ -43,11 +43,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "TIS": {"use_tis": True, **KL, "use_unbiased_kl": True},
     "old policy of the rollout": {"use_rollout_logprobs": True, **KL, "use_unbiased_kl": True},
 }
-#: What the stand-ins have.
-IN_SHORT = {
-    "slime": ("with the entropy", "KL with the coefficient 0", "low_var_kl", "unbiased k3", "TIS"),
-    "newest miles": ("with the entropy", "KL with the coefficient 0", "k3", "unbiased KL", "unbiased k3"),
-}
+#: What the stand-in has.
+IN_SHORT = ("with the entropy", "KL with the coefficient 0", "low_var_kl", "unbiased k3", "TIS")
 NOT_COMPARABLE = (math.inf, -math.inf, math.nan, 101.0, -101.0, -1e30)
 SCORES = ("log_probs", "ref_log_probs", "rollout_log_probs")
 #: What may be wrong with masked tokens: values of tensors of the batch.
@@ -206,21 +203,18 @@ def check_value_loss(framework: str) -> None:
             assert is_same(run(), clean)
 
 
-@pytest.mark.parametrize("framework", IN_SHORT)
 @on_ranks(1)
-def test_tokens(framework: str) -> None:
+def test_tokens() -> None:
     from tests.frameworks.loss_jobs import initialize
 
     initialize()
-    losses = {name: LOSSES[name] for name in IN_SHORT[framework]}
-    assert check_masked_tokens(framework, losses) > 5
-    check_policy(framework, True, losses)
-    check_counted_tokens(framework, losses)
-    check_metrics(framework, losses)
+    losses = {name: LOSSES[name] for name in IN_SHORT}
+    assert check_masked_tokens("slime", losses) > 5
+    check_policy("slime", True, losses)
+    check_counted_tokens("slime", losses)
+    check_metrics("slime", losses)
     with applied("lean-loss"):
-        last = {name: losses[name] for name in IN_SHORT[framework][-1:]}
-        check_masked_tokens(framework, last, deferred=True, recompute_loss_function=True)
-    check_value_loss(framework)
+        check_masked_tokens("slime", {"TIS": LOSSES["TIS"]}, deferred=True, recompute_loss_function=True)
+    check_value_loss("slime")
     apply(PATCH)
-    states = set(states_of(framework.split()[-1], patch=PATCH).values())
-    assert states == {"applied"} | ({"not needed"} if "miles" in framework else set())  # of other releases
+    assert set(states_of("slime", patch=PATCH).values()) == {"applied"}

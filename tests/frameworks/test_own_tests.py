@@ -1,4 +1,6 @@
-"""Tests of frameworks of what they compute with Megatron, and Megatron-LM's own: patches change no outcome.
+"""Tests of frameworks of what they compute with Megatron: patches change no outcome.
+
+Megatron-LM's own are run in ``tests/lab/conformance``.
 
 Two of slime's ask for the very bits of its own order of operations. With patches they get a tolerance of
 float32 rounding, which is put under ``torch.testing.assert_close`` from outside (``own_tests``).
@@ -10,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ import pytest
 
 from tests.frameworks.checkouts import Checkouts
 from tests.frameworks.packages import TENSORDICT, Packages
-from tests.lab.conformance import runs
 from tests.worlds.program import without_ours
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -84,28 +84,3 @@ def test_its_own_tests(checkouts: Checkouts, packages: Packages, tmp_path: Path,
     assert patched["applied"] and not plain["applied"]
     assert patched["outcomes"] == plain["outcomes"]
     assert "passed" in plain["outcomes"].values()
-
-
-# Few minutes, of what the patches touch: DDP, its buckets, the optimizer, schedules and the model's head.
-OF_MEGATRON = (
-    "distributed/test_distributed_data_parallel.py",
-    "distributed/test_param_and_grad_buffer.py",
-    "models/test_gpt_model.py",
-    "pipeline_parallel/test_schedules.py",
-    "tensor_parallel",
-    "test_optimizer.py",
-)
-
-
-def test_a_part_of_megatrons_tests(checkouts: Checkouts, tmp_path: Path) -> None:
-    checkout, results = Path(*checkouts("megatron.training")), tmp_path / "results.jsonl"
-    files = (f"tests/unit_tests/{name}" for name in OF_MEGATRON)
-    select = tuple(name for name in files if (checkout / name).exists())
-    of_megatron = runs.Runs(checkout, results)
-    of_megatron.run_at_smallest(select, ranks=(1, 2))
-    of_megatron.run_with_patches("all")
-    assert of_megatron.repeated_changes(of_megatron.changes("all"), "all") == []
-    outcomes = Counter(result.outcome for result in runs.final_of(results))
-    assert outcomes[runs.PASSED] > 90
-    assert outcomes[runs.HANGS] == 0
-    assert len(runs.final_of(results, "all")) >= outcomes[runs.PASSED]

@@ -129,9 +129,7 @@ def test_a_role_that_a_model_builder_of_megatron_builds(framework: str, kind: st
     prepare(paths)
     from megatron.core import optimizer as optimizers
     from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.enums import ModelType
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training import training
 
     from megatron_rl_patches.frameworks.inference_roles import NullOptimizer, freeze_role, inference_role
     from megatron_rl_patches.testing import TinyModel
@@ -143,7 +141,7 @@ def test_a_role_that_a_model_builder_of_megatron_builds(framework: str, kind: st
         pytest.skip("this Megatron-LM has no such builder")
     of = TinyModel(kind={"GPT": "moe", "Hybrid": "hybrid"}[kind], bf16=True)
     of.initialize()
-    real_jobs.role_arguments(framework, {"bf16": True}, skip_train=True)
+    real_jobs.role_arguments(framework, {"bf16": True})
     config = getattr(models, f"{kind}ModelConfig")(transformer=of.transformer_config())
     builder_class = config.get_builder_cls()
     # Its own layers are those of TransformerEngine.
@@ -171,14 +169,3 @@ def test_a_role_that_a_model_builder_of_megatron_builds(framework: str, kind: st
         with inference_role(TEACHER) as role:
             assert type(build(wrap_with_ddp=True)).__name__ == DDP
         assert role.reason_skipped == "the framework passes wrap_with_ddp itself"
-    with inference_role(TEACHER):
-        assert type(build()).__name__ == DDP
-
-    # Megatron-LM's own set-up passes wrap_with_ddp: its option leaves out what only training needs.
-    settings = mock.Mock(model=config, ddp=ddp)
-    settings.profiling.record_memory_history = settings.dist.use_megatron_fsdp = False
-    settings.dist.use_torch_fsdp2 = False
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    set_up = training.setup_model_and_optimizer
-    [chunk], *trains = set_up(ModelType.encoder_or_decoder, cfg_container=settings, pg_collection=groups)
-    assert type(chunk).__name__ == "Float16Module" and trains == [None, None]

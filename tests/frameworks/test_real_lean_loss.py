@@ -15,8 +15,8 @@ import pytest
 
 from megatron_rl_patches import applied
 from tests.frameworks import test_finite_loss as finite
-from tests.frameworks.import_stubs import job_of, prepare
-from tests.frameworks.test_lean_loss import BFLOAT16, check_masks, check_policy_loss, check_scores
+from tests.frameworks.import_stubs import prepare
+from tests.frameworks.test_lean_loss import BFLOAT16, check_policy_loss, check_scores
 from tests.ranks import on_ranks
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
@@ -30,7 +30,6 @@ LAYOUTS = [
 RECOMPUTED = pytest.param(
     1, {"recompute_loss_function": True, "calculate_per_token_loss": True}, id="recomputed"
 )
-of_slime = pytest.mark.parametrize("framework", ["slime", "vime"])
 of_losses = pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
 
 
@@ -49,32 +48,22 @@ def _initialize(framework: str, paths: list[str], layout: dict[str, Any]) -> dic
 
 @pytest.mark.runs("losses")
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
-@pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
-@on_ranks(lambda ranks: ranks, timeout=300)
+@of_losses
+@on_ranks(lambda ranks: ranks, timeout=400)
 def test_scores_and_policy_loss(framework: str, ranks: int, layout: dict[str, Any], paths: list[str]) -> None:
     options = _initialize(framework, paths, layout)
     assert check_scores(framework, **options) < BFLOAT16
     check_policy_loss(framework, **options)
     from megatron_rl_patches.frameworks.response_scores import forms
+    from tests.frameworks.loss_jobs import LossJob
 
     # Each function was tried, and none runs its own code.
     assert all(forms.values()) and bool(forms) != bool(layout.get("allgather_cp"))
-
-
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
-@pytest.mark.parametrize("framework", ["slime", "miles"])
-@on_ranks(lambda ranks: ranks, timeout=300)
-def test_sampling_masks(framework: str, ranks: int, layout: dict[str, Any], paths: list[str]) -> None:
-    """slime from v0.3.1 on, and radixark/miles#2595."""
-    options = _initialize(framework, paths, layout)
-    from tests.frameworks.loss_jobs import LossJob
-
-    if not LossJob(framework).names_of_masks():
-        pytest.skip("this release takes no mask")
-    if framework == "miles" and "cp" in layout:
-        # miles#2596 raises where a rank has no response token of a sample: an empty list becomes floats.
-        options |= {"totals": (17,), "responses": (15,)}
-    assert check_masks(framework, **options) < BFLOAT16
+    if LossJob(framework).names_of_masks():  # slime from v0.3.1 on, and radixark/miles#2595
+        if framework == "miles" and "cp" in layout:
+            # miles#2596 raises where a rank has no response token of a sample: an empty list becomes floats.
+            options |= {"totals": (17,), "responses": (15,)}
+        assert check_scores(framework, masked=True, **options) < BFLOAT16
 
 
 # --- finite-loss
@@ -87,9 +76,9 @@ def _losses(framework: str, paths: list[str]) -> dict[str, Any]:
     return {name: loss for name, loss in of_all if loss.get("advantage_estimator", "") in text}
 
 
-@of_losses
 @pytest.mark.parametrize(("ranks", "layout"), [*LAYOUTS, RECOMPUTED])
-@on_ranks(lambda ranks: ranks, timeout=400)
+@of_losses
+@on_ranks(lambda ranks: ranks, timeout=600)
 def test_masked_tokens(framework: str, ranks: int, layout: dict[str, Any], paths: list[str]) -> None:
     options, losses = _initialize(framework, paths, layout), _losses(framework, paths)
     with warnings.catch_warnings(action="ignore"):  # that use_reentrant is not given
@@ -97,84 +86,16 @@ def test_masked_tokens(framework: str, ranks: int, layout: dict[str, Any], paths
         for with_lean_loss in (False, True):
             finite.check_policy(framework, with_lean_loss, losses, **options)
         finite.check_counted_tokens(framework, losses, **options)
+        if "recompute_loss_function" not in layout:
+            # OpenClaw-RL computes this entropy without grad mode; its log-probs overwrite the logits then.
+            own = Path(paths[0], framework, "backends").rglob("loss.py")
+            spoils = any("entropy_for_monitor" in file.read_text() for file in own)
+            finite.check_metrics(framework, losses, spoils, **options)
         if layout == {}:
             checked = finite.check_masked_tokens(framework, losses, spoilt_by=finite.SPOILT)
             assert checked > (30 if framework == "miles" else 50)  # miles has fewer losses
             finite.check_value_loss(framework)
-
-
-@of_losses
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
-@on_ranks(lambda ranks: ranks, timeout=400)
-def test_metrics(framework: str, ranks: int, layout: dict[str, Any], paths: list[str]) -> None:
-    options = _initialize(framework, paths, layout)
-    # OpenClaw-RL computes this entropy without grad mode, and then its log-probs overwrite the logits.
-    own = Path(paths[0], framework, "backends").rglob("loss.py")
-    spoils = any("entropy_for_monitor" in file.read_text() for file in own)
-    finite.check_metrics(framework, _losses(framework, paths), spoils, **options)
-
-
-@of_losses
-@on_ranks(1, timeout=400)
-def test_with_other_patches(framework: str, paths: list[str]) -> None:
-    """``lean-loss`` and deferred logits, in either order of application."""
-    _initialize(framework, paths, {})
-    losses = _losses(framework, paths)
-    with warnings.catch_warnings(action="ignore"), applied("lean-loss"):
-        for way in ({"deferred": False}, {"deferred": True}):
-            recomputed = way | {"recompute_loss_function": True}
-            assert finite.check_masked_tokens(framework, losses, **recomputed) > 10
-            finite.check_counted_tokens(framework, losses, **way)
-    with applied(finite.PATCH), applied("lean-loss"):
-        finite.check_policy(framework, True, losses, deferred=True)
-
-
-@of_slime
-@on_ranks(1, timeout=400)
-def test_no_step_is_skipped(framework: str, tmp_path: Path, paths: list[str]) -> None:
-    """``finite-step`` alone skips each step that a masked infinite ratio spoils; with both, it skips none.
-
-    The weights are those of clean rollouts with and without the patch, deferred logits included.
-    """
-    job_type = job_of(framework, paths)
-    from tests.frameworks.real_jobs import POLICY
-
-    kl = {"use_kl_loss": True, "kl_loss_coef": 0.0, "kl_loss_type": "low_var_kl", "ref_load": tmp_path}
-    flags = POLICY | kl | {"no_check_for_nan_in_loss_and_grad": True}
-
-    class Job(job_type):  # type: ignore[misc]
-        old_log_prob = -4.0  # of the masked tokens
-
-        def _rollout_data(self, samples: int) -> dict[str, Any]:
-            rollout: dict[str, Any] = super()._rollout_data(samples)
-            rollout["ref_log_probs"] = rollout["log_probs"]
-            old = self.old_log_prob
-            for name, value in (("loss_masks", 0), ("log_probs", old), ("ref_log_probs", -old)):
-                rollout[name] = [values.clone() for values in rollout[name]]
-                for values in rollout[name]:
-                    values[1] = value
-            return rollout
-
-    def trained(*patches: str, old_log_prob: float = -4.0) -> tuple[str, int]:
-        """Return a checksum of weights and moments, and how many samples the schedule has seen."""
-        with applied("reentrant-train", "finite-step", *patches):
-            job = Job(flags)
-            job.old_log_prob = old_log_prob
-            for steps in (1, 2):
-                job.train(steps)
-            return job.checksum(), job.scheduler.num_steps
-
-    for others in ((), ("lean-loss", "lean-head")):
-        clean = trained(*others)
-        assert clean[1] > 0 == trained(*others, old_log_prob=-1e3)[1]
-        assert trained(*others, finite.PATCH) == clean == trained(*others, finite.PATCH, old_log_prob=-1e3)
-
-
-@of_losses
-@on_ranks(1, timeout=400)
-def test_compiled(framework: str, paths: list[str]) -> None:
-    """slime and miles compile the functions of which two are patched."""
-    _initialize(framework, paths, {})
-    losses = {name: finite.LOSSES[name] for name in ("k3", "unbiased k3")}
-    assert finite.check_masked_tokens(framework, losses) > 3
-    finite.check_counted_tokens(framework, losses)
+            with applied("lean-loss"):
+                recomputed = {"deferred": True, "recompute_loss_function": True}
+                assert finite.check_masked_tokens(framework, losses, **recomputed) > 10
+                finite.check_counted_tokens(framework, losses, deferred=True)

@@ -116,14 +116,12 @@ def test_vocab_parallel_losses(verl: list[str], ranks: int) -> None:
         with applied(PATCH):
             patched = job.processed(entropy, chunks)
             deferred = LogitsJob(deferred=True).processed(entropy, chunks, squares=False)
-            with_distillation = job.processed(entropy, chunks, distillation=True)
             states = set(states_of("verl", patch=PATCH).values())
         assert "applied" in states <= {"applied", "not needed"}
         assert not deferred["made"]
         for key, value in dense.items():
             assert max(distance(run[key], value) for run in (patched, deferred)) < 1e-6
             assert unpatched is None or distance(unpatched[key], value) < 1e-5
-            assert key == "gradient" or distance(with_distillation[key], value) < 1e-6
         assert unpatched is None or unpatched["returned"] == patched["returned"]
 
     unpatched = job.processed(entropy=True)

@@ -6,8 +6,6 @@ needed the patch, and nothing is left over; reverted, the next call fails with t
 
 from __future__ import annotations
 
-import gc
-import itertools
 import os
 import shutil
 from contextlib import nullcontext
@@ -42,60 +40,47 @@ def test_rollouts_with_saves_between(framework: str, order: str, ranks: int) -> 
     assert len(states_of(framework, "megatron.core")) == 4
 
 
-@pytest.mark.parametrize("framework", ["slime", pytest.param("megatron.training", marks=pytest.mark.slow)])
-@on_ranks(2)
-def test_train_goes_on_where_a_batch_broke(framework: str) -> None:
-    """The first or second batch of a step, in the first or second step of the second call."""
-    from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
-
-    from tests.frameworks.jobs import JOBS, MICROBATCHES, BrokenBatch
-
-    uninterrupted = JOBS[framework]()
-    uninterrupted.train(6)
-    gc.enable()  # unpatched, train() leaves it off
-    apply(PATCH)
-    for step, microbatch in itertools.product((2, 3), range(MICROBATCHES)):
-        job = JOBS[framework]()
-        job.train(2)
-        job.batches.breaks_at = step * MICROBATCHES + microbatch
-        with pytest.raises(BrokenBatch) as caught:
-            job.train(2)
-        assert caught.value is job.batches.error
-        assert caught.traceback[-1].name == "__next__"
-        assert gc.isenabled()
-        assert all(chunk.training for chunk in job.model)
-        assert get_rerun_state_machine().state == RerunState.NOT_RUNNING_YET
-        assert set(getattr(job, "timers_running", ())) <= {"interval-time"}
-        job.resume(step)
-        job.train(6 - step)
-        assert outcome(job.save) == FINE
-        assert job.checksum() == uninterrupted.checksum()
-
-
+#: Files of ``miles.backends.training_utils``, before and after September 2026, and files of slime like them.
 OF_MILES = {
-    "backends/training_utils/data.py": "backends/megatron_utils/data.py",
-    "backends/training_utils/loss.py": "backends/megatron_utils/loss.py",
-    "backends/training_utils/cp_utils.py": "backends/megatron_utils/cp_utils.py",
-    "backends/training_utils/loss_hub/logit_processors.py": "backends/megatron_utils/loss.py",
-    "backends/training_utils/loss_hub/losses.py": "backends/megatron_utils/loss.py",
-    "backends/training_utils/loss_hub/math_utils.py": "utils/ppo_utils.py",
+    "data.py": "backends/megatron_utils/data.py",
+    "loss.py": "backends/megatron_utils/loss.py",
+    "cp_utils.py": "backends/megatron_utils/loss.py",
+    "loss_hub/logit_processors.py": "backends/megatron_utils/loss.py",
+    "loss_hub/losses.py": "backends/megatron_utils/loss.py",
+    "loss_hub/math_utils.py": "utils/ppo_utils.py",
+}
+MOVED = {
+    "data.py": "data/rollout.py",
+    "loss.py": "loss/objective.py",
+    "cp_utils.py": "data/context_parallel.py",
 }
 
 
-@pytest.mark.parametrize("framework", ["vime", "miles"])
-def test_clones_of_slime_have_its_sites(framework: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("clone", ["vime", "miles", "newest miles"])
+def test_clones_of_slime_have_its_sites(clone: str, tmp_path: Path) -> None:
     """Under a name of their own; some that miles has are elsewhere."""
-    clone = tmp_path / framework
-    shutil.copytree(STAND_INS / "slime", clone)
-    for file in clone.rglob("*.py"):
+    framework = clone.split()[-1]
+    folder = tmp_path / framework
+    shutil.copytree(STAND_INS / "slime", folder)
+    for file in folder.rglob("*.py"):
         file.write_text(file.read_text().replace("slime", framework))
-    if framework == "miles":
-        for place, of_slime in OF_MILES.items():
-            (clone / place).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(clone / of_slime, clone / place)
-    patches = judge(str(tmp_path))[framework]
-    assert patches.keys() == judge(str(STAND_INS))["slime"].keys()
-    assert not [site for sites in patches.values() for site in sites if sites[site].startswith("missing")]
+    for place, of_slime in OF_MILES.items() if framework == "miles" else ():
+        place = MOVED.get(place, place.replace("_hub", "/hub")) if clone == "newest miles" else place
+        file = folder / "backends" / "training_utils" / place
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text((folder / of_slime).read_text().replace("_allgather_cp", "allgather_cp"))
+
+    def verdicts(folder: Path, framework: str) -> set[tuple[str, str, str]]:
+        """Return patch, function and verdict, by the names of slime."""
+        of_patches = judge(str(folder))[framework].items()
+        found = [(patch, *site) for patch, sites in of_patches for site in sites.items()]
+        return {
+            (patch, site.split(".")[-1].lstrip("_").replace(framework, "slime"), verdict)
+            for patch, site, verdict in found
+        }
+
+    missing = verdicts(STAND_INS, "slime") - verdicts(tmp_path, framework)
+    assert missing == ({("lean-loss", "compute_log_probs", "fits")} if framework == "miles" else set())
 
 
 @pytest.mark.slow

@@ -144,6 +144,7 @@ def process_logits(engine: Any, logits: Tensor, labels: Tensor, temperature: Ten
         "distillation_use_topk": False,
         "distillation_only": False,
         "batch": None,
+        "logits_processor_func": None,
         "data_format": "thd",
     }
     return engine._lm_head_logits_processor(logits, labels, temperature, **{**defaults, **ways})
@@ -273,9 +274,7 @@ class LogitsJob:
         self.leaf = self.whole[..., self.columns].clone().requires_grad_()
         return loss_jobs.deferred(self.leaf) if self.deferred else self.leaf * 1.0
 
-    def processed(
-        self, entropy: bool, chunks: bool = False, distillation: bool = False, squares: bool = True
-    ) -> dict[str, Any]:
+    def processed(self, entropy: bool, chunks: bool = False, squares: bool = True) -> dict[str, Any]:
         actor = "actor_rollout_ref.actor"
         engine, _ = make_engine(
             f"{actor}.megatron.entropy_from_logits_with_chunking={chunks}",
@@ -289,15 +288,8 @@ class LogitsJob:
             self.temperature.clone(),
             calculate_sum_pi_squared=squares,
             calculate_entropy=entropy,
-            distillation_use_topk=distillation,
-            logits_processor_func=lambda student_logits, data, data_format: {
-                "distillation": student_logits.exp().sum(-1)
-            },
         )
-        loss = self._loss_of(returned)
-        if distillation:
-            loss = loss + returned["distillation"].mean()
-        loss.backward()
+        self._loss_of(returned).backward()
         return {
             "made": self.deferred and not logits.is_deferred,
             "returned": describe(dict(sorted(returned.items()))),

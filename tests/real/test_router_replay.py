@@ -108,17 +108,6 @@ def error(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-@on_ranks(1)
-def test_unpatched_training_reads_what_scoring_has_queued() -> None:
-    expected, queued = gradients(options(), scores=False)
-    assert queued == {4}  # it grows for ever
-    wrong, queued = gradients(options(RECOMPUTE), scores=True)
-    assert error(wrong, expected) > 0.05 and queued == {1}
-    with applied("router-replay"):
-        right, queued = gradients(options(), scores=True)
-    assert error(right, expected) < 1e-6 and queued == {0}
-
-
 @pytest.mark.parametrize("layout", by_speed(LAYOUTS, fast=("VPP 2", "MTP")))
 @on_ranks(lambda layout: 1 if "MTP" in layout else 2, timeout=240)
 def test_recomputed_gradients_are_the_same(layout: str) -> None:

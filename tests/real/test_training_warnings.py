@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from contextlib import nullcontext, suppress
-from functools import partial
-from itertools import product
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.utils import get_model_config
 
@@ -24,13 +20,11 @@ from megatron_rl_patches import Settings, applied, doctor, status
 from megatron_rl_patches.errors import MegatronRLPatchesError
 from megatron_rl_patches.reentry import reentrant_train, training_warnings
 from megatron_rl_patches.testing import TinyModel
-from tests.ranks import by_speed, everywhere, on_ranks
+from tests.ranks import everywhere, on_ranks
 from tests.references import tiny_gpt
 from tests.worlds.model import NO_OVERLAP, World, fill_at_random, gradients_of
 
 PATHS = ("tests.real.test_training_warnings:train",)
-TOKENS = (3, 11)  # of two microbatches
-PER_TOKEN = {"calculate_per_token_loss": True}
 
 
 def train(
@@ -38,25 +32,17 @@ def train(
     optimizer: Any = None,
     *,
     data_iterator: Any = None,
-    tokens: tuple[int, ...] = TOKENS,
+    microbatches: int = 2,
     hooks: str = "off",
     config: Any = None,
     reduces: str = "schedule",
-    loss: Any = None,
 ) -> Any:
-    """One step of a loop of one's own; its loss returns a number of tokens. Return the gradients."""
+    """One step of a loop of one's own. Return the gradients."""
     if reduces == "schedule":
         (config or get_model_config(model[0])).finalize_model_grads_func = finalize_model_grads
     get_model_config(model[0]).no_sync_func = model[0].no_sync
     model[0].zero_grad_buffer()
-
-    def forward_step(microbatches: Iterator[Any], chunk: Any) -> tuple[Any, Any]:
-        batch, count = next(microbatches)
-        losses_bs, _ = tiny_gpt.forward_step(iter([batch]), chunk)
-        return losses_bs, partial(loss or _loss, tokens=count)
-
-    microbatches = zip(tiny_gpt.SyntheticData(), tokens, strict=False)
-    tiny_gpt.run_schedule(model, [microbatches], len(tokens), forward_step)
+    tiny_gpt.run_schedule(model, [tiny_gpt.SyntheticData()], microbatches)
     if reduces == "loop":
         finalize_model_grads(model)
     gradients = gradients_of(model)
@@ -65,20 +51,6 @@ def train(
     if hooks == "off" and model[0].use_forward_hook:
         model[0].disable_forward_pre_hook()
     return gradients
-
-
-def _loss(losses_bs: Any, tokens: int) -> tuple[Any, Any, dict[str, Any]]:
-    """The sum over the first tokens of the first sample."""
-    return losses_bs[0, :tokens].sum(), torch.tensor(tokens), {}
-
-
-def _mean(losses_bs: Any, tokens: int) -> tuple[Any, dict[str, Any]]:
-    """The mean over all tokens, which returns no number of tokens."""
-    return losses_bs.mean(), {}
-
-
-def _sum(losses_bs: Any, tokens: int) -> tuple[Any, Any, dict[str, Any]]:
-    return losses_bs.sum(), torch.tensor(losses_bs.numel()), {}
 
 
 def _warned(
@@ -118,67 +90,17 @@ def test_dropout() -> None:
         )
         nats = (trained - evaluated).abs().mean().item()
         assert nats > 0.01 if rate else nats == 0.0, rate
-        _, lines = _warned(world, tokens=(5, 5))
+        _, lines = _warned(world)
         names = ["hidden_dropout=0.1", "attention_dropout=0.1"] if rate else []
         assert [line.split(": ")[0] for line in lines] == names
     assert "set --hidden-dropout 0" in lines[0]
 
 
-@pytest.mark.parametrize("form", ["patched", "decorated", "patched and decorated", "alone"])
-@on_ranks(1)
-def test_the_weight_of_a_token(form: str) -> None:
-    original = schedules.forward_step
-    of_tokens, of_microbatches = World(config=PER_TOKEN), World()
-    right, quiet = _warned(of_tokens, form=form)
-    wrong, [line] = _warned(of_microbatches, form=form)
-    assert quiet == []
-    assert (wrong - right).norm() / right.norm() > 0.2
-    assert "calculate_per_token_loss=False" in line
-    assert "Microbatches had 3 to 11 tokens" in line
-    assert "counts 3.7 times as much" in line
-    assert _warned(of_microbatches, tokens=(5, 5), form=form)[1] == []
-    silenced, lines = _warned(of_microbatches, warn=False, form=form)
-    assert torch.equal(silenced, wrong) and lines == []
-    assert schedules.forward_step is original
-
-
-AUXILIARY: dict[str, tuple[str, dict[str, Any]]] = {
-    "moe_aux_loss_coeff": ("moe", {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}),
-    "moe_z_loss_coeff": ("moe", {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": 0.01}),
-    "mtp_num_layers": ("mtp", {}),
-    "": ("moe", {"moe_router_load_balancing_type": "none"}),
-}
-
-
-@pytest.mark.parametrize(
-    "setting", by_speed(AUXILIARY, ("moe_aux_loss_coeff", "mtp_num_layers", ""), ("moe_z_loss_coeff",))
-)
-@on_ranks(1)
-def test_the_weight_of_an_auxiliary_loss(setting: str) -> None:
-    """Microbatches have the same number of tokens, so the option makes no difference.
-
-    Some releases count the last token of a sequence for multi-token prediction, and others do not.
-    """
-    kind, config = AUXILIARY[setting]
-    gradients, lines = {}, {}
-    for key in product((True, False), (_sum, _mean)):
-        world = World(kind=kind, config={**config, "calculate_per_token_loss": key[0]})
-        gradients[key], lines[key] = _warned(world, tokens=(16, 16), loss=key[1])
-        if kind == "mtp":  # the forward step passes labels alone
-            assert "mtp_num_layers=1: the model trains without a loss_mask" in lines[key].pop()
-    right, wrong, of_wrong = gradients[False, _mean], gradients[True, _mean], lines.pop((True, _mean))
-    assert (gradients[True, _sum] - right).norm() < (0.05 if kind == "mtp" else 1e-5) * right.norm()
-    assert not any(lines.values())
-    assert len(of_wrong) == bool(setting)
-    if setting:
-        assert (wrong - right).norm() > 0.5 * right.norm()
-        assert f"the auxiliary loss of {setting} by it" in of_wrong[0]
-
-
 @pytest.mark.slow
 @on_ranks(4)
 def test_one_rank_of_the_last_stage_warns() -> None:
-    _, lines = _warned(World(tp=2, pp=2))
+    world = World(kind="mtp", tp=2, pp=2, sequence_parallel=True)
+    _, lines = _warned(world)
     assert everywhere(len(training_warnings.reported())) == [0, 0, 1, 1]
     assert everywhere(len(lines)) == [0, 0, 1, 0]
 
@@ -186,7 +108,7 @@ def test_one_rank_of_the_last_stage_warns() -> None:
 @pytest.mark.parametrize(("hooks", "form"), [("off", "patched"), ("on", "patched"), ("on", "alone")])
 @on_ranks(2)
 def test_parameters_that_are_not_gathered(hooks: str, form: str) -> None:
-    world = World(config=PER_TOKEN)
+    world = World()
     _, lines = _warned(world, steps=True, hooks=hooks, form=form)
     sent = world.weights()
     if hooks == "on":
@@ -222,7 +144,7 @@ def test_gradients_that_nobody_reduces(distributed: bool, overlap: bool) -> None
     for reduces in ("schedule", "loop", *unreduced):
         world = World(options)
         how = {"config": copy.copy(world.config)} if reduces == "copy" else {"reduces": reduces}
-        _, lines[reduces] = _warned(world, steps=True, tokens=(5, 5), **how)
+        _, lines[reduces] = _warned(world, steps=True, **how)
         weights[reduces] = world.weights()
     assert lines["schedule"] == lines["loop"] == []
     assert torch.equal(weights["schedule"], weights["loop"])
@@ -248,7 +170,7 @@ def test_gradients_that_nobody_reduces(distributed: bool, overlap: bool) -> None
 @on_ranks(2)
 def test_weights_that_were_loaded_alone(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     """One loads weights into a policy that trains in 16 bits; in 32 bits there is one copy of them."""
-    tiny = TinyModel(kind=kind, lr=1e-6, config=PER_TOKEN, **options)
+    tiny = TinyModel(kind=kind, lr=1e-6, **options)
     first, world = World(tiny), World(tiny)
     assert _warned(first, steps=True)[1] == []
     world.load(first.save(tmp_path))
@@ -267,6 +189,15 @@ def test_weights_that_were_loaded_alone(kind: str, options: dict[str, Any], tmp_
     with torch.no_grad():  # one tensor, all of which one rank updates
         next(iter(world.model[0].parameters())).add_(1)
     assert any(everywhere(_warned(world, steps=True)[1])) is tiny.bf16
+
+
+@pytest.mark.parametrize("form", ["patched", "decorated", "patched and decorated", "alone"])
+@on_ranks(1)
+def test_multi_token_prediction_without_a_mask(form: str) -> None:
+    world = World(kind="mtp")
+    _, [line] = _warned(world, form=form)  # the forward step passes labels alone
+    assert line.startswith("mtp_num_layers=1: the model trains without a loss_mask")
+    assert _warned(world, warn=False, form=form)[1] == []
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -298,10 +229,10 @@ def test_multi_token_prediction_without_a_token_that_counts(patched: bool) -> No
 def test_gradients_that_are_reduced_too_early(distributed: bool) -> None:
     """A step of two calls of the schedule; in one call, the number of microbatches may change."""
     world = World(use_distributed_optimizer=distributed, overlap_param_gather=False)
-    assert _warned(world, tokens=(5,))[1] + _warned(world, tokens=(5, 5, 5))[1] == []
+    assert _warned(world, microbatches=1)[1] + _warned(world, microbatches=3)[1] == []
     world.config.finalize_model_grads_func = None  # which would finish twice, and raise
     with reentrant_train(world.model):
-        train(world.model, tokens=(5,), reduces="never")
+        train(world.model, microbatches=1, reduces="never")
         with suppress(AssertionError):  # megatron-core 0.14 raises itself, after the warning
             tiny_gpt.run_schedule(world.model, [tiny_gpt.SyntheticData()], 2)
             world.model[0].finish_grad_sync()
@@ -313,7 +244,7 @@ def test_gradients_that_are_reduced_too_early(distributed: bool) -> None:
 @on_ranks(1)
 def test_training_while_memory_is_freed(kind: str) -> None:
     """The loop itself may restore it. Without a guard the process ends with a segmentation fault."""
-    world = World(kind=kind, config=PER_TOKEN)
+    world = World(kind=kind)
     model, (right, _) = world.model, _warned(world)
     for part in ("grad_data", "param_data"):
         memory = getattr((model[0].expert_parallel_buffers or model[0].buffers)[0], part)
@@ -352,7 +283,7 @@ def test_log_probs_of_the_rollout() -> None:
         trained = score()
         masks = [torch.arange(tiny_gpt.SEQUENCE) > 4] * len(sampled)
         rollout = {"log_probs": trained, "rollout_log_probs": sampled, "loss_masks": masks}
-        _, lines = _warned(world, data_iterator=[SimpleNamespace(rollout_data=rollout)], tokens=(5, 5))
+        _, lines = _warned(world, data_iterator=[SimpleNamespace(rollout_data=rollout)])
         differences = torch.cat([(a - b)[4 + 1 :].abs() for a, b in zip(trained, sampled, strict=True)])
         nats = differences.mean().item()
         assert nats > 0.1 if steps else (nats, lines) == (0.0, [])

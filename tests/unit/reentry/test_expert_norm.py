@@ -46,13 +46,9 @@ GROUPED = "TEGroupedLinear TERowParallelGroupedLinear"
     ("made", "counts"),
     [
         # An expert is divided as its layer divides it.
-        (layer("TELinear ColumnParallelLinear", **EXPERT), [True, True]),
         (layer("TELinear TEColumnParallelLinear", **EXPERT), [True, True]),
-        (layer("TELinear RowParallelLinear", **EXPERT), [True, False]),
         (layer("TELinear TERowParallelLinear", **EXPERT), [True, False]),
-        (layer("RowParallelLinear", FIRST, **EXPERT), [True, True]),
         (layer("TERowParallelLinear", FIRST, **EXPERT), [True, True]),
-        (layer("RowParallelLinear", ALONE, **EXPERT), [True, True]),
         (layer("TERowParallelLinear", ALONE, **EXPERT), [True, True]),
         # One of another layer counts where it is marked, or on the first rank.
         (layer("OwnLinear", **EXPERT), [False, False]),

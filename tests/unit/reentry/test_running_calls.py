@@ -6,7 +6,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -145,29 +145,15 @@ def test_hooks_are_switched_in_any_order_in_guarded_calls_alone(
         chunk.enable_forward_pre_hook()
 
 
-@contextmanager
-def collecting(enabled: bool) -> Iterator[None]:
-    try:
-        (gc.enable if enabled else gc.disable)()
-        yield
-    finally:
-        gc.enable()
+@pytest.fixture
+def collecting() -> Iterator[None]:
+    """Whatever the calls of the test leave behind."""
+    gc.enable()
+    yield
+    gc.enable()
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("first_to_end", [0, 1])
-@pytest.mark.parametrize("enabled", [True, False])
-def test_garbage_collection(overlapping: Overlapping, enabled: bool, first_to_end: int, fails: bool) -> None:
-    """As it was before the first call; the last one may fail, too."""
-    with collecting(enabled):
-        change = gc.disable if enabled else gc.enable
-        calls = [overlapping.begin(DistributedDataParallel(), change) for _ in range(2)]
-        overlapping.end(calls.pop(first_to_end), fails)
-        assert gc.isenabled() is not enabled
-        overlapping.end(calls.pop(), not fails)
-        assert gc.isenabled() is enabled
-
-
+@pytest.mark.usefixtures("collecting")
 @pytest.mark.parametrize("first_fails", [False, True])
 def test_the_last_call_puts_back_the_first(overlapping: Overlapping, rerun: Any, first_fails: bool) -> None:
     machine = rerun._GLOBAL_RERUN_STATE_MACHINE = SimpleNamespace(state=State.NOT_RUNNING_YET, mode="reports")
@@ -180,17 +166,18 @@ def test_the_last_call_puts_back_the_first(overlapping: Overlapping, rerun: Any,
         machine.state = State.RERUNNING
         timers.start("forward")
         trunk.eval()
+        gc.disable()
 
     calls = [overlapping.begin(model, change) for model in (first, second)]
     timers.start("backward")
     overlapping.end(calls[0], first_fails)
     assert machine.state is State.RERUNNING  # the second call still runs
     assert timers.running() == {"forward", "backward"}
-    assert not trunk.training
+    assert not trunk.training and not gc.isenabled()
     overlapping.end(calls[1], fails=not first_fails)
     assert machine.state is State.NOT_RUNNING_YET
     assert timers.running() == set()
-    assert trunk.training
+    assert trunk.training and gc.isenabled()
 
 
 @pytest.mark.parametrize("fails", [0, 1])
@@ -205,10 +192,11 @@ def test_a_call_that_fails_leaves_the_functions_of_the_other(overlapping: Overla
     overlapping.end(calls[1 - fails])
 
 
+@pytest.mark.usefixtures("collecting")
 def test_a_guard_may_be_entered_twice() -> None:
     timers = Timers()
     guard = TrainGuard(DistributedDataParallel(), timers=timers)
-    with collecting(True), guard:
+    with guard:
         timers.start()
         gc.disable()
         with guard:

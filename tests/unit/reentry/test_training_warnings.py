@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from pytest import LogCaptureFixture
 
-from megatron_rl_patches.reentry import TrainGuard, main_parameters, reentrant_train, training_warnings
-from megatron_rl_patches.reentry.training_warnings import note_tokens, reported
-from megatron_rl_patches.testing import MockConfig, MockDDP
+from megatron_rl_patches.reentry import main_parameters, reentrant_train, training_warnings
+from megatron_rl_patches.reentry.training_warnings import reported
+from megatron_rl_patches.testing import MockDDP
 
 
 @pytest.fixture(autouse=True)
@@ -23,14 +20,6 @@ def nothing_reported() -> Iterator[None]:
     training_warnings.messages.clear()
     yield
     training_warnings.messages.clear()
-
-
-class Chunk(SimpleNamespace):
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-
-def chunk(**config: Any) -> Any:
-    return Chunk(config=SimpleNamespace(no_sync_func=None, **config))
 
 
 @pytest.mark.parametrize("offloads", [False, True])
@@ -64,93 +53,6 @@ def test_main_parameters_are_compared_as_a_step_rounds_them(
     assert not differ()
 
 
-def test_chunks_without_the_last_layer_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_warnings, "_mtp_trains", lambda: True)
-    for post_process in (False, True):
-        model = MockDDP(config := MockConfig())
-        config.mtp_num_layers = 1  # type: ignore[attr-defined]
-        model.module.post_process = post_process  # type: ignore[assignment]
-        with reentrant_train(model):
-            model()
-        assert len(reported()) == post_process
-
-
-def note(model: Any, *counts: int) -> None:
-    for count in counts:
-        note_tokens(model, (None, torch.tensor(count)))
-
-
-def train(model: Any, counts: list[int], optimizer: Any = None) -> None:
-    with reentrant_train(model, optimizer=optimizer):
-        note(model, *counts)
-
-
-def test_the_largest_dropout_of_the_chunks_is_reported_once(caplog: LogCaptureFixture) -> None:
-    model = [*(chunk(attention_dropout=rate) for rate in (0.0, 0.2, None)), chunk()]
-    with caplog.at_level(logging.WARNING, "megatron_rl_patches"):
-        for _ in range(2):
-            train(model, [])
-    [message] = reported()
-    assert message.startswith("attention_dropout=0.2: ") and "--attention-dropout 0 " in message
-    assert [record.getMessage() for record in caplog.records] == [f"megatron_rl_patches: {message}"]
-
-
-@pytest.mark.parametrize(
-    ("counts", "config", "is_reported"),
-    [
-        ([2, 6, 4], {}, True),
-        ([1, 6], {}, True),
-        ([4, 4], {}, False),
-        ([6], {}, False),
-        ([0, 6, 0, 6], {}, False),  # stages without a loss count nothing
-        ([2, 6], {"calculate_per_token_loss": True}, False),
-        ([4] * 64 + [6], {}, False),  # judged by the first 64
-        ([4] * 63 + [6], {}, True),
-    ],
-)
-def test_microbatches_of_other_lengths(counts: list[int], config: dict[str, Any], is_reported: bool) -> None:
-    train(chunk(**config), counts)
-    messages = reported()
-    assert len(messages) == is_reported
-    if counts == [2, 6, 4]:
-        assert "had 2 to 6 tokens" in messages[0] and "counts 3 times as much" in messages[0]
-
-
-def test_neither_scoring_nor_calls_outside_count() -> None:
-    model, other = chunk(), chunk()
-    note(model, 1)
-    with reentrant_train(model):
-        note(model, 2)
-        note(other, 3)
-        with torch.no_grad():
-            note(model, 3)
-        note_tokens(model, "megatron of another release")  # an error in a check stops no training
-    with reentrant_train(model, warn=False):
-        note(model, 1, 2)
-    with suppress(ZeroDivisionError), reentrant_train(model):
-        note(model, 1, 2)
-        raise ZeroDivisionError
-    assert not reported()
-
-
-def test_tokens_count_for_the_innermost_call_that_trains_the_chunk() -> None:
-    """In whichever order calls end; a chunk that the guard does not know is known by its config."""
-    actor, critic = chunk(), chunk()
-    inside = Chunk(config=actor.config)
-    with reentrant_train([actor, critic]):
-        for model, count in ((actor, 5), (critic, 6)) * 2:
-            with reentrant_train(model):
-                note(inside if model is actor else critic, count)
-    assert not reported()
-    guards = [TrainGuard(model) for model in (actor, critic)]
-    for guard in guards:
-        guard.__enter__()
-    note(actor, 5, 6)
-    guards[0].__exit__(None, None, None)
-    assert "had 5 to 6 tokens" in reported()[0]
-    guards[1].__exit__(None, None, None)
-
-
 @pytest.mark.parametrize(
     ("changes", "is_stale"),
     [
@@ -161,19 +63,15 @@ def test_tokens_count_for_the_innermost_call_that_trains_the_chunk() -> None:
         ({"intra_distributed_optimizer_instance_size": 1}, False),
     ],
 )
-@pytest.mark.parametrize("hooked", [True, False])
-def test_parameters_that_train_left_ungathered(changes: dict[str, Any], is_stale: bool, hooked: bool) -> None:
-    group = {
-        "intra_distributed_optimizer_instance_size": 2,
-        "ddp_config": SimpleNamespace(overlap_param_gather=True),
-        "param_gather_handle": None,
-        "param_gather_dispatched": False,
-    }
-    model = chunk()
-    model.remove_forward_pre_hook_handles = {"weight": object()} if hooked else {}
-    model.bucket_groups = [SimpleNamespace(**{**group, **changes})]
-    train(model, [1])  # without an optimizer no step was taken
-    train(model, [], optimizer=object())  # nor without a microbatch
+def test_parameters_that_train_left_ungathered(changes: dict[str, Any], is_stale: bool) -> None:
+    model = MockDDP()
+    for group in model.bucket_groups:
+        stale = {"intra_distributed_optimizer_instance_size": 2, "param_gather_dispatched": False}
+        vars(group).update(stale | changes)
+    adam = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
+    with reentrant_train(model, optimizer=adam):
+        pass
     assert not reported()
-    train(model, [1], optimizer=object())
-    assert any("overlap_param_gather=True" in message for message in reported()) is (is_stale and hooked)
+    with reentrant_train(model, optimizer=SimpleNamespace(chained_optimizers=[adam])):
+        adam.step()
+    assert any("overlap_param_gather=True" in message for message in reported()) is is_stale
