@@ -95,12 +95,21 @@ class SequenceLayout:
             device: device of the logits, where the index vectors are put.
         """
         check_instance("own_rows", own_rows, bool)
-        _check_context_parallel(cp_rank, cp_size, allgather_cp, qkv_format)
+        check_instance("allgather_cp", allgather_cp, bool)
+        if qkv_format not in ("thd", "bshd"):
+            raise InvalidInputError(f"qkv_format is {qkv_format!r}; pass 'thd' (packed) or 'bshd' (padded)")
+        is_bshd = qkv_format == "bshd"
+        size = check_integer("cp_size", cp_size, 1, "the size of the CP group: 0 <= cp_rank < cp_size")
+        check_integer("cp_rank", cp_rank, 0, f"0 <= cp_rank < cp_size, which is {size}", highest=size - 1)
+        if allgather_cp and is_bshd:
+            raise InvalidInputError(
+                "all-gather CP cuts one packed stream, so it needs qkv_format 'thd', not 'bshd'; "
+                "pack the samples, or use zigzag CP (allgather_cp=False)"
+            )
         totals = integers("total_lengths", total_lengths)
         responses = integers("response_lengths", response_lengths)
         total, response = _checked_lengths(totals, responses, without_prompt=own_rows)
         chunks = 2 * cp_size if cp_size > 1 and not allgather_cp else 1
-        is_bshd = qkv_format == "bshd"
         has_thd = padded_lengths is not None or num_rows is not None
         if (max_seq_lens is None) == is_bshd or (is_bshd and has_thd):
             raise InvalidInputError(
@@ -171,18 +180,6 @@ class SequenceLayout:
         """Return this rank's tokens of full responses ``[response_length, ...]``, such as loss masks."""
         whole = torch.cat(self._checked("responses", responses, self.response_lengths))
         return self.split_responses(whole.index_select(0, self.response_index))
-
-    def to_zigzag(self, responses: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tokens that this rank has under zigzag CP with the least padding, one tensor per sample.
-
-        ``responses`` are those of :meth:`local_parts`. slime runs the model under all-gather CP and the rest
-        under zigzag CP: ``layout.to_zigzag(layout.gather_responses(log_probs, cp_group))``.
-        """
-        if not self.allgather_cp:
-            return self.local_parts(responses)
-        lengths, device = (self.total_lengths, self.response_lengths), self.response_index.device
-        zigzag = SequenceLayout.build(*lengths, cp_rank=self.cp_rank, cp_size=self.cp_size, device=device)
-        return zigzag.local_parts(responses)
 
     def gather_responses(
         self, values: Tensor | Sequence[Tensor], cp_group: dist.ProcessGroup | None = None
@@ -257,19 +254,6 @@ class _Gathered(torch.autograd.Function):
         grad_gathered = grad_gathered.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad_gathered, group=ctx.group)
         return grad_gathered.index_select(0, ctx.index), None, None, None
-
-
-def _check_context_parallel(cp_rank: int, cp_size: int, allgather_cp: bool, qkv_format: str) -> None:
-    check_instance("allgather_cp", allgather_cp, bool)
-    if qkv_format not in ("thd", "bshd"):
-        raise InvalidInputError(f"qkv_format is {qkv_format!r}; pass 'thd' (packed) or 'bshd' (padded)")
-    size = check_integer("cp_size", cp_size, 1, "how many ranks the CP group has: 0 <= cp_rank < cp_size")
-    check_integer("cp_rank", cp_rank, 0, f"0 <= cp_rank < cp_size, which is {size}", highest=size - 1)
-    if allgather_cp and qkv_format != "thd":
-        raise InvalidInputError(
-            f"all-gather CP cuts one packed stream, so it needs qkv_format 'thd', not {qkv_format!r}; "
-            "pack the samples, or use zigzag CP (allgather_cp=False)"
-        )
 
 
 def _checked_lengths(totals: Sequence[int], responses: Sequence[int], without_prompt: bool) -> Tensor:

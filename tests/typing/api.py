@@ -145,7 +145,7 @@ def layouts(logits: Tensor, tokens: list[Tensor]) -> tuple[Tensor, list[Tensor],
     no_entropies: list[Tensor] | None = entropies
     gathered = layout.gather_responses(layout.split_responses(torch.zeros(8)), dist.group.WORLD)
     print(log_probs, no_entropies, layout.response_targets(tokens))
-    return layout.response_rows, gathered, layout.to_zigzag(gathered)
+    return layout.response_rows, gathered, layout.local_parts(gathered)
 
 
 def policy(

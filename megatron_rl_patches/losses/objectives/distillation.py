@@ -92,17 +92,14 @@ class DistillationBatch:
                 "in the loss function, which Megatron calls on the last stage only"
             )
         scored = {f"teacher {number}": teacher for number, teacher in enumerate(self.teachers)}
-        if self.old is not None:
-            scored["old"] = self.old
+        scored |= {} if self.old is None else {"old": self.old}
         if not all(isinstance(distributions, Sequence) for distributions in scored.values()):
             raise InvalidInputError("teachers: expected a list of distributions for each, and for old")
         check_one_kind("teachers and old", self.distributions)
         arguments.in_common(self.distributions)
         for name, distributions in scored.items():
-            values = [one.tensors[0] for one in distributions]
-            arguments.check_lengths(
-                f"distributions of {name}", values, self.response_lengths, "the loss masks"
-            )
+            values, lengths = [one.tensors[0] for one in distributions], self.response_lengths
+            arguments.check_lengths(f"distributions of {name}", values, lengths, "the loss masks")
         if not self.is_full:
             for scores in zip(*scored.values(), strict=True):
                 check_same_indices(scores)
@@ -124,15 +121,17 @@ class DistillationBatch:
         """Number of tokens of each response, masked ones included."""
         return list(map(len, self.loss_masks))
 
-    def check_for(self, options: DistillationOptions) -> None:
-        """Raise :class:`InvalidInputError` if the options do not fit the teachers, or lack ``old``."""
-        if options.measure.needs_old and self.old is None:
-            raise InvalidInputError(f"divergence is {options.divergence!r}: old is needed, and missing")
-        if self.is_full and not options.measure.counts_tail:
-            raise InvalidInputError(
-                f"divergence is {options.divergence!r}, which is over k ids: use 'reverse_kl'"
-            )
-        normalize_weights(options.teacher_weights, len(self.teachers))
+
+def check_fit(batch: DistillationBatch, options: DistillationOptions) -> None:
+    """Refuse what is no batch or no options, and options that do not fit the batch's distributions."""
+    arguments.check_instance("batch", batch, DistillationBatch)
+    arguments.check_instance("options", options, DistillationOptions)
+    measure, name = options.measure, options.divergence
+    if measure.needs_old and batch.old is None:
+        raise InvalidInputError(f"divergence is {name!r}: old is needed, and missing")
+    if batch.is_full and not measure.counts_tail:
+        raise InvalidInputError(f"divergence is {name!r}, which is over k ids: use 'reverse_kl'")
+    normalize_weights(options.teacher_weights, len(batch.teachers))
 
 
 def distillation_loss(
@@ -152,14 +151,9 @@ def distillation_loss(
     Returns:
         ``(loss, num_tokens, metrics)`` as :func:`policy_loss` does. The metrics are ``loss`` in its own
         normalization, and per token ``divergence`` (nats) and the probabilities ``student_tail`` and
-        ``teacher_tail``.
-
-    Raises:
-        InvalidInputError: shapes differ from the batch's, or the options need something that is missing.
+        ``teacher_tail``. Errors are those of :func:`policy_loss`, too.
     """
-    arguments.check_instance("batch", batch, DistillationBatch)
-    arguments.check_instance("options", options, DistillationOptions)
-    batch.check_for(options)
+    check_fit(batch, options)
     if batch.is_full:
         raise InvalidInputError("the teachers are full distributions: use make_distillation_loss_func")
     lengths = batch.response_lengths
@@ -187,12 +181,11 @@ def summed(values_n3: Tensor, batch: DistillationBatch, options: DistillationOpt
 def comparison(
     rows: Tensor, index: Tensor, batch: DistillationBatch, options: DistillationOptions, how: dict[str, Any]
 ) -> Callable[[Tensor], Tensor]:
-    """Return the function from logits ``[T, V / tp]`` to the divergence at ``n`` tokens.
+    """Return the function from logits ``[T, V / tp]`` to the divergence at ``n`` tokens, ``[n, 1]``.
 
-    It returns ``[n, 1]`` for full distributions. For a top-k it returns ``[n, 3]``: the divergence, and the
-    probabilities of the tails of the student and of the teachers. ``rows`` ``[n]`` are the tokens' rows of
-    the logits, ``index`` ``[n]`` their positions in the concatenation of all responses of the batch, and
-    ``how`` has arguments of :func:`vocab_parallel_log_probs`.
+    For a top-k it returns ``[n, 3]``, with the probabilities of the tails of student and teachers, too.
+    ``rows`` ``[n]`` are the tokens' rows of the logits, ``index`` ``[n]`` their positions in the
+    concatenation of all responses, and ``how`` has arguments of :func:`vocab_parallel_log_probs`.
     """
     if batch.is_full:
         return _full_comparison(rows, index, batch, options, how)
@@ -310,10 +303,10 @@ def _full_comparison(
 def _groups(
     distributions: Sequence[FullDistribution], index: Tensor, counts: Tensor
 ) -> list[tuple[Tensor, Tensor, FullDistribution]]:
-    """Return for each teacher, or mixture, the tokens that it is compared at: one group or more.
+    """Return one group or more: for each teacher, or mixture, those of ``n`` tokens that it is compared at.
 
-    These are the tokens, as numbers from 0 to ``n - 1``; their positions in the distribution; and the
-    distribution of all samples of this teacher. ``counts`` ``[n]`` says which tokens count.
+    A group has their numbers, their positions in the distribution, and the distribution of all samples of
+    this teacher. ``counts`` ``[n]`` says which tokens count.
     """
     groups = []
     for source in dict.fromkeys(one.source for one in distributions):

@@ -72,12 +72,12 @@ class PolicyOptions:
 
     def __post_init__(self) -> None:
         objectives, estimators = get_args(Objective), get_args(KlEstimator)
-        named = ("clip_low", "clip_high", "entropy_coef", "kl_coef")
-        optional = [name for name in ("dual_clip", "tis_clip") if getattr(self, name) is not None]
-        for name in (*named, *optional):
-            if not is_number(getattr(self, name)):
-                raise InvalidInputError(f"{name} must be a number, not {getattr(self, name)!r}")
-            object.__setattr__(self, name, float(getattr(self, name)))
+        optional = ("dual_clip", "tis_clip")
+        for name in ("clip_low", "clip_high", "entropy_coef", "kl_coef", *optional):
+            if (value := getattr(self, name)) is not None or name not in optional:
+                if not is_number(value):
+                    raise InvalidInputError(f"{name} must be a number, not {value!r}")
+                object.__setattr__(self, name, float(value))
         objective, estimator, dual, tis = self.objective, self.kl_estimator, self.dual_clip, self.tis_clip
         conditions = {
             f"objective must be one of {objectives}, not {objective!r}": objective in objectives,
@@ -133,12 +133,15 @@ class PolicyBatch:
         """Number of tokens of each response, masked ones included."""
         return list(map(len, self.loss_masks))
 
-    def check_for(self, options: PolicyOptions) -> None:
-        """Raise :class:`InvalidInputError` if the options need log-probs that this batch lacks."""
-        if options.kl_coef and self.ref_log_probs is None:
-            raise InvalidInputError(f"kl_coef is {options.kl_coef}: ref_log_probs are needed, and missing")
-        if (tis := options.tis_clip) is not None and self.rollout_log_probs is None:
-            raise InvalidInputError(f"tis_clip is {tis}: rollout_log_probs are needed, and missing")
+
+def check_fit(batch: PolicyBatch, options: PolicyOptions) -> None:
+    """Refuse what is no batch or no options, and options that need log-probs that the batch lacks."""
+    check_instance("batch", batch, PolicyBatch)
+    check_instance("options", options, PolicyOptions)
+    if options.kl_coef and batch.ref_log_probs is None:
+        raise InvalidInputError(f"kl_coef is {options.kl_coef}: ref_log_probs are needed, and missing")
+    if options.tis_clip is not None and batch.rollout_log_probs is None:
+        raise InvalidInputError(f"tis_clip is {options.tis_clip}: rollout_log_probs are needed, and missing")
 
 
 def policy_loss(
@@ -171,9 +174,7 @@ def policy_loss(
     Raises:
         InvalidInputError: shapes or dtype do not fit, or the options need something that is missing.
     """
-    check_instance("batch", batch, PolicyBatch)
-    check_instance("options", options, PolicyOptions)
-    batch.check_for(options)
+    check_fit(batch, options)
     lengths = batch.response_lengths
     log_probs = reduction.check_responses("log_probs", log_probs, lengths)
     if entropies is not None:
@@ -212,7 +213,10 @@ def loss_of_tokens(
     log_ratio_n = log_probs_n - old_n
     per_token = {"approx_kl": estimate_kl(-log_ratio_n.detach(), "k3")}
     if options.objective == "gspo":
-        log_ratio_n = _sequence_log_ratio(log_ratio_n, mask_n, lengths)
+        # The mean of the response as value, and the token's own gradient.
+        parts = zip(torch.split(log_ratio_n.detach(), lengths), torch.split(mask_n, lengths), strict=True)
+        means = [(part.sum() / mask.sum().clamp(min=1)).expand(len(part)) for part, mask in parts]
+        log_ratio_n = torch.cat(means) + (log_ratio_n - log_ratio_n.detach())
     ratio_n = per_token["ratio"] = _bounded(log_ratio_n, -_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
     loss_n, clipped = _clipped_loss(ratio_n, log_probs_n, advantages_n, options)
@@ -235,13 +239,6 @@ def loss_of_tokens(
     greatest = torch.nn.functional.pad(ratio_n.detach() * mask_n, (0, 1)).max()
     metrics["ratio_max"] = torch.stack([greatest, torch.ones_like(greatest)])
     return (weights_n * loss_n).sum(), count, metrics
-
-
-def _sequence_log_ratio(log_ratio_n: Tensor, mask_n: Tensor, lengths: list[int]) -> Tensor:
-    """Return, per token, the mean log-ratio of its response as value and the token's own as gradient."""
-    parts = zip(torch.split(log_ratio_n.detach(), lengths), torch.split(mask_n, lengths), strict=True)
-    means = [(part.sum() / mask.sum().clamp(min=1)).expand(len(part)) for part, mask in parts]
-    return torch.cat(means) + (log_ratio_n - log_ratio_n.detach())
 
 
 def _clipped_loss(

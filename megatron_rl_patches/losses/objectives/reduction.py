@@ -28,7 +28,6 @@ def token_weights(
     loss_masks: Sequence[Tensor],
     normalization: Normalization,
     constant_length: int | None = None,
-    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Return the weight of each token in the sum, and the count to divide the sum by.
 
@@ -49,16 +48,13 @@ def token_weights(
         constant_length: the same throughout training, such as the longest response allowed.
 
     Returns:
-        The weights ``[n]`` of the tokens of all responses; and the count, int32 as Megatron expects it.
+        The weights ``[n]`` of the tokens of all responses, float32; and the count, int32 as Megatron needs.
 
     Raises:
         InvalidInputError: there are no responses, the normalization is unknown, or its length is missing.
     """
     check_normalization(normalization, constant_length)
-    loss_masks = check_masks(loss_masks)
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise InvalidInputError(f"dtype is {dtype}, expected a floating one")
-    return weights_and_count(loss_masks, normalization, constant_length, dtype)
+    return weights_and_count(check_masks(loss_masks), normalization, constant_length, torch.float32)
 
 
 def weights_and_count(
