@@ -1,11 +1,8 @@
 """Positions of the response tokens of a microbatch in the logits of one context-parallel rank.
 
-The samples of a microbatch, each a prompt and a response, reach the model in one of two layouts:
-
-* packed (``thd``): the samples follow one another, each with its own padding, and padding ends the stream;
-* padded (``bshd``): each sample is a row of the batch, and all rows have the same length.
-
-Context parallelism (CP) divides them in one of two ways:
+The samples of a microbatch, each a prompt and a response, are either packed (``thd``): they follow one
+another, each with its own padding, and padding ends the stream; or padded (``bshd``): each sample is a row of
+the batch, and all rows have the same length. Context parallelism (CP) divides them in one of two ways:
 
 * zigzag: of ``2 * cp_size`` chunks of a sample, rank ``r`` has the chunks ``r`` and ``2 * cp_size - 1 - r``,
   so that causal attention costs all ranks the same;
@@ -186,16 +183,14 @@ class SequenceLayout:
     ) -> list[Tensor]:
         """Return full responses, on every CP rank, from the values that each rank has for its own tokens.
 
+        ``values`` are ``[n, ...]``, or one tensor per sample as :meth:`split_responses` returns them, of a
+        floating or integer dtype, which the result ``[response_length, ...]`` per sample has, too. A group or
+        values that do not fit the layout raise :class:`InvalidInputError` before the all-reduce.
+
         One all-reduce runs over ``cp_group``, and another one in backward if the values require grad. Ranks
         with tokens must agree on that; a placeholder of a rank without tokens need not require it. The
         gradient is that of the *sum* of all CP ranks' losses. The loss of every rank must depend on the
         result, be it on an empty slice, since the all-reduce in backward waits for all ranks.
-
-        Args:
-            values: ``[n, ...]``, or one tensor per sample as :meth:`split_responses` returns them, of a
-                floating or integer dtype, which the result ``[response_length, ...]`` per sample has, too.
-            cp_group: a group or values that do not fit the layout raise :class:`InvalidInputError` before the
-                all-reduce.
         """
         self.check_group(cp_group)
         if isinstance(values, Tensor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -162,8 +162,8 @@ def distillation_loss(
     for values, tail in zip(log_probs, tail_log_probs, strict=True):
         arguments.check_floats(log_probs=values, tail_log_probs=tail)
     log_probs_nk, tail_n = torch.cat(log_probs), torch.cat(tail_log_probs)
-    tokens = _Tokens.selected(batch, tail_n.device, slice(None))
-    return summed(_per_token(log_probs_nk, tail_n, tokens, options), batch, options)
+    _, _, per_token = _at_ids(batch, options, tail_n.device, slice(None))
+    return summed(per_token(log_probs_nk, tail_n), batch, options)
 
 
 def summed(values_n3: Tensor, batch: DistillationBatch, options: DistillationOptions) -> LossAndCount:
@@ -192,17 +192,15 @@ def comparison(
     scored = batch.distributions
     arguments.in_common(scored, temperature=how["temperature"])
     vocabulary = VocabParallelOptions(how["tp_group"], vocab_size=how.get("vocab_size"))
-    tokens = _Tokens.selected(batch, rows.device, index)
+    ids, all_ids, per_token = _at_ids(batch, options, rows.device, index)
 
     def compare(logits: Tensor) -> Tensor:
-        ids = tokens.teachers[0].indices
         num_ids = vocabulary.num_ids(logits.shape[1])
         arguments.in_common(scored, vocab_size=num_ids)
-        if len(ids) < len(tokens.all_ids):
+        if len(ids) < len(all_ids):
             # A rank that refused its own ids alone would leave the others waiting for its values.
-            arguments.check_ids("indices", tokens.all_ids, num_ids, NO_ENTRY, "for no entry")
-        at_ids = vocab_parallel_log_probs_at(logits, ids, rows=rows, with_tail=True, **how)
-        return _per_token(*at_ids, tokens, options)
+            arguments.check_ids("indices", all_ids, num_ids, NO_ENTRY, "for no entry")
+        return per_token(*vocab_parallel_log_probs_at(logits, ids, rows=rows, with_tail=True, **how))
 
     return compare
 
@@ -210,48 +208,41 @@ def comparison(
 # --- with teachers that are known at k ids
 
 
-class _Tokens(NamedTuple):
-    """Teachers, old policy and mask at ``n`` response tokens; masked tokens have neither ids nor values.
+def _at_ids(
+    batch: DistillationBatch, options: DistillationOptions, device: torch.device, index: Tensor | slice
+) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
+    """Return the ids of tokens, those of all response tokens, and a function from the student's values there.
 
-    ``all_ids`` are those of all responses, also of tokens that other context-parallel ranks compare.
+    ``index`` are the tokens that this rank compares; masked ones have neither ids nor values. The function
+    takes log-probs at the ids and of the tails, and returns what the function of :func:`comparison` does.
     """
+    counts = on_device(torch.cat(list(batch.loss_masks)), device) != 0
+    mask_n, measure = counts[index], options.measure
 
-    teachers: list[TopKDistribution]
-    old: TopKDistribution | None
-    mask: Tensor
-    all_ids: Tensor
+    def masked(values: Tensor) -> Tensor:
+        # Masked before anything is computed, since nan times zero is nan, in backward too.
+        return torch.where(mask_n if values.dim() == 1 else mask_n[:, None], values, 0.0)
 
-    @classmethod
-    def selected(cls, batch: DistillationBatch, device: torch.device, index: Tensor | slice) -> _Tokens:
-        """Select tokens from the concatenation of all responses and put them on ``device``."""
-        counts = on_device(torch.cat(list(batch.loss_masks)), device) != 0
-        scored = [*batch.teachers] if batch.old is None else [*batch.teachers, batch.old]
-        whole = [TopKDistribution.cat(cast("Sequence[TopKDistribution]", one)).to(device) for one in scored]
-        all_ids = whole[0].indices.masked_fill(~counts[:, None], NO_ENTRY)
-        arguments.check_distinct("indices", all_ids)
-        ids, mask, chosen = all_ids[index], counts[index], []
-        for one in (distributions[index] for distributions in whole):
-            values = _masked(one.log_probs, mask), _masked(one.tail_log_prob, mask)
-            chosen.append(one.with_tensors([ids, *values]))
-        old = None if batch.old is None else chosen.pop()
-        return cls(chosen, old, mask, all_ids)
+    scored = [*batch.teachers] if batch.old is None else [*batch.teachers, batch.old]
+    whole = [TopKDistribution.cat(cast("Sequence[TopKDistribution]", one)).to(device) for one in scored]
+    all_ids = whole[0].indices.masked_fill(~counts[:, None], NO_ENTRY)
+    arguments.check_distinct("indices", all_ids)
+    ids, teachers = all_ids[index], []
+    for one in whole:
+        values = masked(one.log_probs[index]), masked(one.tail_log_prob[index])
+        teachers.append(one.with_tensors([ids, *values]))
+    old = None if batch.old is None else teachers.pop()
 
+    def per_token(log_probs_nk: Tensor, tail_n: Tensor) -> Tensor:
+        log_probs_nk, tail_n = masked(log_probs_nk), masked(tail_n)
+        total = teacher_tail = torch.zeros_like(tail_n)
+        for weight, teacher in weighted(teachers, options.teacher_weights):
+            others = teacher, old if measure.needs_old else None
+            total = total + weight * bucket_divergence(measure, log_probs_nk, tail_n, *others)
+            teacher_tail = teacher_tail + weight * teacher.tail_log_prob.exp()
+        return torch.stack([total, masked(tail_n.detach().exp()), masked(teacher_tail)], 1)
 
-def _masked(values: Tensor, mask_n: Tensor) -> Tensor:
-    # Masked before anything is computed, since nan times zero is nan, in backward too.
-    return torch.where(mask_n if values.dim() == 1 else mask_n[:, None], values, 0.0)
-
-
-def _per_token(log_probs_nk: Tensor, tail_n: Tensor, tokens: _Tokens, options: DistillationOptions) -> Tensor:
-    """Return what :func:`comparison` does, for a top-k, from the student's log-probs at the teachers' ids."""
-    log_probs_nk, tail_n = _masked(log_probs_nk, tokens.mask), _masked(tail_n, tokens.mask)
-    old = tokens.old if options.measure.needs_old else None
-    total = teacher_tail = torch.zeros_like(tail_n)
-    for weight, teacher in weighted(tokens.teachers, options.teacher_weights):
-        total = total + weight * bucket_divergence(options.measure, log_probs_nk, tail_n, teacher, old)
-        teacher_tail = teacher_tail + weight * teacher.tail_log_prob.exp()
-    tails = [_masked(tail, tokens.mask) for tail in (tail_n.detach().exp(), teacher_tail)]
-    return torch.stack([total, *tails], 1)
+    return ids, all_ids, per_token
 
 
 # --- with teachers that are known over the whole vocabulary

@@ -1,9 +1,9 @@
 """Averages of losses and metrics that are right over microbatches and ranks.
 
-Microbatches and replicas hold different numbers of tokens and responses, so a mean of their means is not the
-mean. Losses and metrics are therefore **sums** with their **counts**, and the division happens once, over the
-whole step. Megatron divides like this with ``config.calculate_per_token_loss=True``. Without it Megatron
-averages over microbatches and replicas, and each microbatch must divide its sum by :func:`mean_count`.
+Microbatches and replicas hold different numbers of tokens, so a mean of their means is not the mean. Losses
+and metrics are therefore **sums** with their **counts**, which are divided once, over the whole step, as
+Megatron does with ``config.calculate_per_token_loss=True``. Without it Megatron averages over microbatches
+and replicas, and each microbatch must divide its sum by :func:`mean_count`.
 """
 
 from __future__ import annotations

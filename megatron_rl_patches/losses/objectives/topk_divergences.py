@@ -3,12 +3,12 @@
 Every function takes the student's log-probabilities ``[n, k]`` and those of its tail ``[n]``, through which
 the gradient flows, and a :class:`TopKDistribution` of the teacher *at the same ids*. It returns the
 divergence of each token, ``[n]``, in nats. Other shapes raise :class:`InvalidInputError`. ``p`` are the
-student's and ``q`` the teacher's probabilities of the k + 1 buckets, which are the ids and the tail.
+student's and ``q`` the teacher's probabilities of the k + 1 buckets, which are the ids and the tail. An id
+that a token has twice counts twice, which losses refuse; these functions do not know which tokens count.
 
-The ids of a token must be distinct, or the probability of one counts twice: the losses check this, since a
-loss mask may leave a token out. Divergences are zero where the buckets agree, never larger than the same one
-over the whole vocabulary (data-processing inequality), and equal to it if k is the size of the vocabulary;
-:func:`generalized_kl` and :func:`importance_weighted_reverse_kl` say what holds for them.
+Divergences are zero where the buckets agree, never larger than the same one over the whole vocabulary
+(data-processing inequality), and equal to it if k is its size; :func:`generalized_kl` and
+:func:`importance_weighted_reverse_kl` say what holds for them.
 
 A log-probability below -10,000, such as -inf, counts as -10,000: a bucket that both rule out adds nothing,
 one that only the teacher rules out costs 10,000 times the student's probability, and no gradient is NaN.
@@ -113,8 +113,7 @@ def importance_weighted_reverse_kl(
     Its gradient is the policy gradient with the advantage ``log q - log p_old``, whose expectation over the k
     + 1 buckets is exact instead of sampled. ``old`` are distributions of the policy that sampled, at the same
     ids, temperature and vocab_size. While the student is that policy, value and gradient are those of
-    :func:`reverse_kl`. Later it is the expected advantage under the student, may be negative, and does not
-    stop at the teacher.
+    :func:`reverse_kl`. Later it may be negative, and does not stop at the teacher.
     """
     divergence = divergence_named("importance_weighted_reverse_kl")
     return bucket_divergence(divergence, log_probs, tail_log_prob, teacher, old)
