@@ -105,52 +105,16 @@ def test_never_negative_and_never_above_the_dense_one(
 
 
 @of_each_that_is_not_negative
-@pytest.mark.parametrize("k", [1, 6])
-def test_gradcheck(name: str, k: int) -> None:
-    student, teacher = (logits[:2] for logits in pair(3, 6, 1.0, 1.0))
-    indices = losses.vocab_parallel_topk(student, k).indices
-    of_teacher, of_student = scored(teacher, indices), scored(student, indices)
+def test_gradients_of_log_probs_that_do_not_add_up_to_one(name: str) -> None:
+    log_probs, tail = -random(2, 2, 3, seed=1).abs(), -random(2, seed=2).abs()
+    ids = torch.arange(3).expand(2, -1)
+    teacher = losses.TopKDistribution(ids, log_probs[0], tail)
 
     def divergence(log_probs: Tensor, tail: Tensor) -> Tensor:
-        return bucket_divergence(divergence_named(name, BETA), log_probs, tail, of_teacher)
+        return bucket_divergence(divergence_named(name, BETA), log_probs, tail, teacher)
 
-    inputs = of_student.log_probs.requires_grad_(), of_student.tail_log_prob.clamp(min=-9).requires_grad_()
-    assert torch.autograd.gradcheck(divergence, inputs)
-    assert torch.autograd.gradgradcheck(divergence, inputs)
-    assert torch.autograd.gradcheck(
-        lambda logits: at_topk(name, logits, teacher, k).sum(), student.requires_grad_()
-    )
-
-
-def test_the_tail_is_what_generalized_kl_leaves_out() -> None:
-    student, teacher = pair(5, 30, 2.0, 1.0)
-    p, q = student.softmax(1), teacher.softmax(1)
-    ids = losses.vocab_parallel_topk(student, 4).indices
-    terms = (p * (p / q).log() - p + q).gather(1, ids)
-    assert torch.allclose(at_topk("generalized_kl", student, teacher, 4), terms.sum(1))
-
-
-def test_importance_weighted_reverse_kl_starts_as_the_reverse_kl() -> None:
-    """Value and gradient are its own while the student is the old policy; later the value is not."""
-    student, teacher = pair(7, 30, 2.0, 1.0)
-    student.requires_grad_()
-    old = losses.vocab_parallel_topk(student, 4)
-    of_student = losses.vocab_parallel_log_probs_at(student, old.indices, with_tail=True)
-    of_teacher = scored(teacher, old.indices)
-    found = losses.importance_weighted_reverse_kl(*of_student, of_teacher, old)
-    expected = losses.reverse_kl(*of_student, of_teacher)
-    assert torch.allclose(found, expected)
-    gradients = [
-        torch.autograd.grad(value.sum(), student, retain_graph=True)[0] for value in (found, expected)
-    ]
-    assert torch.allclose(*gradients, atol=1e-12)
-
-    of_later = scored(student.detach() + torch.randn(30), old.indices)
-    found = losses.importance_weighted_reverse_kl(of_later.log_probs, of_later.tail_log_prob, of_teacher, old)
-    log_p, log_q, log_old = (
-        torch.cat([one.log_probs, one.tail_log_prob[:, None]], 1) for one in (of_later, of_teacher, old)
-    )
-    assert torch.allclose(found, dense_divergence("importance_weighted_reverse_kl", log_p, log_q, log_old))
+    inputs = log_probs[1].clone().requires_grad_(), tail.flip(0).requires_grad_()
+    assert torch.autograd.gradcheck(divergence, inputs) and torch.autograd.gradgradcheck(divergence, inputs)
 
 
 def test_opd_advantages_are_the_gradient_of_the_reverse_kl_on_average() -> None:
@@ -164,7 +128,6 @@ def test_opd_advantages_are_the_gradient_of_the_reverse_kl_on_average() -> None:
     [found] = torch.autograd.grad(objective, student)
     [expected] = torch.autograd.grad(at_topk("reverse_kl", student, teacher, 12).sum(), student)
     assert torch.allclose(found, expected, atol=1e-12)
-    assert (losses.opd_advantages(log_p, log_p) == 0).all()
     with pytest.raises(InvalidInputError, match="same sampled tokens"):
         losses.opd_advantages(log_p, log_p[:2])
 
