@@ -40,24 +40,22 @@ Batch = dict[str, Any]
 
 
 class Student(NamedTuple):
-    """Results by order: scores of the teachers, and of the student before each rollout.
+    """Scores by order: of the teachers, and of the student before each rollout.
 
-    A score is the fraction of digits that are right if the most probable token is always taken. The
-    divergence is over the whole vocabulary, per token, in nats.
+    A score is the fraction of digits that are right if the most probable token is always taken.
     """
 
     teachers: dict[str, float]
-    reverse_kl: dict[str, list[float]]
     score: dict[str, list[float]]
 
 
 def distill(
-    sizes: dict[str, int], target: str, way: str, folder: str, rollouts: int, timeout: float = 580
+    sizes: dict[str, Any], target: str, way: str, folder: str, rollouts: int, timeout: float = 580
 ) -> Student:
     """Distill a student for some rollouts on two ranks.
 
     Args:
-        sizes: of the parallel groups, as Megatron names them: ``{"tensor_model_parallel_size": 2}``.
+        sizes: of the parallel groups: ``{"tp": 2}``.
         target: ``"routed"``: a sample learns from the teacher for its order; ``"mixture"``: from both.
         way: what a teacher is known by: ``"top-k"``, its probabilities of the ``K`` tokens that the student
             finds most probable, or ``"full"``, its hidden states and output layer.
@@ -68,17 +66,9 @@ def distill(
     return first
 
 
-def _on_a_rank(sizes: dict[str, int], target: str, way: str, folder: str, rollouts: int) -> Student:
+def _on_a_rank(sizes: dict[str, Any], target: str, way: str, folder: str, rollouts: int) -> Student:
     with cpu_backend(), applied(settings=Settings(train_functions=(TRAIN,))):
-        tiny = TinyModel(
-            tp=sizes.get("tensor_model_parallel_size", 1),
-            pp=sizes.get("pipeline_model_parallel_size", 1),
-            cp=sizes.get("context_parallel_size", 1),
-            vocab_size=VOCABULARY,
-            seq_length=LENGTH,
-            lr=1e-3,
-            config=MODEL,
-        )
+        tiny = TinyModel(**sizes, vocab_size=VOCABULARY, seq_length=LENGTH, lr=1e-3, config=MODEL)
         tiny.initialize()
         scorer = inference.build_inference_model(tiny.provider, tiny.transformer_config(), dtype="fp32")
         pool = inference.TeacherPool(scorer)
@@ -112,18 +102,16 @@ def _distill(tiny: TinyModel, pool: inference.TeacherPool, target: str, way: str
     for order, prompts_bp in zip(ORDERS, examples, strict=True):
         with pool.use(order) as teacher:
             scores.append(_score(teacher, prompts_bp))
-    student = Student(_by_order(scores), *({order: list[float]() for order in ORDERS} for _ in range(2)))
+    student = Student(_by_order(scores), {order: [] for order in ORDERS})
     model, optimizer = _build(tiny, seed=0)
     generator = _generator(0)
     for _ in range(rollouts):
         tokens_bs = _answer(model, _prompts(PROMPTS, generator), generator)
-        divergences = _divergences(pool, model, tokens_bs, target)
         targets = _targets(pool, model, tokens_bs, target, K if way == "top-k" else None)
         examples = [_prompts(EXAMPLES, generator, order) for order in ORDERS]
         scores = [_score(model, prompts_bp) for prompts_bp in examples]
-        for found, values in ((student.reverse_kl, divergences), (student.score, scores)):
-            for order, value in _by_order(values).items():
-                found[order].append(value)
+        for order, score in _by_order(scores).items():
+            student.score[order].append(score)
         indices = torch.randperm(PROMPTS, generator=generator).chunk(STEPS * MICROBATCHES)
         microbatches = (
             {"tokens": tokens_bs[index], "teachers": targets and [targets[i] for i in index.tolist()]}
@@ -159,23 +147,6 @@ def _targets(
     weights = {first: (OWN, OTHER), second: (OTHER, OWN)}
     pairs = zip(distributions[first], distributions[second], strict=True)
     return [losses.mix_teachers(pair, weights[name]) for name, pair in zip(names, pairs, strict=True)]
-
-
-def _divergences(
-    pool: inference.TeacherPool, model: Any, tokens_bs: torch.Tensor, target: str
-) -> list[torch.Tensor]:
-    """Return the student's reverse KL divergence from the targets per token, in nats, by order."""
-    # A top-k of as many tokens as there are is the whole distribution.
-    student = _topk(model, tokens_bs, VOCABULARY)
-    targets = _targets(pool, model, tokens_bs, target, VOCABULARY)
-    means = torch.zeros(len(ORDERS))
-    if student and targets:
-        buckets, whole = losses.TopKDistribution.cat(student), losses.TopKDistribution.cat(targets)
-        kl_n = losses.reverse_kl(buckets.log_probs, buckets.tail_log_prob, whole)
-        kl_b = kl_n.view(-1, DIGITS).mean(1)
-        for index in range(len(ORDERS)):
-            means[index] = kl_b[_order_of(tokens_bs) == index].mean()
-    return list(_broadcast_from_last_stage(means))
 
 
 # --- the task
