@@ -29,7 +29,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_topk,
 )
 from tests.device_thread import device_thread
-from tests.references.dense import dense_divergence
+from tests.references.dense import buckets, dense_divergence, random
 
 VOCABULARY, K, TEMPERATURE = 13, 4, 0.7
 TOTALS, RESPONSES = [6, 4, 9], [3, 1, 7]
@@ -40,10 +40,6 @@ PADDING = 5
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(microbatch_layout, "groups_of", lambda: microbatch_layout.Groups(0, 1, None, None))
     monkeypatch.setattr(verl_distillation, "tensor_parallel_group", lambda: None)
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def logits_leaf() -> Tensor:
@@ -79,12 +75,6 @@ def sum_of_sample_mean(masks: list[Tensor]) -> Any:
 def loss_of(logits: Tensor, microbatch: dict[str, Any], **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
     args = SimpleNamespace(**{"rollout_temperature": TEMPERATURE, "allgather_cp": False, **changes})
     return opd_loss(args, microbatch, logits, sum_of_sample_mean(microbatch["loss_masks"]))
-
-
-def buckets(log_probs: Tensor, ids: Tensor) -> Tensor:
-    """Log-probabilities of the ids, and of all others together."""
-    others = log_probs.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
-    return torch.cat([log_probs.gather(1, ids), others], 1)
 
 
 @pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "jensen_shannon"])

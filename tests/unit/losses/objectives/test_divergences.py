@@ -22,7 +22,7 @@ from megatron_rl_patches.losses.objectives.topk_divergences import bucket_diverg
 from megatron_rl_patches.losses.vocab import compiling
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES, divergence_named
 from tests.ranks import by_speed
-from tests.references.dense import dense_divergence
+from tests.references.dense import dense_divergence, random
 from tests.references.losses import FULL_DIVERGENCES
 
 T, H, V = 9, 6, 1100
@@ -45,10 +45,6 @@ def dense(
     log_q = torch.stack([x.double().log_softmax(1) + math.log(weight) for x, weight in pairs]).logsumexp(0)
     log_p, log_old = student.double().log_softmax(1), old.double().log_softmax(1)
     return dense_divergence(name, log_p, log_q, log_old, beta)
-
-
-def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def scored(logits: Tensor, indices: Tensor) -> losses.TopKDistribution:
@@ -144,13 +140,9 @@ def test_nothing_is_nan_where_probabilities_are_zero(name: str) -> None:
     ids = torch.arange(7)[None]
     parts = (ids, ids[:, :3], ids[:, 2:5], torch.tensor([[0, -100, 1]]))
     found = [at_ids(name, student, teacher, part, student.detach()) for part in parts]
-    if name in NAMES:
-        options = {"divergence": name, "beta": BETA, "old": student.detach()}
-        found.append(losses.full_vocabulary_divergence(student, teacher, **options))
     for values in found:
         [gradient] = torch.autograd.grad(values.sum(), student)
-        assert values.isfinite().all()
-        assert gradient.isfinite().all()
+        assert values.isfinite().all() and gradient.isfinite().all()
 
 
 @pytest.mark.parametrize(
