@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +29,7 @@ from megatron_rl_patches.losses import (
 )
 from tests.device_thread import device_thread
 from tests.references.dense import buckets, dense_divergence, random
+from tests.worlds.files import write
 
 VOCABULARY, K, TEMPERATURE = 13, 4, 0.7
 TOTALS, RESPONSES = [6, 4, 9], [3, 1, 7]
@@ -240,69 +240,47 @@ def test_log_prob_min_clamp_bounds_ids_and_tail() -> None:
 # --- vocabularies of teachers, as checkpoints say that may be damaged
 
 
-def huggingface(folder: Path, size: int, nested: bool = False) -> str:
-    folder.mkdir()
-    config = {"vocab_size": size}
-    (folder / "config.json").write_text(json.dumps({"text_config": config} if nested else config))
-    return str(folder)
+def huggingface(folder: Path, config: Any) -> str:
+    return str(write(folder, {"config.json": config if isinstance(config, str) else json.dumps(config)}))
 
 
-def megatron(root: Path, rows: int) -> str:
-    from torch.distributed import checkpoint
+def megatron(root: Path, size: Any) -> str:
+    """A checkpoint whose index has an embedding of this size."""
+    from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
-    folder = root / "iter_0000005"
-    folder.mkdir(parents=True)
-    weights = {"embedding.word_embeddings.weight": torch.zeros(rows, 2), "output": torch.zeros(3)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
-        checkpoint.save(weights, checkpoint_id=folder)
-    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
-    (root / "latest_checkpointed_iteration.txt").write_text("5")
-    return str(root)
+    files = {"metadata.json": json.dumps({"sharded_backend": "torch_dist"})}
+    folder = write(root / "iter_0000005", files)
+    entry = TensorStorageMetadata(TensorProperties(), size, [])
+    index = Metadata({"embedding.word_embeddings.weight": entry}, storage_data={})
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    return str(write(root, {"latest_checkpointed_iteration.txt": "5"}))
 
 
-def test_the_same_vocabulary_padded_or_not(tmp_path: Path) -> None:
-    student = huggingface(tmp_path / "student", 1000)
-    nested = huggingface(tmp_path / "hf", 1000, nested=True)
-    most = megatron(tmp_path / "most", 1000 + 2047)  # as much padding as a checkpoint may have to load
-    check_vocabularies({"hf": nested, "padded": megatron(tmp_path / "megatron", 1024), "most": most}, student)
-
-
-def test_another_vocabulary(tmp_path: Path) -> None:
-    student = huggingface(tmp_path / "student", 1000)
+def test_the_vocabulary_is_the_students_padded_or_not(tmp_path: Path) -> None:
+    student = huggingface(tmp_path / "student", {"vocab_size": 1000})
+    nested = huggingface(tmp_path / "nested", {"text_config": {"vocab_size": 1000}})
+    most = 1000 + 2047  # as much padding as a checkpoint may have to load
+    sizes = {name: torch.Size([size, 2]) for name, size in (("least", 1000), ("most", most))}
+    teachers = {name: megatron(tmp_path / name, size) for name, size in sizes.items()}
+    check_vocabularies({"nested": nested, **teachers}, student)
     (tmp_path / "empty").mkdir()
     for teacher, message in (
-        (huggingface(tmp_path / "other", 1001), "'math' .* has a vocabulary of 1001, the student .* 1000"),
-        (megatron(tmp_path / "fewer", 999), "'math' .* has a vocabulary of 999"),
-        (megatron(tmp_path / "more", 1000 + 2048), "'math' .* has a vocabulary of 3048"),
+        (huggingface(tmp_path / "other", {"vocab_size": 1001}), "vocabulary of 1001, the student .* 1000"),
+        (megatron(tmp_path / "fewer", torch.Size([999, 2])), "'math' .* has a vocabulary of 999"),
+        (megatron(tmp_path / "more", torch.Size([most + 1, 2])), "'math' .* has a vocabulary of 3048"),
         (str(tmp_path / "empty"), "cannot be loaded: .*empty"),
     ):
         with pytest.raises(InvalidInputError, match=message):
             check_vocabularies({"math": teacher}, student)
 
 
-@pytest.mark.parametrize(
-    "text", ["[1000]", "{", '"text"', '{"vocab_size": "1000"}', '{"text_config": 3}', "\x00"]
-)
-def test_a_damaged_config_is_named(text: str, tmp_path: Path) -> None:
-    student, teacher = (huggingface(tmp_path / name, 1000) for name in ("student", "teacher"))
-    Path(teacher, "config.json").write_text(text)
-    for models in (({"math": teacher}, student), ({"math": student}, teacher)):
-        with pytest.raises(CheckpointError, match=r"teacher/config\.json is damaged"):
-            check_vocabularies(*models)
-
-
-def sized(size: object) -> bytes:
-    from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
-
-    entry = TensorStorageMetadata(TensorProperties(), size, [])  # type: ignore[arg-type]
-    return pickle.dumps(Metadata({"embedding.word_embeddings.weight": entry}, storage_data={}))
-
-
-@pytest.mark.parametrize("index", [b"", sized(None), sized(torch.Size())], ids=["empty", "no size", "scalar"])
-def test_a_damaged_index_is_named(index: bytes, tmp_path: Path) -> None:
-    student = huggingface(tmp_path / "student", 1000)
-    teacher = megatron(tmp_path / "teacher", 1024)
-    (tmp_path / "teacher" / "iter_0000005" / ".metadata").write_bytes(index)
-    with pytest.raises(CheckpointError, match=r"\.metadata"):
-        check_vocabularies({"math": teacher}, student)
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    student = huggingface(tmp_path / "student", {"vocab_size": 1000})
+    for text in ("[1000]", "{", '"text"', '{"vocab_size": "1000"}', '{"text_config": 3}', "\0"):
+        teacher = huggingface(tmp_path / "teacher", text)
+        for models in (({"math": teacher}, student), ({"math": student}, teacher)):
+            with pytest.raises(CheckpointError, match=r"teacher/config\.json is damaged"):
+                check_vocabularies(*models)
+    for number, size in enumerate((None, torch.Size())):
+        with pytest.raises(CheckpointError, match=r"\.metadata"):
+            check_vocabularies({"math": megatron(tmp_path / f"{number}", size)}, student)
