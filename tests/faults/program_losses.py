@@ -39,9 +39,7 @@ def inputs_of(loss: Loss, program: Program, logits: Tensor) -> Inputs:
     keep_mask = torch.rand(n, vocabulary, generator=generator) < 0.7
     teacher = torch.randn(n, vocabulary, generator=generator, dtype=torch.float64)
     student = logits if rows is None else logits[rows]
-    if program.close:
-        teacher = (student + 5e-5 * teacher).float()
-    elif draw.random() < 0.3:
+    if draw.random() < 0.3:
         teacher[draw.randrange(2) :: 2, vocabulary // 2 :] = draw.choice([-math.inf, -1e5])
     inputs = Inputs(targets, ids, rows, keep_mask if loss.kind == "kept" else None, (teacher,))
     return _of_other_rows(loss, inputs, student.flip(0), student.roll(1, 0))

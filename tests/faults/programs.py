@@ -194,7 +194,6 @@ class Program:
         made: ``deferred`` or ``ordinary``.
         within: the checkpoint in which the logits are made: ``checkpointed``, ``reentrant``.
         masked: what the bias of the second half of the vocabulary is, if not zero.
-        close: logits around 15 in float32 without a rounding, and teachers next to the student.
         single: float32, whose roundings count.
         fewest_columns: how many columns a tile has before it has fewer rows; few in a vocabulary of ten.
         written_after: one rank writes to the memory of deferred logits between forward and backward, which a
@@ -208,7 +207,6 @@ class Program:
     made: str = "deferred"
     within: str = ""
     masked: float = 0.0
-    close: bool = False
     single: bool = False
     sequence_parallel: bool = False
     tile_bytes: int = 128
@@ -221,25 +219,23 @@ class Program:
     @property
     def width(self) -> int:
         """Columns of one rank."""
-        return (1024 if self.close else 10) // self.tp
+        return 10 // self.tp
 
 
 def drawn(seed: int, tp: int = 1) -> Program:
     """Draw a program for so many ranks."""
     draw = random.Random(seed * 8 + tp)
-    close = draw.random() < 0.15
 
     def which() -> int:
         return draw.choice([-1, draw.randrange(8)])
 
     def step() -> Step:
-        kind = draw.choice(_KEEPS_VALUES if close else _OFTEN * 2 + _RARELY)
+        kind = draw.choice(_OFTEN * 2 + _RARELY)
         alone = draw.randrange(tp) if kind in _ALONE and tp > 1 and draw.random() < 0.5 else None
         return Step(kind, which(), draw.randrange(1000), alone)
 
     def loss() -> Loss:
-        kinds = ["divergence", "scores"] if close else ["scores", "at", "topk", "divergence"] * 2
-        kind = draw.choice(kinds + ["sum"] * (tp == 1 and not close))
+        kind = draw.choice(["scores", "at", "topk", "divergence"] * 2 + ["sum"] * (tp == 1))
         numbers = which(), draw.randrange(1000), draw.choice([1.0, 0.7, 0.6, 2.0])
         return Loss(
             kind, *numbers, draw.choice(DIVERGENCES), draw.choice(["", "", "checkpointed", "reentrant"])
@@ -247,21 +243,19 @@ def drawn(seed: int, tp: int = 1) -> Program:
 
     made = draw.choice(["deferred"] * 3 + ["ordinary"] * 2)
     gradients = tuple(draw.random() < 0.8 for _ in range(3))
-    within = draw.choice(["", "", "checkpointed", "reentrant"]) if gradients[0] and not close else ""
-    number = 1 if close else draw.randrange(1, 3)
+    within = draw.choice(["", "", "checkpointed", "reentrant"]) if gradients[0] else ""
     return Program(
         seed,
         tp,
         made=made,
         within=within,
-        masked=draw.choice(_MASKS) if not close and draw.random() < 0.3 else 0.0,
-        close=close,
-        tile_bytes=draw.choice([1 << 14, 1 << 20] if close else [128, 128, 512, 1 << 20]),
-        fewest_columns=draw.choice([1024, 1024 if close else 2]),
+        masked=draw.choice(_MASKS) if draw.random() < 0.3 else 0.0,
+        tile_bytes=draw.choice([128, 128, 512, 1 << 20]),
+        fewest_columns=draw.choice([1024, 2]),
         written_after=draw.random() < 0.3,
         gradients=gradients,
         steps=tuple(step() for _ in range(draw.randrange(0, 8))),
-        losses=tuple(loss() for _ in range(number)),
+        losses=tuple(loss() for _ in range(draw.randrange(1, 3))),
     )
 
 
