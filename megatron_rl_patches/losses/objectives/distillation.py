@@ -253,17 +253,21 @@ def _full_comparison(
 ) -> Callable[[Tensor], Tensor]:
     """Return what :func:`comparison` does, for full distributions.
 
-    Samples of the same teachers are compared together, masked tokens not at all. Hidden states go to the
-    device of the logits when the function is called.
+    Samples of the same teacher, or mixture, are compared together, masked tokens not at all. Hidden states go
+    to the device of the logits when the function is called.
     """
     index, device = index.cpu(), rows.device
     counts = (torch.cat([mask.cpu() for mask in batch.loss_masks]) != 0)[index]
     old = FullDistribution.cat(cast("Sequence[FullDistribution]", batch.old)) if batch.old else None
-    groups = [
-        (weight, *group)
-        for weight, teacher in weighted(batch.teachers, options.teacher_weights)
-        for group in _groups(cast("Sequence[FullDistribution]", teacher), index, counts)
-    ]
+    groups = []
+    for weight, teacher in weighted(batch.teachers, options.teacher_weights):
+        for source in dict.fromkeys(one.source for one in teacher):
+            mine = [one for one in cast("Sequence[FullDistribution]", teacher) if one.source == source]
+            is_mine = torch.cat([torch.full((len(one),), one.source == source) for one in teacher])
+            places = (counts & is_mine[index]).nonzero().squeeze(1)  # among the n tokens
+            positions = (is_mine.cumsum(0) - 1)[index[places]]  # in the distribution of these samples
+            groups.append((weight, places, positions, FullDistribution.cat(mine)))
+    groups = [group for group in groups if len(group[1])] or groups[:1]
     if len(groups) > 1:
         # Each group reads the logits, and the first backward would overwrite what the others read.
         how = {**how, "inplace_backward": False}
@@ -284,26 +288,8 @@ def _full_comparison(
             )
             divergences.append((selected, weight * divergence))
         total = divergences[0][1].new_zeros(len(index))
-        for places, divergence in divergences:
-            total = total.index_add(0, places, divergence)
+        for selected, divergence in divergences:
+            total = total.index_add(0, selected, divergence)
         return total[:, None]
 
     return compare
-
-
-def _groups(
-    distributions: Sequence[FullDistribution], index: Tensor, counts: Tensor
-) -> list[tuple[Tensor, Tensor, FullDistribution]]:
-    """Return one group or more: for each teacher, or mixture, those of ``n`` tokens that it is compared at.
-
-    A group has their numbers, their positions in the distribution, and the distribution of all samples of
-    this teacher. ``counts`` ``[n]`` says which tokens count.
-    """
-    groups = []
-    for source in dict.fromkeys(one.source for one in distributions):
-        mine = [one for one in distributions if one.source == source]
-        is_mine = torch.cat([torch.full((len(one),), one.source == source) for one in distributions])
-        places = (counts & is_mine[index]).nonzero().squeeze(1)
-        position = is_mine.cumsum(0) - 1
-        groups.append((places, position[index[places]], FullDistribution.cat(mine)))
-    return [group for group in groups if len(group[0])] or groups[:1]

@@ -1,15 +1,7 @@
-"""Policy losses over the responses of a microbatch.
+"""Policy losses over the responses of a microbatch: PPO, GRPO, Dr. GRPO, DAPO, GSPO and CISPO.
 
-:func:`policy_loss` computes PPO and the losses derived from it. They differ in the ratio, the clipping, the
-KL penalty and the average, each of which is an option of :class:`PolicyOptions`. All but PPO take their
-advantages from :func:`group_advantages`::
-
-    PPO       PolicyOptions()
-    GRPO      PolicyOptions(normalization="sequence", kl_coef=0.04)
-    Dr. GRPO  PolicyOptions(normalization="constant", constant_length=...)  # and divide_by_std=False
-    DAPO      PolicyOptions(clip_high=0.28)
-    GSPO      PolicyOptions(objective="gspo", clip_low=3e-4, clip_high=4e-4, normalization="sequence")
-    CISPO     PolicyOptions(objective="cispo", clip_low=1.0, clip_high=...)  # no lower bound
+They differ in the ratio, the clipping, the KL penalty and the average, each of which is an option of
+:class:`PolicyOptions`; ``docs/losses.md`` has a table. All but PPO have :func:`group_advantages`.
 """
 
 from __future__ import annotations
@@ -165,11 +157,10 @@ def policy_loss(
     Returns:
         ``(loss, num_tokens, metrics)``, as Megatron's schedules take it. ``loss`` is a scalar with gradient,
         ``num_tokens`` an int32 scalar that counts tokens or responses, depending on the normalization.
-        ``metrics`` are detached ``[sum, count]`` pairs for :func:`average_metrics` and recent Megatron-LM.
-        ``loss``, ``pg_loss`` and ``kl_loss`` are averages in the normalization of the loss. ``entropy``,
-        ``clip_fraction``, ``dual_clip_fraction``, ``approx_kl`` (k3 of KL(old, new)), ``ratio``,
-        ``tis_weight`` (before truncation) and ``tis_clip_fraction`` are averages over tokens. ``ratio_max``
-        is a maximum. Metrics of terms that the options leave out are absent.
+        ``metrics`` are detached ``[sum, count]`` pairs for :func:`average_metrics` and recent Megatron-LM:
+        ``loss``, ``pg_loss`` and ``kl_loss`` in the normalization of the loss, ``ratio_max``, and averages
+        over tokens of ``entropy``, ``clip_fraction``, ``dual_clip_fraction``, ``approx_kl`` (k3 of KL(old,
+        new)), ``ratio``, ``tis_weight`` (before truncation) and ``tis_clip_fraction``.
 
     Raises:
         InvalidInputError: shapes or dtype do not fit, or the options need something that is missing.
@@ -298,21 +289,18 @@ def _bounded(x: Tensor, low: float, high: float) -> Tensor:
 def group_advantages(
     rewards: torch.Tensor, groups: torch.Tensor, *, divide_by_std: bool = True, eps: float = 1e-6
 ) -> torch.Tensor:
-    """Return the advantage of each response over the other responses to the same prompt.
+    """Return the advantage of each response over the other responses to the same prompt, without gradient.
 
     It is ``(reward - mean) / (std + eps)`` over the group of responses, as in GRPO (arXiv 2402.03300, section
-    4.1.2), with the standard deviation of a sample (n - 1), as in verl and TRL. Dr. GRPO (arXiv 2503.20783)
-    does not divide, since the division favors prompts that are almost always or almost never solved. It is
-    zero in a group of one response, or of equal rewards.
+    4.1.2), with the standard deviation of a sample (n - 1), as in verl and TRL. It is zero in a group of one
+    response, or of equal rewards. No collective runs: this rank must have all responses of a group.
 
     Args:
-        rewards: reward of each response, ``[b]``; another shape raises :class:`InvalidInputError`.
-        groups: an integer for each response, ``[b]``, the same for responses to the same prompt. This rank
-            must have all responses of a group: no collective runs.
-        divide_by_std: ``False`` gives the advantages of Dr. GRPO.
-
-    Returns:
-        The advantages ``[b]`` in the dtype of ``rewards`` (float32 for integers), without gradient.
+        rewards: reward of each response, ``[b]``; another shape raises :class:`InvalidInputError`. The result
+            has their dtype, or float32 for integers.
+        groups: an integer for each response, ``[b]``, the same for responses to the same prompt.
+        divide_by_std: ``False`` gives the advantages of Dr. GRPO (arXiv 2503.20783), as the division favors
+            prompts that are almost always or almost never solved.
     """
     check_instance("rewards", rewards)
     check_instance("groups", groups)

@@ -89,9 +89,9 @@ def jensen_shannon(
 ) -> Tensor:
     """Return ``beta KL(q, m) + (1 - beta) KL(p, m)``, ``m = beta q + (1 - beta) p``, per token, ``[n]``.
 
-    It is at most log 2. This is the generalization of GKD: divided by ``beta`` it tends to the forward KL as
-    ``beta`` goes to 0, and divided by ``1 - beta`` to the reverse KL as ``beta`` goes to 1. A ``beta`` of 0
-    or 1 raises :class:`InvalidInputError`. It is unbiased as :func:`reverse_kl` is.
+    It is at most log 2, and unbiased as :func:`reverse_kl` is. As in GKD, divided by ``beta`` it tends to the
+    forward KL as ``beta`` goes to 0, and divided by ``1 - beta`` to the reverse KL as ``beta`` goes to 1; a
+    ``beta`` of 0 or 1 raises :class:`InvalidInputError`.
     """
     return bucket_divergence(divergence_named("jensen_shannon", beta), log_probs, tail_log_prob, teacher)
 
@@ -181,9 +181,9 @@ def opd_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
     """Return ``log q - log p`` of sampled tokens, as advantages for a policy loss, without gradient.
 
     Shapes that differ raise :class:`InvalidInputError`. The result is the negative k1 estimate of the reverse
-    KL (Thinking Machines 2025, "On-policy distillation"). The policy gradient with it is unbiased for the
-    gradient of the reverse KL over the whole vocabulary, with the variance of a single sample. A top-k
-    divergence is no advantage: it does not depend on the sampled token, so nothing is learned (miles#2410).
+    KL (Thinking Machines 2025, "On-policy distillation"), with the variance of a single sample: the policy
+    gradient with it is unbiased for that of the reverse KL over the whole vocabulary. A top-k divergence is
+    no advantage: it does not depend on the sampled token, so nothing is learned (miles#2410).
     """
     arguments.check_floats(log_probs=log_probs, teacher_log_probs=teacher_log_probs)
     arguments.check_one_device(log_probs=log_probs, teacher_log_probs=teacher_log_probs)
