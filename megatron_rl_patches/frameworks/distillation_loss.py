@@ -62,9 +62,15 @@ def opd_loss(
         InvalidInputError: all-gather context parallelism, an entropy bonus, a batch without a teacher, or of
             other lengths. Before any collective.
     """
+    refuse_conflicts(args, "allgather_cp", "entropy_coef")
     layout, tp_group = layout_of(args, batch, logits)
     local = _local_batch(batch, layout, logits.device)
-    options = _options(args, len(local.teachers))
+    weights = getattr(args, "opd_teacher_weights", ()) if len(local.teachers) > 1 else ()
+    options = DistillationOptions(
+        divergence=getattr(args, "opd_divergence", "reverse_kl"),
+        beta=getattr(args, "opd_beta", 0.5),
+        teacher_weights=tuple(weights) or None,
+    )
     if local.old is None and options.measure.needs_old:
         raise InvalidInputError(
             f"opd_divergence is {options.divergence!r}, which needs {OLD} in the batch: the patch "
@@ -91,16 +97,6 @@ def layout_of(
 def temperature_of(args: Any) -> float:
     """Return the temperature of the rollout, by which the framework divides logits."""
     return float(getattr(args, "rollout_temperature", 1.0))
-
-
-def _options(args: Any, num_teachers: int) -> DistillationOptions:
-    refuse_conflicts(args, "allgather_cp", "entropy_coef")
-    weights = getattr(args, "opd_teacher_weights", ()) if num_teachers > 1 else ()
-    return DistillationOptions(
-        divergence=getattr(args, "opd_divergence", "reverse_kl"),
-        beta=getattr(args, "opd_beta", 0.5),
-        teacher_weights=tuple(weights) or None,
-    )
 
 
 def _local_batch(batch: Mapping[str, Any], layout: SequenceLayout, device: torch.device) -> DistillationBatch:
