@@ -140,7 +140,7 @@ def _targets(
                 distributions[order] = found
     if not parallel_state.is_pipeline_last_stage():
         return None
-    names = [ORDERS[index] for index in _order_of(tokens_bs).tolist()]
+    names = [ORDERS[token - 10] for token in tokens_bs[:, 0].tolist()]
     if target == "routed":
         return losses.route_teachers(names, distributions)
     first, second = ORDERS
@@ -166,15 +166,10 @@ def _prompts(count: int, generator: torch.Generator, order: str | None = None) -
     return torch.cat([order_b1, digits_bd, order_b1], dim=1)
 
 
-def _order_of(tokens_bs: torch.Tensor) -> torch.Tensor:
-    """Return the order of each prompt as an index into ``ORDERS``, ``[b]``."""
-    return tokens_bs[:, 0] - 10
-
-
 def _solve(prompts_bp: torch.Tensor) -> torch.Tensor:
     """Return the right answers, ``[b, DIGITS]``."""
     ascending_bd = prompts_bp[:, 1:-1].sort(dim=1).values
-    return torch.where(_order_of(prompts_bp)[:, None] == 0, ascending_bd, ascending_bd.flip(1))
+    return torch.where(prompts_bp[:, :1] == 10, ascending_bd, ascending_bd.flip(1))
 
 
 def _score(model: Any, prompts_bp: torch.Tensor) -> torch.Tensor:
@@ -219,7 +214,8 @@ def _answer(model: Any, prompts_bp: torch.Tensor, generator: torch.Generator | N
             vocabulary = losses.TopKDistribution.cat(distributions)
             choice_b1 = (vocabulary.log_probs.exp() / noise_bv).argmax(1, keepdim=True)
             tokens_bs[:, number] = vocabulary.indices.gather(1, choice_b1)[:, 0]
-        _broadcast_from_last_stage(tokens_bs)
+        last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
+        torch.distributed.broadcast(tokens_bs, last_rank, parallel_state.get_pipeline_model_parallel_group())
     return tokens_bs
 
 
@@ -230,13 +226,6 @@ def _microbatch(tokens_bs: torch.Tensor, length: int = LENGTH, response_length: 
 
 def _topk(model: Any, tokens_bs: torch.Tensor, k: int | None = None, at: Any = None) -> Any:
     return inference.forward_topk(model, [_microbatch(tokens_bs)], k, at=at, progress=False)
-
-
-def _broadcast_from_last_stage(values: torch.Tensor) -> torch.Tensor:
-    """Overwrite ``values`` on all pipeline stages with those of the last stage, and return them."""
-    last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
-    torch.distributed.broadcast(values, last_rank, parallel_state.get_pipeline_model_parallel_group())
-    return values
 
 
 # --- training
