@@ -172,7 +172,7 @@ def average_metrics(
     Raises:
         InvalidInputError: metrics of some microbatch have other names, or are no pairs; on every rank.
     """
-    reports, values, problem = list(reports or ()), torch.zeros(0), None
+    reports, problem = list(reports or ()), None
     if not all(isinstance(report, Mapping) for report in reports):
         reports, problem = [], "reports: expected a dict per microbatch"
     names = sorted(reports[0]) if reports else []
@@ -182,16 +182,15 @@ def average_metrics(
             problem = f"reports: {has}, that of microbatch 0 {names}"
         elif wrong := [name for name in names if getattr(report[name], "shape", ()) != (2,)]:
             problem = f"reports: {wrong[0]!r} is {report[wrong[0]]!r}, expected a tensor [sum, count]"
-    if names and problem is None:
-        values = torch.stack([torch.stack([report[name] for report in reports]) for name in names]).cpu()
-    ranks = agreed((names, values), problem, group)
-    for rank, (others, _) in enumerate(ranks):
-        if others != ranks[0][0]:
-            raise InvalidInputError(f"reports: rank {rank} of the group has {others}, rank 0 {ranks[0][0]}")
-    if not names:
-        return {}
-    pairs = torch.stack([values.sum(1) for _, values in ranks]).sum(0)
-    maxima = torch.cat([values[:, :, 0] for _, values in ranks], 1).amax(1)
-    is_maximum = torch.tensor([name.endswith("_max") for name in names])
-    averages = torch.where(is_maximum, maxima, pairs[:, 0] / pairs[:, 1])
-    return dict(zip(names, averages.tolist(), strict=True))
+    values = {} if problem else {name: torch.stack([one[name] for one in reports]).cpu() for name in names}
+    ranks = agreed(values, problem, group)
+    for rank, others in enumerate(ranks):
+        if [*others] != [*ranks[0]]:
+            has = f"rank {rank} of the group has {[*others]}"
+            raise InvalidInputError(f"reports: {has}, rank 0 {[*ranks[0]]}")
+    averages = {}
+    for name in names:
+        pairs = torch.cat([of_rank[name] for of_rank in ranks])
+        total, count = pairs.sum(0)
+        averages[name] = float(pairs[:, 0].max() if name.endswith("_max") else total / count)
+    return averages
