@@ -36,8 +36,6 @@ LAYOUT = SequenceLayout.build(TOTALS, RESPONSES)
 ROWS = LAYOUT.response_rows
 MASKS = [torch.tensor([1, 0, 1]), torch.zeros(0), torch.tensor([1, 1, 0, 0, 1, 1, 1, 0])]
 MASK = torch.cat(MASKS) != 0
-of_each_kind = pytest.mark.parametrize("kind", ["top-k", "full"])
-
 
 HEADS = {
     name: OutputHead(random(V, h, seed=h), random(V, seed=h + 1)) for name, h in (("math", 4), ("code", 5))
@@ -52,14 +50,10 @@ def teacher(kind: str, name: str) -> list[Any]:
     whole = FullDistribution.from_hidden(HIDDEN[name], HEADS[name])
     if kind == "full":
         return whole.split(RESPONSES)
-    return scored(whole.logits()[0]).split(RESPONSES)
-
-
-def scored(logits: Tensor) -> TopKDistribution:
-    """At the ids of the policy that sampled."""
+    how = {"with_tail": True, "temperature": TEMPERATURE}
     with torch.no_grad():
-        at_ids = vocab_parallel_log_probs_at(logits, OLD.indices, with_tail=True, temperature=TEMPERATURE)
-    return TopKDistribution(OLD.indices, *at_ids)
+        at_ids = vocab_parallel_log_probs_at(whole.logits()[0], OLD.indices, **how)
+    return TopKDistribution(OLD.indices, *at_ids).split(RESPONSES)
 
 
 def spoiled(
@@ -85,9 +79,6 @@ def teachers(kind: str, combination: str) -> list[list[Any]]:
         return [math_, routed, spoiled(code, NOTHING)]
     mixed = [mix_teachers(pair, [0.2, 0.8]) for pair in zip(math_, code, strict=True)]
     return [{"one": math_, "routed": routed, "mixed": mixed}[combination]]
-
-
-WEIGHTS = {"averaged": (1.0, 3.0, 0.0)}
 
 
 def dense_of_teacher(name: str) -> Tensor:
@@ -152,7 +143,7 @@ def test_loss_gradients_and_metrics_are_the_dense_ones(case: dict[str, Any]) -> 
         beta=0.3,
         normalization=normalization,
         constant_length=LONGEST,
-        teacher_weights=WEIGHTS.get(combination),
+        teacher_weights=(1.0, 3.0, 0.0) if combination == "averaged" else None,
     )
     of_call = {name: case[name] for name in ("inplace_backward", "recompute", "normalizer")}
     loss_func = make_distillation_loss_func(LAYOUT, batch, options, temperature=TEMPERATURE, **of_call)
@@ -227,7 +218,7 @@ def test_masked_tokens_may_be_anything_and_are_not_computed(
     assert not results[0][1][ROWS[~MASK]].any()
 
 
-@of_each_kind
+@pytest.mark.parametrize("kind", ["top-k", "full"])
 def test_a_microbatch_wholly_masked_reaches_every_parameter(kind: str) -> None:
     leaves, batch = student(), DistillationBatch(teachers(kind, "routed"), NOTHING)
     loss, count, _ = make_distillation_loss_func(LAYOUT, batch)(losses.deferred_logits(*leaves)[None])

@@ -31,7 +31,6 @@ BETA = 0.3
 NAMES: tuple[Any, ...] = FULL_DIVERGENCES
 #: A mixture of both, and one with weights of the policy that sampled.
 COMPILED = {"jensen_shannon", "importance_weighted_reverse_kl"}
-of_each = pytest.mark.parametrize("name", NAMES)
 of_each_that_is_not_negative = pytest.mark.parametrize(
     "name", [name for name in DIVERGENCES if name != "importance_weighted_reverse_kl"]
 )
@@ -67,11 +66,6 @@ def at_topk(name: str, student: Tensor, teacher: Tensor, k: int) -> Tensor:
 # --- for all distributions, on k ids and a tail
 
 
-def cases(test: Any) -> Any:
-    inputs = st.integers(0, 2**31), st.integers(2, 40), st.integers(1, 40), st.floats(0, 8), st.floats(0, 8)
-    return settings(max_examples=30)(given(*inputs)(test))
-
-
 def pair(seed: int, columns: int, spread: float, distance: float) -> tuple[Tensor, Tensor]:
     """Logits of a student and a teacher, float64."""
     student, change = random(2, 5, columns, seed=seed)
@@ -79,7 +73,8 @@ def pair(seed: int, columns: int, spread: float, distance: float) -> tuple[Tenso
 
 
 @of_each_that_is_not_negative
-@cases
+@settings(max_examples=30)
+@given(st.integers(0, 2**31), st.integers(2, 40), st.integers(1, 40), st.floats(0, 8), st.floats(0, 8))
 def test_never_negative_and_never_above_the_dense_one(
     name: str, seed: int, columns: int, k: int, spread: float, distance: float
 ) -> None:
@@ -185,7 +180,7 @@ def errors(values: Tensor, leaf: Tensor, expected: Tensor, exact: Tensor) -> tup
 
 
 @pytest.mark.parametrize("materialized", [False, True])
-@of_each
+@pytest.mark.parametrize("name", NAMES)
 def test_of_equal_distributions_value_and_gradient_are_zero(name: Any, materialized: bool) -> None:
     hidden = random(T, H, seed=0, dtype=torch.float32).requires_grad_()
     weight = random(V, H, seed=1, dtype=torch.float32).requires_grad_()
