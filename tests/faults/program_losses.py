@@ -16,14 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from megatron_rl_patches import losses
 from tests.references.losses import FUNCTIONS, Inputs
 
-from .programs import Loss, Program
+from .programs import Loss
 
 K = 3
 OF_OTHER_ROWS = ("mutual", "mixture")
 FUNCTION_OF = {"alone": "log-probs", "scores": "entropy", "kept": "entropy", "at": "at ids", "topk": "top-k"}
 
 
-def inputs_of(loss: Loss, program: Program, logits: Tensor) -> Inputs:
+def inputs_of(loss: Loss, logits: Tensor) -> Inputs:
     """Draw what a loss gets besides the logits ``[n, V]`` of all ranks."""
     draw, generator = random.Random(loss.draw), torch.Generator().manual_seed(loss.draw)
     size, vocabulary = logits.shape

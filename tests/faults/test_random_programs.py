@@ -108,7 +108,7 @@ class Reference:
                     run_step(step, of_rank, rank)
             for loss in program.losses:
                 logits = torch.cat([chosen_of(loss, of_rank) for of_rank in tensors], -1)
-                self.inputs.append(inputs_of(loss, program, logits.detach()))
+                self.inputs.append(inputs_of(loss, logits.detach()))
                 self.values.append(dense(loss, self.inputs[-1], logits))
             backward(self.values)
         except (RuntimeError, IndexError) as error:
