@@ -84,7 +84,7 @@ def _register(call: Call) -> None:
 
 
 def _losses(own: Callable[..., Any], name: str, **arguments: Any) -> tuple[Tensor, dict[str, Any]]:
-    """Return the losses ``[b, response]``, also negative ones, and the metrics of verl's ``own`` function."""
+    """Return losses ``[b, response]``, and metrics of verl's ``own`` function, which clamps at zero."""
     output, data = arguments["model_output"], arguments["data"]
     if _TRUNCATED not in output and name != FORWARD_KL:
         raise InvalidInputError(

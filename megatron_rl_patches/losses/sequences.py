@@ -46,7 +46,6 @@ class SequenceLayout:
     response_lengths: tuple[int, ...]
     cp_rank: int
     cp_size: int
-    allgather_cp: bool
     logits_shape: tuple[int, int]
     response_rows: Tensor
     response_slices: RowIndex
@@ -124,7 +123,7 @@ class SequenceLayout:
         index = (rank == cp_rank).nonzero().squeeze(1)
         slices, rows = as_slices(row[index]), on_device(row[index], device)
         return cls(
-            *(totals, responses, cp_rank, cp_size, allgather_cp, logits_shape),
+            *(totals, responses, cp_rank, cp_size, logits_shape),
             response_rows=rows,
             response_slices=rows if isinstance(slices, Tensor) else slices,
             response_index=on_device(index, device),
