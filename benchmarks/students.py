@@ -14,12 +14,7 @@ from tests.references.distillation_task import Student, distill
 
 from .page import Benchmark, Parts, Table
 
-LAYOUTS: dict[str, dict[str, int]] = {
-    "DP 2": {},
-    "TP 2": {"tensor_model_parallel_size": 2},
-    "PP 2": {"pipeline_model_parallel_size": 2},
-    "CP 2": {"context_parallel_size": 2},
-}
+LAYOUTS: dict[str, dict[str, int]] = {"DP 2": {}, "TP 2": {"tp": 2}, "PP 2": {"pp": 2}, "CP 2": {"cp": 2}}
 ROLLOUTS = {"routed": 40, "mixture": 120}
 QUICK_ROLLOUTS = 4
 #: Target, way and layout of each run. The top-k stands beside the whole vocabulary on one layout.

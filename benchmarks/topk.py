@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_patches.losses import vocab_parallel_log_probs_at, vocab_parallel_topk
-from megatron_rl_patches.losses.objectives.distributions import log1mexp
 from tests.references.dense import dense_log_probs_at
 from tests.references.sent_bytes import sent_bytes
 
@@ -39,7 +38,8 @@ def ours(logits: Tensor, ids: Tensor, group: Group, **options: Any) -> Values:
 
 def naive(logits: Tensor, ids: Tensor, group: Group) -> Values:
     log_probs = torch.log_softmax(logits, 1).gather(1, ids)
-    return log_probs, log1mexp(log_probs.logsumexp(1))
+    lost = -torch.finfo(log_probs.dtype).tiny
+    return log_probs, (-log_probs.logsumexp(1).clamp(max=lost).expm1()).log()
 
 
 def nemo_rl(module: Any, logits: Tensor, ids: Tensor, group: Group, chunk_size: int) -> Values:

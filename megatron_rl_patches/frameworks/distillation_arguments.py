@@ -77,12 +77,7 @@ def refuse_conflicts(args: Any, *options: str) -> None:
 
 
 def check_arguments(args: Any) -> None:
-    """Refuse, before anything starts, what would fail only after hours in a queue.
-
-    Raises:
-        InvalidInputError: another option does not go with the loss or is out of range, there is no teacher, a
-            teacher's folder does not exist, or its vocabulary is not the student's.
-    """
+    """Refuse, before anything starts, what would fail only after hours in a queue."""
     refuse_conflicts(args)
     divergence = divergence_named(args.opd_divergence, getattr(args, "opd_beta", 0.5))
     if args.opd_top_k == "full" and not divergence.counts_tail:
@@ -119,16 +114,10 @@ def check_vocabularies(teachers: Mapping[str, str], student: str | os.PathLike[s
     """Refuse teachers whose vocabulary is not the student's, as their checkpoints say.
 
     Megatron pads vocabularies for tensor parallelism, and so loads an embedding of another size without an
-    error: such a teacher would score, and its scores would mean nothing.
-
-    Args:
-        teachers: checkpoints by name, of Megatron (``torch_dist``) or Hugging Face. Those of other formats
-            are not checked.
-        student: Hugging Face checkpoint of the student, which frameworks get for its tokenizer.
-
-    Raises:
-        InvalidInputError: a teacher has another vocabulary, or is not a checkpoint.
-        CheckpointError: a checkpoint is damaged.
+    error: such a teacher would score, and its scores would mean nothing. ``teachers`` are checkpoints by
+    name, of Megatron (``torch_dist``) or Hugging Face; those of other formats are not checked. ``student`` is
+    a Hugging Face checkpoint, which frameworks get for its tokenizer. A damaged checkpoint raises
+    :class:`CheckpointError`.
     """
     # Imported here and below, since this brings Megatron along, which the driver does not need otherwise.
     from ..inference.weights import MAX_PADDING

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInputError
-from ..losses.objectives.distillation import DistillationBatch, DistillationOptions, comparison
-from ..losses.objectives.distributions import TopKDistribution, log1mexp
+from ..losses.objectives.distillation import DistillationBatch, DistillationOptions, check_fit, comparison
+from ..losses.objectives.distributions import TopKDistribution
 from ..losses.sequences import SequenceLayout
 from . import microbatch_layout
 from .distillation_arguments import refuse_conflicts
@@ -62,15 +62,21 @@ def opd_loss(
         InvalidInputError: all-gather context parallelism, an entropy bonus, a batch without a teacher, or of
             other lengths. Before any collective.
     """
+    refuse_conflicts(args, "allgather_cp", "entropy_coef")
     layout, tp_group = layout_of(args, batch, logits)
     local = _local_batch(batch, layout, logits.device)
-    options = _options(args, len(local.teachers))
+    weights = getattr(args, "opd_teacher_weights", ()) if len(local.teachers) > 1 else ()
+    options = DistillationOptions(
+        divergence=getattr(args, "opd_divergence", "reverse_kl"),
+        beta=getattr(args, "opd_beta", 0.5),
+        teacher_weights=tuple(weights) or None,
+    )
     if local.old is None and options.measure.needs_old:
         raise InvalidInputError(
             f"opd_divergence is {options.divergence!r}, which needs {OLD} in the batch: the patch "
             "distillation finds it; or choose another divergence"
         )
-    local.check_for(options)
+    check_fit(local, options)
     index = torch.arange(len(layout.response_rows), device=logits.device)
     how = {"tp_group": tp_group, "temperature": temperature_of(args)}
     values = comparison(layout.response_rows, index, local, options, how)(layout.rows_of(logits))
@@ -91,16 +97,6 @@ def layout_of(
 def temperature_of(args: Any) -> float:
     """Return the temperature of the rollout, by which the framework divides logits."""
     return float(getattr(args, "rollout_temperature", 1.0))
-
-
-def _options(args: Any, num_teachers: int) -> DistillationOptions:
-    refuse_conflicts(args, "allgather_cp", "entropy_coef")
-    weights = getattr(args, "opd_teacher_weights", ()) if num_teachers > 1 else ()
-    return DistillationOptions(
-        divergence=getattr(args, "opd_divergence", "reverse_kl"),
-        beta=getattr(args, "opd_beta", 0.5),
-        teacher_weights=tuple(weights) or None,
-    )
 
 
 def _local_batch(batch: Mapping[str, Any], layout: SequenceLayout, device: torch.device) -> DistillationBatch:
@@ -139,14 +135,13 @@ def with_tail(
 ) -> tuple[TopKDistribution, Tensor]:
     """Return distributions from stored log-probabilities ``[n, k]``, and a mask ``[n]`` of rows that are one.
 
-    Args:
-        tail: log-probability of all other ids, ``[n]``. Without it, it is what the k leave to one, at least
-            1e-7; with k = 1 a certain id 0 then is no distribution.
+    Without the ``tail`` ``[n]`` it is what the k ids leave to one, at least 1e-7.
     """
     log_sum = log_probs.logsumexp(1)
     is_known = log_sum.exp() <= LARGEST_SUM
     if tail is None:
-        tail = log1mexp(log_sum.clamp(max=-_SMALLEST_TAIL))
+        # In float64, where 1 - exp(x) has correct digits for any x in float32.
+        tail = (-log_sum.clamp(max=-_SMALLEST_TAIL).double().expm1()).log().to(log_probs.dtype)
         if indices.shape[1] == 1:
             is_known &= (indices[:, 0] != 0) | (log_sum != 0)
     return TopKDistribution(indices, log_probs, tail), is_known
@@ -154,8 +149,7 @@ def with_tail(
 
 def _local(batch: Mapping[str, Any], key: str, lengths: Sequence[int], device: torch.device) -> Tensor:
     values = [torch.as_tensor(value, device=device) for value in batch[key]]
-    stored_lengths = [len(value) for value in values]
-    if stored_lengths != list(lengths):
+    if (stored_lengths := list(map(len, values))) != list(lengths):
         raise InvalidInputError(
             f"{key} are of {stored_lengths} tokens, but the responses of this rank have "
             f"{list(lengths)}: cut them as the framework cuts its log-probs (zigzag)"

@@ -44,8 +44,8 @@ _TAG = "opd_"
 #: The key of slime's rollout data with a name per sample: its ``source``, or its ``metadata["source_name"]``.
 SOURCES = "source_names"
 Forward = Callable[[Callable[..., Any]], Mapping[str, Sequence[Any]]]
-#: From the rows of the logits, their layout and options of the losses to a value for each sample.
-Score = Callable[[Tensor, SequenceLayout, dict[str, Any]], Sequence[Any]]
+#: From the rows of the logits, their layout and options of the losses to what is kept of this rank's tokens.
+Score = Callable[[Tensor, SequenceLayout, dict[str, Any]], Tensor | TopKDistribution]
 
 
 class TeacherScorer:
@@ -64,9 +64,8 @@ class TeacherScorer:
         ``forward`` calls the framework's ``forward_only`` with a function of the logits; it returns the
         results per sample on the last pipeline stage, and nothing on the others.
 
-        Raises:
-            InvalidInputError: one rank does not find a teacher's folder, or has samples that name no teacher
-                or an unknown one; on every rank, before any forward.
+        A teacher's folder that one rank does not find, or samples there that name no teacher or an unknown
+        one, raise :class:`InvalidInputError` on every rank, before any forward.
         """
         raise_on_all(self._problem_of_this_rank(rollout_data))
         names = list(map(str, rollout_data[SOURCES])) if self.actor.args.opd_combine == "route" else None
@@ -128,8 +127,12 @@ class TeacherScorer:
         try:
             for name, path in args.opd_teachers.items():
                 self._switch_to_teacher(_TAG + name, path)
-                one = self._full(forward) if is_full else self._collected(forward, self._at_ids)
-                scored.append(one if names is None or not one else _own_samples(one, names, name))
+                found = self._full(forward) if is_full else self._collected(forward, self._at_ids)
+                if names is not None and found:
+                    # Copies of this teacher's samples, since a part keeps its whole microbatch in memory.
+                    pairs = zip(found, names, strict=True)
+                    found = [one[torch.arange(len(one))] if mine == name else None for one, mine in pairs]
+                scored.append(found)
         finally:
             self.actor._switch_model(_ACTOR)
         samples = list(zip(*scored, strict=True))
@@ -153,7 +156,7 @@ class TeacherScorer:
             self.actor.load_other_checkpoint(tag, path)
 
     def _collected(self, forward: Forward, score: Score) -> Sequence[Any]:
-        """Forward; return what ``score`` makes of the logits, on the last pipeline stage.
+        """Forward; return what ``score`` makes of the logits, of each sample, on the last pipeline stage.
 
         ``forward_only`` of miles, and of slime up to v0.2.2, calls Megatron with ``collect_non_loss_data``
         and expects the values alone; later releases of slime expect a loss before them.
@@ -162,21 +165,20 @@ class TeacherScorer:
         def collect(logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any) -> Any:
             layout, group = layout_of(args, self.batch, logits)
             options = {"tp_group": group, "rows": layout.response_slices, "temperature": temperature_of(args)}
-            collected = {"distributions": list(score(layout.rows_of(logits), layout, options))}
+            kept = score(layout.rows_of(logits), layout, options).to("cpu")
+            collected = {"distributions": list(kept.split(list(layout.local_lengths)))}
             return collected if non_loss_data else (torch.zeros((), device=logits.device), collected)
 
         return forward(collect).get("distributions", [])
 
-    def _topk(self, rows: Tensor, layout: SequenceLayout, options: dict[str, Any]) -> Any:
-        topk = vocab_parallel_topk(rows, self.actor.args.opd_top_k, **options)
-        return topk.to("cpu").split(layout.local_lengths)
+    def _topk(self, rows: Tensor, _: SequenceLayout, options: dict[str, Any]) -> TopKDistribution:
+        return vocab_parallel_topk(rows, self.actor.args.opd_top_k, **options)
 
-    def _at_ids(self, rows: Tensor, layout: SequenceLayout, options: dict[str, Any]) -> Any:
+    def _at_ids(self, rows: Tensor, _: SequenceLayout, options: dict[str, Any]) -> TopKDistribution:
         indices = torch.cat([old.indices.to(rows.device) for old in self.batch[OLD]])
         with torch.no_grad():
             at_ids = vocab_parallel_log_probs_at(rows, indices, with_tail=True, **options)
-        topk = TopKDistribution(indices, *at_ids, temperature=options["temperature"])
-        return topk.to("cpu").split(layout.local_lengths)
+        return TopKDistribution(indices, *at_ids, temperature=options["temperature"])
 
     def _full(self, forward: Forward) -> list[FullDistribution]:
         """Return the distributions of the weights that the model holds now, over the whole vocabulary."""
@@ -193,21 +195,12 @@ class TeacherScorer:
         head = cast("OutputHead", output_head(self.actor.model)).copied_to("cpu")
         return [FullDistribution.from_hidden(hidden_lh, head) for hidden_lh in hidden]
 
-    def _hidden(self, rows: Tensor, layout: SequenceLayout, _: dict[str, Any]) -> Any:
+    def _hidden(self, rows: Tensor, layout: SequenceLayout, _: dict[str, Any]) -> Tensor:
         try:
-            hidden = hidden_states_of(rows, layout.response_rows).to("cpu")
+            return hidden_states_of(rows, layout.response_rows)
         except InvalidInputError as error:
-            self._problem, hidden = str(error), torch.empty(len(layout.response_rows), 0)
-        return layout.split_responses(hidden)
-
-
-def _own_samples(distributions: Sequence[Any], names: Sequence[str], name: str) -> list[Any]:
-    """Return copies of the distributions of a teacher's own samples, and ``None`` for the others.
-
-    Without a copy one sample would keep those of its whole microbatch in memory.
-    """
-    pairs = zip(distributions, names, strict=True)
-    return [one[torch.arange(len(one))] if mine == name else None for one, mine in pairs]
+            self._problem = str(error)
+            return torch.empty(len(layout.response_rows), 0)
 
 
 #: The actor that trains, from ``train_actor`` to the functions that it calls.

@@ -15,7 +15,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from ..inference.scoring.plan import vocabulary_of
 from ..losses import DeferredLogits, TopKDistribution, vocab_parallel_log_probs_at, vocab_parallel_topk
 from ..losses.objectives.distributions import NO_ENTRY
 from ..losses.objectives.topk_divergences import bucket_divergence
-from ..losses.vocab.divergences import RULED_OUT, DivergenceName, divergence_named
+from ..losses.vocab.divergences import RULED_OUT, Divergence, divergence_named
 from .distillation_loss import LARGEST_SUM, with_tail
 from .verl_losses import tensor_parallel_group
 
@@ -49,24 +49,13 @@ _LOG_PROBS, _IDS = "teacher_logprobs", "teacher_ids"
 _TRUNCATED = "truncated_losses"
 
 
-class Mode(NamedTuple):
-    """What a ``loss_mode`` computes."""
-
-    divergence: DivergenceName
-    beta: float = 0.5
-
-    @property
-    def needs_old(self) -> bool:
-        return divergence_named(self.divergence).needs_old
-
-
 #: ``loss_mode`` -> what it computes.
 MODES = {
-    FORWARD_KL: Mode("forward_kl"),
-    f"{OURS}reverse_kl_topk": Mode("reverse_kl"),
-    f"{OURS}jsd_topk": Mode("jensen_shannon"),
-    f"{OURS}skewed_kl_topk": Mode("skewed_forward_kl", 0.1),
-    f"{OURS}importance_weighted_reverse_kl_topk": Mode("importance_weighted_reverse_kl"),
+    FORWARD_KL: divergence_named("forward_kl"),
+    f"{OURS}reverse_kl_topk": divergence_named("reverse_kl"),
+    f"{OURS}jsd_topk": divergence_named("jensen_shannon"),
+    f"{OURS}skewed_kl_topk": divergence_named("skewed_forward_kl", 0.1),
+    f"{OURS}importance_weighted_reverse_kl_topk": divergence_named("importance_weighted_reverse_kl"),
 }
 
 
@@ -95,10 +84,7 @@ def _register(call: Call) -> None:
 
 
 def _losses(own: Callable[..., Any], name: str, **arguments: Any) -> tuple[Tensor, dict[str, Any]]:
-    """Return the losses ``[b, response]``, and the metrics of verl's ``own`` function.
-
-    That function also replaces negative losses by zero, which drops their gradient.
-    """
+    """Return losses ``[b, response]``, and metrics of verl's ``own`` function, which clamps at zero."""
     output, data = arguments["model_output"], arguments["data"]
     if _TRUNCATED not in output and name != FORWARD_KL:
         raise InvalidInputError(
@@ -108,8 +94,9 @@ def _losses(own: Callable[..., Any], name: str, **arguments: Any) -> tuple[Tenso
     losses, metrics = own(**arguments)
     if _TRUNCATED in output:
         losses, truncated = _of_responses(data, output["distillation_losses"], output[_TRUNCATED])
-        if name == FORWARD_KL:
-            _log_once(losses.detach(), truncated, _mask(data))
+        if name == FORWARD_KL and not _logged and is_first_of_stage() and (mask := _mask(data)).any():
+            _logged.append(True)
+            _log(losses.detach()[mask], truncated[mask])
     return losses, metrics
 
 
@@ -127,12 +114,8 @@ def _mask(data: Any) -> Tensor:
 _logged: list[bool] = []
 
 
-def _log_once(losses: Tensor, truncated: Tensor, mask: Tensor) -> None:
-    """Log the loss of the masked tokens, and what verl's own would be; on one rank of those that have it."""
-    if _logged or not is_first_of_stage() or not mask.any():
-        return
-    _logged.append(True)
-    losses, truncated = losses[mask], truncated[mask]
+def _log(losses: Tensor, truncated: Tensor) -> None:
+    """Log the mean loss of tokens, and what verl's own would be."""
     _NEGATIVE_SUM.log(
         name=FORWARD_KL,
         loss=losses.mean(),
@@ -151,12 +134,11 @@ _shares_logits: Scope[bool] = Scope("verl_policy_loss")
 def token_losses(call: Call) -> dict[str, Tensor]:
     """Return what verl's ``compute_forward_kl_topk`` does, for the objective that ``loss_mode`` names.
 
-    The gradient is written over the logits. Where the policy loss reads them, too, it may do the same, and so
-    this function takes a copy. Deferred logits need none.
+    The gradient overwrites the logits, or a copy where the policy loss reads them, too, and may do the same.
     """
     config, logits = call["config"].distillation_loss, call["student_logits"]
-    mode = MODES.get(config.loss_mode)
-    if mode is None:
+    divergence = MODES.get(config.loss_mode)
+    if divergence is None:
         return call()
     copies = _shares_logits.get() is not False and not isinstance(logits, DeferredLogits)
     rows = (logits.clone() if copies else logits).flatten(0, 1)
@@ -164,7 +146,7 @@ def token_losses(call: Call) -> dict[str, Tensor]:
         _cut(call[name], call["data_format"], logits)
         for name in ("teacher_topk_log_probs", "teacher_topk_ids")
     )
-    outputs = _topk(rows, columns, ids.long(), mode, config.log_prob_min_clamp, tensor_parallel_group())
+    outputs = _topk(rows, columns, ids.long(), divergence, config.log_prob_min_clamp)
     return {name: values.view(logits.shape[:2]) for name, values in outputs.items()}
 
 
@@ -179,21 +161,14 @@ def _cut(nested: Tensor, data_format: str, logits: Tensor) -> Tensor:
 
 
 def _topk(
-    rows: Tensor,
-    columns: Tensor,
-    ids: Tensor,
-    mode: Mode,
-    floor: float | None,
-    tp_group: torch.distributed.ProcessGroup | None,
+    rows: Tensor, columns: Tensor, ids: Tensor, divergence: Divergence, floor: float | None
 ) -> dict[str, Tensor]:
     """Compare at ``ids`` ``[n, k]`` and in the tail; the gradient overwrites ``rows``.
 
-    Args:
-        columns: of the teacher ``[n, k]``; then, where the objective needs it, ``[n, k + 1]`` of the policy
-            that sampled, its tail last.
-        floor: the ``log_prob_min_clamp`` of verl.
+    ``columns`` are those of the teacher ``[n, k]``; then, where the divergence needs it, ``[n, k + 1]`` of
+    the policy that sampled, its tail last. ``floor`` is verl's ``log_prob_min_clamp``.
     """
-    k = ids.shape[1]
+    k, tp_group = ids.shape[1], tensor_parallel_group()
     at_ids, of_old, old_tail = columns[:, :k].float(), columns[:, k : 2 * k], columns[:, 2 * k :]
     teacher, is_known = with_tail(ids, at_ids)
     ids = ids.masked_fill(~is_known[:, None], NO_ENTRY)
@@ -204,13 +179,13 @@ def _topk(
         return TopKDistribution(ids, log_probs.clamp(min=lowest), tail.clamp(min=lowest))
 
     teacher = distribution(teacher.log_probs, teacher.tail_log_prob)
-    old = distribution(of_old, old_tail[:, 0]) if mode.needs_old else None
+    old = distribution(of_old, old_tail[:, 0]) if divergence.needs_old else None
     log_probs, tail = vocab_parallel_log_probs_at(
         rows, ids, with_tail=True, tp_group=tp_group, inplace_backward=True
     )
     masses = {"student_mass": log_probs.detach().exp().sum(1), "teacher_mass": at_ids.exp().sum(1)}
     log_probs, tail = log_probs.clamp(min=lowest), tail.clamp(min=lowest)
-    losses = bucket_divergence(divergence_named(mode.divergence, mode.beta), log_probs, tail, teacher, old)
+    losses = bucket_divergence(divergence, log_probs, tail, teacher, old)
     of_ids = teacher.log_probs.exp() * (teacher.log_probs - log_probs.detach())
     most_probable = vocab_parallel_topk(rows.detach(), k, tp_group=tp_group).indices
     overlap = (ids[:, :, None] == most_probable[:, None]).any(2)
@@ -235,12 +210,12 @@ def train(call: Call) -> Any:
             forwarded.
     """
     worker, data = call.instance, call["data"]
-    mode = _mode_of(worker)
-    if mode is None:
+    divergence = _divergence_of(worker)
+    if divergence is None:
         return call()
     raise_on_all(_problem(data, vocabulary_of(worker.engine.module)))
     tu = importlib.import_module("verl.utils.tensordict_utils")
-    if mode.needs_old and (old := _at_ids(worker, data, tu)) is not None:
+    if divergence.needs_old and (old := _at_ids(worker, data, tu)) is not None:
         data, offsets = data.clone(recurse=False), data["input_ids"].offsets()
         both = torch.cat([data[_LOG_PROBS].values(), old], 1)
         data[_LOG_PROBS] = torch.nested.nested_tensor_from_jagged(both, offsets=offsets)
@@ -249,7 +224,7 @@ def train(call: Call) -> Any:
         return call(data=data)
 
 
-def _mode_of(worker: Any) -> Mode | None:
+def _divergence_of(worker: Any) -> Divergence | None:
     """Return what the loss of a training worker computes; ``None`` for losses that are left to verl."""
     config = getattr(worker.loss_fn, "keywords", {}).get("distillation_config")
     if config is None or not config.enabled or worker.engine_config.strategy != "megatron":
@@ -285,8 +260,8 @@ def _problem(data: Any, vocabulary: int | None) -> str | None:
 def _at_ids(worker: Any, data: Any, tu: Any) -> Tensor | None:
     """Return the policy's log-probabilities at the teachers' ids and in the tail, ``[tokens, k + 1]``.
 
-    It is a forward pass of verl's own engine over the data of the update, whose first weights are those that
-    sampled. The result is on the host; ``None`` before the last pipeline stage.
+    verl's own engine forwards the data of the update, whose first weights are those that sampled. The result
+    is on the host; ``None`` before the last pipeline stage.
     """
     engine, config, data = worker.engine, worker.engine_config, data.clone(recurse=False)
     tu.assign_non_tensor(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,29 +14,22 @@ from ..engine.wrapper import is_patched
 from ..losses import DeferredLogits
 from . import log_probs
 
-
-@dataclass
-class EntropyRequest:
-    """Asks the pass of the log-probabilities over the logits for the entropy, too."""
-
-    entropy: Tensor | None = None
-
-
-_request: Scope[EntropyRequest] = Scope("verl_entropy")
+# Asks the pass of the log-probabilities over the logits for the entropy, too, which it appends.
+_entropies: Scope[list[Tensor]] = Scope("verl_entropy")
 
 
 def vocab_parallel_log_probs_from_logits(call: Call) -> Tensor:
     """Return log-probabilities; the gradient may overwrite the logits, as verl's own forward does."""
-    request = _request.get()
+    entropies = _entropies.get()
     log_probs_n, entropy = log_probs.log_probs_and_entropy(
         call["logits"],
         call["labels"],
         tensor_parallel_group(),
-        entropy_grad=None if request is None else True,
+        entropy_grad=None if entropies is None else True,
         inplace_backward=True,
     )
-    if request is not None:
-        request.entropy = entropy
+    if entropies is not None and entropy is not None:
+        entropies.append(entropy)
     return log_probs_n
 
 
@@ -66,12 +58,10 @@ def lm_head_logits_processor(call: Call) -> dict[str, Any]:
         changes["temperature"] = _also_for_padding(call["temperature"])
     if not call["calculate_entropy"] or call["distillation_only"]:
         return call(**changes)
-    with _request.enter(EntropyRequest()) as request:
+    with _entropies.enter([]) as entropies:
         result = call(**changes, calculate_entropy=False)
-    assert request.entropy is not None
     in_float32 = getattr(call.instance.engine_config, "entropy_from_logits_with_chunking", False)
-    entropy = request.entropy if in_float32 else request.entropy.to(call["logits"].dtype)
-    return {**result, "entropy": entropy}
+    return {**result, "entropy": entropies[-1] if in_float32 else entropies[-1].to(call["logits"].dtype)}
 
 
 def _also_for_padding(temperature: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ import torch.distributed
 
 from ..errors import InvalidInputError
 from .checkpointing import checkpointed
-from .objectives.distillation import DistillationBatch, DistillationOptions, comparison, summed
-from .objectives.policy import PolicyBatch, PolicyOptions, loss_of_tokens
+from .objectives import distillation, policy
+from .objectives.distillation import DistillationBatch, DistillationOptions
+from .objectives.policy import PolicyBatch, PolicyOptions
 from .objectives.reduction import LossAndCount
 from .sequences import SequenceLayout
 from .vocab import arguments
@@ -32,8 +33,7 @@ def packed_log_probs_and_entropy(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
     """Return log-probs and entropies of the response tokens of this CP rank, one tensor per sample.
 
-    Rows of prompts and padding are not read; their gradient is zero. The only collective is the all-gather of
-    the forward pass over ``tp_group``.
+    Rows of prompts and padding are not read. One all-gather runs over ``tp_group``, in forward.
 
     Args:
         logits: as the model returns them on this CP rank: ``[1, rows, vocab / tp]`` or ``[rows, vocab / tp]``
@@ -49,8 +49,8 @@ def packed_log_probs_and_entropy(
         ``[layout.local_lengths[i]]`` in float32 (float64 for float64 logits).
 
     Raises:
-        InvalidInputError: logits, tokens and layout are not of the same microbatch, or not on one device. For
-            an id outside of the vocabulary on every context-parallel rank, whichever of them scores it.
+        InvalidInputError: logits, tokens and layout are not of the same microbatch, or not on one device; an
+            id is outside of the vocabulary, on every CP rank, whichever of them scores it.
     """
     arguments.check_instance("layout", layout, SequenceLayout)
     keep_mask = options.pop("keep_mask", None)
@@ -119,9 +119,7 @@ def make_loss_func(
         InvalidInputError: batch, layout and options do not fit together; before any collective.
     """
     options = PolicyOptions() if options is None else options
-    arguments.check_instance("batch", batch, PolicyBatch)
-    arguments.check_instance("options", options, PolicyOptions)
-    batch.check_for(options)
+    policy.check_fit(batch, options)
     entropy = {"with_entropy": with_entropy, "entropy_grad": options.entropy_coef != 0}
     how = VocabParallelOptions(tp_group, temperature, inplace_backward, vocab_size=vocab_size, **entropy)
     if options.entropy_coef and not with_entropy:
@@ -141,7 +139,7 @@ def make_loss_func(
             values = [log_probs_n] if entropies_n is None else [log_probs_n, entropies_n]
             log_probs_n, *more = layout.gathered(torch.stack(values, 1), cp_group).unbind(1)
             entropies_n = more[0] if more else None
-        loss, count, metrics = loss_of_tokens(log_probs_n, batch, options, entropies_n)
+        loss, count, metrics = policy.loss_of_tokens(log_probs_n, batch, options, entropies_n)
         return loss / divisor, count if normalizer is None else torch.ones_like(count), metrics
 
     return checkpointed(loss_func, enabled=recompute)
@@ -172,18 +170,16 @@ def make_distillation_loss_func(
         inplace_backward: with full distributions it has an effect where all tokens have the same teacher.
     """
     options = DistillationOptions() if options is None else options
-    arguments.check_instance("batch", batch, DistillationBatch)
-    arguments.check_instance("options", options, DistillationOptions)
-    batch.check_for(options)
+    distillation.check_fit(batch, options)
     how: dict[str, Any] = {"tp_group": tp_group, "temperature": temperature, "vocab_size": vocab_size}
     VocabParallelOptions(**how)  # refuses bad ones now
     divisor = _checked_divisor(batch.response_lengths, layout, cp_group, normalizer)
     how["inplace_backward"] = inplace_backward
-    compare = comparison(layout.response_rows, layout.response_index, batch, options, how)
+    compare = distillation.comparison(layout.response_rows, layout.response_index, batch, options, how)
 
     def loss_func(logits: torch.Tensor) -> LossAndCount:
         values_n3 = layout.gathered(compare(layout.rows_of(logits)), cp_group)
-        loss, count, metrics = summed(values_n3, batch, options)
+        loss, count, metrics = distillation.summed(values_n3, batch, options)
         return loss / divisor, count if normalizer is None else torch.ones_like(count), metrics
 
     return checkpointed(loss_func, enabled=recompute)
@@ -195,7 +191,7 @@ def _checked_divisor(
     cp_group: torch.distributed.ProcessGroup | None,
     normalizer: float | None,
 ) -> float:
-    """Check batch, group and normalizer; return the divisor of a loss that every CP rank computes in full."""
+    """Check all of them; return the divisor of a loss that every context-parallel rank computes in full."""
     arguments.check_instance("layout", layout, SequenceLayout)
     if response_lengths != list(layout.response_lengths):
         raise InvalidInputError(

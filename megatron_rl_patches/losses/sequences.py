@@ -1,11 +1,8 @@
 """Positions of the response tokens of a microbatch in the logits of one context-parallel rank.
 
-The samples of a microbatch, each a prompt and a response, reach the model in one of two layouts:
-
-* packed (``thd``): the samples follow one another, each with its own padding, and padding ends the stream;
-* padded (``bshd``): each sample is a row of the batch, and all rows have the same length.
-
-Context parallelism (CP) divides them in one of two ways:
+The samples of a microbatch, each a prompt and a response, are either packed (``thd``): they follow one
+another, each with its own padding, and padding ends the stream; or padded (``bshd``): each sample is a row of
+the batch, and all rows have the same length. Context parallelism (CP) divides them in one of two ways:
 
 * zigzag: of ``2 * cp_size`` chunks of a sample, rank ``r`` has the chunks ``r`` and ``2 * cp_size - 1 - r``,
   so that causal attention costs all ranks the same;
@@ -49,7 +46,6 @@ class SequenceLayout:
     response_lengths: tuple[int, ...]
     cp_rank: int
     cp_size: int
-    allgather_cp: bool
     logits_shape: tuple[int, int]
     response_rows: Tensor
     response_slices: RowIndex
@@ -95,12 +91,21 @@ class SequenceLayout:
             device: device of the logits, where the index vectors are put.
         """
         check_instance("own_rows", own_rows, bool)
-        _check_context_parallel(cp_rank, cp_size, allgather_cp, qkv_format)
+        check_instance("allgather_cp", allgather_cp, bool)
+        if qkv_format not in ("thd", "bshd"):
+            raise InvalidInputError(f"qkv_format is {qkv_format!r}; pass 'thd' (packed) or 'bshd' (padded)")
+        is_bshd = qkv_format == "bshd"
+        size = check_integer("cp_size", cp_size, 1, "the size of the CP group: 0 <= cp_rank < cp_size")
+        check_integer("cp_rank", cp_rank, 0, f"0 <= cp_rank < cp_size, which is {size}", highest=size - 1)
+        if allgather_cp and is_bshd:
+            raise InvalidInputError(
+                "all-gather CP cuts one packed stream, so it needs qkv_format 'thd', not 'bshd'; "
+                "pack the samples, or use zigzag CP (allgather_cp=False)"
+            )
         totals = integers("total_lengths", total_lengths)
         responses = integers("response_lengths", response_lengths)
         total, response = _checked_lengths(totals, responses, without_prompt=own_rows)
         chunks = 2 * cp_size if cp_size > 1 and not allgather_cp else 1
-        is_bshd = qkv_format == "bshd"
         has_thd = padded_lengths is not None or num_rows is not None
         if (max_seq_lens is None) == is_bshd or (is_bshd and has_thd):
             raise InvalidInputError(
@@ -118,7 +123,7 @@ class SequenceLayout:
         index = (rank == cp_rank).nonzero().squeeze(1)
         slices, rows = as_slices(row[index]), on_device(row[index], device)
         return cls(
-            *(totals, responses, cp_rank, cp_size, allgather_cp, logits_shape),
+            *(totals, responses, cp_rank, cp_size, logits_shape),
             response_rows=rows,
             response_slices=rows if isinstance(slices, Tensor) else slices,
             response_index=on_device(index, device),
@@ -172,33 +177,19 @@ class SequenceLayout:
         whole = torch.cat(self._checked("responses", responses, self.response_lengths))
         return self.split_responses(whole.index_select(0, self.response_index))
 
-    def to_zigzag(self, responses: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tokens that this rank has under zigzag CP with the least padding, one tensor per sample.
-
-        ``responses`` are those of :meth:`local_parts`. slime runs the model under all-gather CP and the rest
-        under zigzag CP: ``layout.to_zigzag(layout.gather_responses(log_probs, cp_group))``.
-        """
-        if not self.allgather_cp:
-            return self.local_parts(responses)
-        lengths, device = (self.total_lengths, self.response_lengths), self.response_index.device
-        zigzag = SequenceLayout.build(*lengths, cp_rank=self.cp_rank, cp_size=self.cp_size, device=device)
-        return zigzag.local_parts(responses)
-
     def gather_responses(
         self, values: Tensor | Sequence[Tensor], cp_group: dist.ProcessGroup | None = None
     ) -> list[Tensor]:
         """Return full responses, on every CP rank, from the values that each rank has for its own tokens.
 
+        ``values`` are ``[n, ...]``, or one tensor per sample as :meth:`split_responses` returns them, of a
+        floating or integer dtype, which the result ``[response_length, ...]`` per sample has, too. A group or
+        values that do not fit the layout raise :class:`InvalidInputError` before the all-reduce.
+
         One all-reduce runs over ``cp_group``, and another one in backward if the values require grad. Ranks
         with tokens must agree on that; a placeholder of a rank without tokens need not require it. The
         gradient is that of the *sum* of all CP ranks' losses. The loss of every rank must depend on the
         result, be it on an empty slice, since the all-reduce in backward waits for all ranks.
-
-        Args:
-            values: ``[n, ...]``, or one tensor per sample as :meth:`split_responses` returns them, of a
-                floating or integer dtype, which the result ``[response_length, ...]`` per sample has, too.
-            cp_group: a group or values that do not fit the layout raise :class:`InvalidInputError` before the
-                all-reduce.
         """
         self.check_group(cp_group)
         if isinstance(values, Tensor):
@@ -257,19 +248,6 @@ class _Gathered(torch.autograd.Function):
         grad_gathered = grad_gathered.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad_gathered, group=ctx.group)
         return grad_gathered.index_select(0, ctx.index), None, None, None
-
-
-def _check_context_parallel(cp_rank: int, cp_size: int, allgather_cp: bool, qkv_format: str) -> None:
-    check_instance("allgather_cp", allgather_cp, bool)
-    if qkv_format not in ("thd", "bshd"):
-        raise InvalidInputError(f"qkv_format is {qkv_format!r}; pass 'thd' (packed) or 'bshd' (padded)")
-    size = check_integer("cp_size", cp_size, 1, "how many ranks the CP group has: 0 <= cp_rank < cp_size")
-    check_integer("cp_rank", cp_rank, 0, f"0 <= cp_rank < cp_size, which is {size}", highest=size - 1)
-    if allgather_cp and qkv_format != "thd":
-        raise InvalidInputError(
-            f"all-gather CP cuts one packed stream, so it needs qkv_format 'thd', not {qkv_format!r}; "
-            "pack the samples, or use zigzag CP (allgather_cp=False)"
-        )
 
 
 def _checked_lengths(totals: Sequence[int], responses: Sequence[int], without_prompt: bool) -> Tensor:

@@ -10,14 +10,8 @@ function                                what is around it
 ``get_batch``                           their distributions come with each microbatch
 ======================================  ======================================================================
 
-slime, vime and miles have these functions, the first two under their own names. The patch is selected by name
-only, as it is meant to change what is trained. What is around the functions is in
-:mod:`..frameworks.distillation_arguments` and :mod:`..frameworks.distillation_teachers`.
+slime, vime and miles have these functions, the first two under their own names. In verl:
 
-In verl (:mod:`..frameworks.verl_distillation`):
-
-=======================================  =====================================================================
-function                                 what is around it
 =======================================  =====================================================================
 ``get_distillation_loss_settings``       further names are in verl's registry
 ``get_distillation_loss_fn``             the same, and losses are not clamped at zero
@@ -25,8 +19,8 @@ function                                 what is around it
 ``TrainingWorker.train_mini_batch``      what the teachers said is checked
 =======================================  =====================================================================
 
-No patch is needed where rollouts bring a teacher's top-k along (OpenClaw-RL): there the loss can be named as
-a custom one.
+The patch changes what is trained, so only its name selects it. OpenClaw-RL, whose rollouts bring a teacher's
+top-k along, needs no patch: it names the loss as a custom one.
 """
 
 from __future__ import annotations

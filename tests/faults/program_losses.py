@@ -16,14 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from megatron_rl_patches import losses
 from tests.references.losses import FUNCTIONS, Inputs
 
-from .programs import Loss, Program
+from .programs import Loss
 
 K = 3
 OF_OTHER_ROWS = ("mutual", "mixture")
 FUNCTION_OF = {"alone": "log-probs", "scores": "entropy", "kept": "entropy", "at": "at ids", "topk": "top-k"}
 
 
-def inputs_of(loss: Loss, program: Program, logits: Tensor) -> Inputs:
+def inputs_of(loss: Loss, logits: Tensor) -> Inputs:
     """Draw what a loss gets besides the logits ``[n, V]`` of all ranks."""
     draw, generator = random.Random(loss.draw), torch.Generator().manual_seed(loss.draw)
     size, vocabulary = logits.shape
@@ -39,9 +39,7 @@ def inputs_of(loss: Loss, program: Program, logits: Tensor) -> Inputs:
     keep_mask = torch.rand(n, vocabulary, generator=generator) < 0.7
     teacher = torch.randn(n, vocabulary, generator=generator, dtype=torch.float64)
     student = logits if rows is None else logits[rows]
-    if program.close:
-        teacher = (student + 5e-5 * teacher).float()
-    elif draw.random() < 0.3:
+    if draw.random() < 0.3:
         teacher[draw.randrange(2) :: 2, vocabulary // 2 :] = draw.choice([-math.inf, -1e5])
     inputs = Inputs(targets, ids, rows, keep_mask if loss.kind == "kept" else None, (teacher,))
     return _of_other_rows(loss, inputs, student.flip(0), student.roll(1, 0))

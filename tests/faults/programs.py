@@ -133,26 +133,13 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "past the graph": _past_the_graph,
     "past the graph beside others": lambda x: torch.cat([_past_the_graph(x)[1:], x[:1]]),
     "where": lambda x: torch.where(_last(x), x.new_tensor(-30.0), x),
-    "multiplied": lambda x: x * 1.5,
-    "added": lambda x: x + 0.0,
     "divided per row": lambda x: x / torch.linspace(1, 2, x.shape[1], dtype=x.dtype)[:, None],
     "divided in place": _changed(lambda x: x.div_(1.7)),
     "masked in place": _changed(lambda x: x.masked_fill_(_last(x), -torch.inf)),
-    "multiplied in place": _changed(lambda x: x.mul_(1.5)),
-    "cut and joined": lambda x: torch.cat([x[..., :1], x[..., 1:]], -1),
-    "padded": lambda x: torch.nn.functional.pad(x[..., :-1], (0, 1), value=-torch.inf),
-    "softcap": lambda x: 5 * torch.tanh(x / 5),
     "clamped": lambda x: x.clamp(min=-1.5),
     "other strides": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "scatter": lambda x: x.scatter(2, torch.arange(S)[:, None].expand(B, S, 1) % x.shape[2], 0.5),
-    "nan_to_num": lambda x: x.nan_to_num(),
-    "nan_to_num in place": _changed(lambda x: x.nan_to_num_()),
-    "dropout": lambda x: torch.nn.functional.dropout(x, 0.0),
     "retain_grad": _changed(lambda x: x.retain_grad()),
-    "unbound": lambda x: torch.stack(x.unbind(-1), -1),
-    "all rows in order": lambda x: x[torch.arange(len(x))] * 1,
     "read": _changed(lambda x: x.exp().sum()),
-    "columns read": _changed(lambda x: x[..., :3].sum()),
     "stored": _changed(lambda x: x.detach().tolist()),
     "no operation": lambda x: x,
     **OVERWRITTEN,
@@ -207,7 +194,6 @@ class Program:
         made: ``deferred`` or ``ordinary``.
         within: the checkpoint in which the logits are made: ``checkpointed``, ``reentrant``.
         masked: what the bias of the second half of the vocabulary is, if not zero.
-        close: logits around 15 in float32 without a rounding, and teachers next to the student.
         single: float32, whose roundings count.
         fewest_columns: how many columns a tile has before it has fewer rows; few in a vocabulary of ten.
         written_after: one rank writes to the memory of deferred logits between forward and backward, which a
@@ -221,7 +207,6 @@ class Program:
     made: str = "deferred"
     within: str = ""
     masked: float = 0.0
-    close: bool = False
     single: bool = False
     sequence_parallel: bool = False
     tile_bytes: int = 128
@@ -234,25 +219,23 @@ class Program:
     @property
     def width(self) -> int:
         """Columns of one rank."""
-        return (1024 if self.close else 10) // self.tp
+        return 10 // self.tp
 
 
 def drawn(seed: int, tp: int = 1) -> Program:
     """Draw a program for so many ranks."""
     draw = random.Random(seed * 8 + tp)
-    close = draw.random() < 0.15
 
     def which() -> int:
         return draw.choice([-1, draw.randrange(8)])
 
     def step() -> Step:
-        kind = draw.choice(_KEEPS_VALUES if close else _OFTEN * 2 + _RARELY)
+        kind = draw.choice(_OFTEN * 2 + _RARELY)
         alone = draw.randrange(tp) if kind in _ALONE and tp > 1 and draw.random() < 0.5 else None
         return Step(kind, which(), draw.randrange(1000), alone)
 
     def loss() -> Loss:
-        kinds = ["divergence", "scores"] if close else ["scores", "at", "topk", "divergence"] * 2
-        kind = draw.choice(kinds + ["sum"] * (tp == 1 and not close))
+        kind = draw.choice(["scores", "at", "topk", "divergence"] * 2 + ["sum"] * (tp == 1))
         numbers = which(), draw.randrange(1000), draw.choice([1.0, 0.7, 0.6, 2.0])
         return Loss(
             kind, *numbers, draw.choice(DIVERGENCES), draw.choice(["", "", "checkpointed", "reentrant"])
@@ -260,21 +243,19 @@ def drawn(seed: int, tp: int = 1) -> Program:
 
     made = draw.choice(["deferred"] * 3 + ["ordinary"] * 2)
     gradients = tuple(draw.random() < 0.8 for _ in range(3))
-    within = draw.choice(["", "", "checkpointed", "reentrant"]) if gradients[0] and not close else ""
-    number = 1 if close else draw.randrange(1, 3)
+    within = draw.choice(["", "", "checkpointed", "reentrant"]) if gradients[0] else ""
     return Program(
         seed,
         tp,
         made=made,
         within=within,
-        masked=draw.choice(_MASKS) if not close and draw.random() < 0.3 else 0.0,
-        close=close,
-        tile_bytes=draw.choice([1 << 14, 1 << 20] if close else [128, 128, 512, 1 << 20]),
-        fewest_columns=draw.choice([1024, 1024 if close else 2]),
+        masked=draw.choice(_MASKS) if draw.random() < 0.3 else 0.0,
+        tile_bytes=draw.choice([128, 128, 512, 1 << 20]),
+        fewest_columns=draw.choice([1024, 2]),
         written_after=draw.random() < 0.3,
         gradients=gradients,
         steps=tuple(step() for _ in range(draw.randrange(0, 8))),
-        losses=tuple(loss() for _ in range(number)),
+        losses=tuple(loss() for _ in range(draw.randrange(1, 3))),
     )
 
 

@@ -60,8 +60,6 @@ FAILED_BEFORE = (
     Program(0, within="reentrant", losses=(Loss("at", 0, 0),)),
     # One rank writes to logits whose loss backward computes again.
     Program(1, 2, written_after=True, losses=(Loss("scores", 0, 0, within="checkpointed"),)),
-    # A temperature that is no power of two.
-    Program(0, close=True, tile_bytes=1 << 20, losses=(Loss("divergence", 0, 0, temperature=0.7),)),
     # A large finite mask over a rank.
     Program(0, tp=2, masked=-1e5, losses=(Loss("divergence", 0, 0, divergence="forward_kl"),)),
     # A write to .data, which no version counter sees.
@@ -81,7 +79,7 @@ QUICK = (
     *("masked_fill", "divided twice", "written", "written, then divided", "hooked", "function of its own"),
     *("written by data of columns", "written by numpy", "written by a collective"),
 )
-Leaves = tuple[Tensor, Tensor, Tensor | None]
+Leaves = tuple[Tensor, Tensor, Tensor]
 
 
 class Outcome(NamedTuple):
@@ -94,7 +92,11 @@ class Reference:
 
     def __init__(self, program: Program) -> None:
         self.program, self.refused = program, False
-        leaves = [exact(leaves_of(program, rank)) for rank in range(program.tp)]
+        of_ranks = [leaves_of(program, rank) for rank in range(program.tp)]
+        leaves = [
+            [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in of_rank]
+            for of_rank in of_ranks
+        ]
         self.leaves = [(leaves[0][0], *of_rank) for _, *of_rank in leaves]  # they share their hidden states
         self.inputs: list[Inputs] = []
         self.values: list[Tensor] = []
@@ -106,7 +108,7 @@ class Reference:
                     run_step(step, of_rank, rank)
             for loss in program.losses:
                 logits = torch.cat([chosen_of(loss, of_rank) for of_rank in tensors], -1)
-                self.inputs.append(inputs_of(loss, program, logits.detach()))
+                self.inputs.append(inputs_of(loss, logits.detach()))
                 self.values.append(dense(loss, self.inputs[-1], logits))
             backward(self.values)
         except (RuntimeError, IndexError) as error:
@@ -128,30 +130,15 @@ def columns_of(program: Program, rank: int) -> slice:
 def leaves_of(program: Program, rank: int) -> Leaves:
     """Return hidden states, and weight and bias of a rank."""
     random = partial(torch.randn, generator=torch.Generator().manual_seed(program.seed), dtype=torch.float64)
-    size, dtype = program.width * program.tp, torch.float32
-    if program.close:  # each row of logits is a column of the weight
-        hidden, weight = torch.eye(B * S).view(B, S, B * S), 2 * random(size, B * S) + 15
-    else:
-        hidden, weight = random(B, S, H), random(size, H)
-        dtype = torch.float32 if program.single else torch.float64
-    bias = random(size)
+    size, dtype = program.width * program.tp, torch.float32 if program.single else torch.float64
+    hidden, weight, bias = random(B, S, H), random(size, H), random(size)
     if program.masked:
         bias[size // 2 :] = program.masked
     columns = columns_of(program, rank)
-    bias_of_rank = None if program.close else bias[columns].to(dtype, copy=True)
-    leaves = hidden.to(dtype), weight[columns].to(dtype), bias_of_rank
+    leaves = hidden.to(dtype), weight[columns].to(dtype), bias[columns].to(dtype, copy=True)
     for leaf, has_gradient in zip(leaves, program.gradients, strict=True):
-        if leaf is not None:
-            leaf.requires_grad_(has_gradient and not (program.close and leaf is leaves[0]))
+        leaf.requires_grad_(has_gradient)
     return leaves
-
-
-def exact(leaves: Leaves) -> Leaves:
-    """Return leaves of ``float64``, but for products that have no rounding."""
-    if leaves[2] is None:
-        return leaves
-    hidden, weight, bias = (leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in leaves)
-    return hidden, weight, bias
 
 
 def chosen_of(loss: Loss, tensors: list[Tensor]) -> Tensor:
@@ -169,7 +156,7 @@ def backward(values: list[Tensor]) -> None:
 
 
 def gradients_of(leaves: Leaves) -> list[Tensor]:
-    needed = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    needed = [leaf for leaf in leaves if leaf.requires_grad]
     return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in needed]
 
 
@@ -237,19 +224,12 @@ def check(program: Program, group: dist.ProcessGroup | None, may_be_refused: boo
 
 
 def compare(program: Program, measured: Outcome, expected: Outcome) -> None:
-    if not program.close:
-        pairs = zip(
-            (*measured.values, *measured.gradients), (*expected.values, *expected.gradients), strict=True
-        )
-        for mine, formula in pairs:
-            largest = formula[formula.isfinite()].abs().flatten().tolist()
-            bound = (2e-5 if program.single else 1e-10) * max([1.0, *largest])
-            torch.testing.assert_close(mine.double(), formula, rtol=0, atol=bound, equal_nan=True)
-        return
-    for mine, formula in zip(measured.values, expected.values, strict=True):
-        torch.testing.assert_close(mine.double(), formula, rtol=2e-3, atol=1e-13)
-    for mine, formula in zip(measured.gradients, expected.gradients, strict=True):
-        torch.testing.assert_close(mine, formula, rtol=0, atol=1e-3 * float(formula.abs().max()))
+    for mine, formula in zip(
+        (*measured.values, *measured.gradients), (*expected.values, *expected.gradients), strict=True
+    ):
+        largest = formula[formula.isfinite()].abs().flatten().tolist()
+        bound = (2e-5 if program.single else 1e-10) * max([1.0, *largest])
+        torch.testing.assert_close(mine.double(), formula, rtol=0, atol=bound, equal_nan=True)
 
 
 # --- on one rank, and on several

@@ -135,8 +135,10 @@ class Student:
 @on_ranks(2)
 def test_the_student_approaches_its_teachers(tmp_path: Path) -> None:
     student = Student(tmp_path, "full", "average")
+    student.args.ckpt_step = 5  # of the policy's checkpoint, not of a teacher's
     for _ in range(3):
         student.train()
+    assert student.actor.loaded == [("opd_math", None), ("opd_code", None)] and student.args.ckpt_step == 5
     assert set(states_of("slime", patch=NAME).values()) == {"applied"}
     losses = student.losses
     dense = sum(
@@ -160,7 +162,7 @@ def test_a_mixture_has_the_mean_of_the_teachers_probabilities(tmp_path: Path) ->
 
 @on_ranks(1)
 def test_what_happens_around_the_training(tmp_path: Path) -> None:
-    """Nothing is left behind when it raises; in ``tests/unit/frameworks`` teachers are loaded."""
+    """Nothing is left behind when it raises."""
     student = Student(tmp_path, K, "route")
     args, seen, own = student.args, [], student.model.forward_only
 
@@ -169,6 +171,10 @@ def test_what_happens_around_the_training(tmp_path: Path) -> None:
         assert all(torch.equal(weight, student.own[name]) for name, weight in student.weights().items())
         raise ArithmeticError
 
+    with mock.patch.object(student.actor.weights_backuper, "backup", side_effect=ArithmeticError):
+        with pytest.raises(ArithmeticError):  # when the weights of a teacher are in the model
+            student.train()
+        assert all(torch.equal(weight, student.own[name]) for name, weight in student.weights().items())
     with mock.patch.object(args, "forward_step_func", fail):
         other_loss = mock.patch.object(args, "custom_loss_function_path", "another.loss")
         with other_loss, pytest.raises(ArithmeticError):
@@ -194,3 +200,8 @@ def test_what_happens_around_the_training(tmp_path: Path) -> None:
     order = enumerate(chain(*MICROBATCHES))
     dense = sum(float(divergences[SOURCES[sample]][place].mean()) for place, sample in order)
     assert student.losses[-1] == pytest.approx(dense, rel=1e-4)
+    # miles keeps no copy of a model that it never swaps: here it is made to.
+    student.actor._enable_weight_backup = False
+    with mock.patch.object(student.actor.weights_backuper, "backup") as backup:
+        student.train()
+    assert student.actor.with_opd_teacher and backup.mock_calls[0] == mock.call("actor")

@@ -18,7 +18,7 @@ from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.errors import InvalidInputError
 from tests.frameworks import import_stubs
 from tests.ranks import on_ranks
-from tests.references.dense import dense_divergence
+from tests.references.dense import buckets, dense_divergence
 from tests.unit.losses.vocab.sizes import Sizes
 
 pytestmark = [pytest.mark.slow, pytest.mark.runs("top-k distillation")]
@@ -40,7 +40,6 @@ def prepare(paths: list[str], vocabulary: int = VOCABULARY, length: int | None =
 
 def with_tail(name: str, k: int = K, **options: float) -> Callable[..., Tensor]:
     """Return a divergence over the teacher's top-k and one bucket for all other ids."""
-    from tests.frameworks.verl_jobs import buckets
 
     def compare(student: Tensor, teacher: Tensor, *old: Tensor) -> Tensor:
         ids = teacher.topk(k, 1).indices

@@ -28,7 +28,7 @@ from tests.frameworks import import_stubs, loss_jobs
 from tests.frameworks.loss_jobs import columns_of_rank, describe
 from tests.frameworks.rollouts import check_layers
 from tests.references import tiny_gpt
-from tests.references.dense import dense_log_probs_and_entropy
+from tests.references.dense import buckets, dense_log_probs_and_entropy
 
 VERL_ENGINE = "verl.workers.engine.megatron.transformer_impl"
 SAMPLES = 2
@@ -449,9 +449,3 @@ def reference(run: dict[str, Any], function: Any) -> tuple[Tensor, Tensor]:
     losses.mean().backward()
     assert student.grad is not None
     return losses.detach(), student.grad[:, columns_of_rank(student.shape[1])]
-
-
-def buckets(log_probs: Tensor, ids: Tensor) -> Tensor:
-    """Log-probabilities of the ids and of all others together, ``[n, k + 1]``."""
-    others = log_probs.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
-    return torch.cat([log_probs.gather(1, ids), others], 1)

@@ -12,6 +12,16 @@ from megatron_rl_patches.losses.vocab.arguments import Rows
 IGNORE = -100
 
 
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def buckets(log_probs: Tensor, ids: Tensor) -> Tensor:
+    """Return log-probabilities ``[n, k + 1]`` of the ids, and of all others together."""
+    others = log_probs.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
+    return torch.cat([log_probs.gather(1, ids), others], 1)
+
+
 def dense_log_probs_and_entropy(
     logits: Tensor,
     targets: Tensor,

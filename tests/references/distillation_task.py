@@ -40,24 +40,22 @@ Batch = dict[str, Any]
 
 
 class Student(NamedTuple):
-    """Results by order: scores of the teachers, and of the student before each rollout.
+    """Scores by order: of the teachers, and of the student before each rollout.
 
-    A score is the fraction of digits that are right if the most probable token is always taken. The
-    divergence is over the whole vocabulary, per token, in nats.
+    A score is the fraction of digits that are right if the most probable token is always taken.
     """
 
     teachers: dict[str, float]
-    reverse_kl: dict[str, list[float]]
     score: dict[str, list[float]]
 
 
 def distill(
-    sizes: dict[str, int], target: str, way: str, folder: str, rollouts: int, timeout: float = 580
+    sizes: dict[str, Any], target: str, way: str, folder: str, rollouts: int, timeout: float = 580
 ) -> Student:
     """Distill a student for some rollouts on two ranks.
 
     Args:
-        sizes: of the parallel groups, as Megatron names them: ``{"tensor_model_parallel_size": 2}``.
+        sizes: of the parallel groups: ``{"tp": 2}``.
         target: ``"routed"``: a sample learns from the teacher for its order; ``"mixture"``: from both.
         way: what a teacher is known by: ``"top-k"``, its probabilities of the ``K`` tokens that the student
             finds most probable, or ``"full"``, its hidden states and output layer.
@@ -68,17 +66,9 @@ def distill(
     return first
 
 
-def _on_a_rank(sizes: dict[str, int], target: str, way: str, folder: str, rollouts: int) -> Student:
+def _on_a_rank(sizes: dict[str, Any], target: str, way: str, folder: str, rollouts: int) -> Student:
     with cpu_backend(), applied(settings=Settings(train_functions=(TRAIN,))):
-        tiny = TinyModel(
-            tp=sizes.get("tensor_model_parallel_size", 1),
-            pp=sizes.get("pipeline_model_parallel_size", 1),
-            cp=sizes.get("context_parallel_size", 1),
-            vocab_size=VOCABULARY,
-            seq_length=LENGTH,
-            lr=1e-3,
-            config=MODEL,
-        )
+        tiny = TinyModel(**sizes, vocab_size=VOCABULARY, seq_length=LENGTH, lr=1e-3, config=MODEL)
         tiny.initialize()
         scorer = inference.build_inference_model(tiny.provider, tiny.transformer_config(), dtype="fp32")
         pool = inference.TeacherPool(scorer)
@@ -112,18 +102,16 @@ def _distill(tiny: TinyModel, pool: inference.TeacherPool, target: str, way: str
     for order, prompts_bp in zip(ORDERS, examples, strict=True):
         with pool.use(order) as teacher:
             scores.append(_score(teacher, prompts_bp))
-    student = Student(_by_order(scores), *({order: list[float]() for order in ORDERS} for _ in range(2)))
+    student = Student(_by_order(scores), {order: [] for order in ORDERS})
     model, optimizer = _build(tiny, seed=0)
     generator = _generator(0)
     for _ in range(rollouts):
         tokens_bs = _answer(model, _prompts(PROMPTS, generator), generator)
-        divergences = _divergences(pool, model, tokens_bs, target)
         targets = _targets(pool, model, tokens_bs, target, K if way == "top-k" else None)
         examples = [_prompts(EXAMPLES, generator, order) for order in ORDERS]
         scores = [_score(model, prompts_bp) for prompts_bp in examples]
-        for found, values in ((student.reverse_kl, divergences), (student.score, scores)):
-            for order, value in _by_order(values).items():
-                found[order].append(value)
+        for order, score in _by_order(scores).items():
+            student.score[order].append(score)
         indices = torch.randperm(PROMPTS, generator=generator).chunk(STEPS * MICROBATCHES)
         microbatches = (
             {"tokens": tokens_bs[index], "teachers": targets and [targets[i] for i in index.tolist()]}
@@ -152,30 +140,13 @@ def _targets(
                 distributions[order] = found
     if not parallel_state.is_pipeline_last_stage():
         return None
-    names = [ORDERS[index] for index in _order_of(tokens_bs).tolist()]
+    names = [ORDERS[token - 10] for token in tokens_bs[:, 0].tolist()]
     if target == "routed":
         return losses.route_teachers(names, distributions)
     first, second = ORDERS
     weights = {first: (OWN, OTHER), second: (OTHER, OWN)}
     pairs = zip(distributions[first], distributions[second], strict=True)
     return [losses.mix_teachers(pair, weights[name]) for name, pair in zip(names, pairs, strict=True)]
-
-
-def _divergences(
-    pool: inference.TeacherPool, model: Any, tokens_bs: torch.Tensor, target: str
-) -> list[torch.Tensor]:
-    """Return the student's reverse KL divergence from the targets per token, in nats, by order."""
-    # A top-k of as many tokens as there are is the whole distribution.
-    student = _topk(model, tokens_bs, VOCABULARY)
-    targets = _targets(pool, model, tokens_bs, target, VOCABULARY)
-    means = torch.zeros(len(ORDERS))
-    if student and targets:
-        buckets, whole = losses.TopKDistribution.cat(student), losses.TopKDistribution.cat(targets)
-        kl_n = losses.reverse_kl(buckets.log_probs, buckets.tail_log_prob, whole)
-        kl_b = kl_n.view(-1, DIGITS).mean(1)
-        for index in range(len(ORDERS)):
-            means[index] = kl_b[_order_of(tokens_bs) == index].mean()
-    return list(_broadcast_from_last_stage(means))
 
 
 # --- the task
@@ -195,15 +166,10 @@ def _prompts(count: int, generator: torch.Generator, order: str | None = None) -
     return torch.cat([order_b1, digits_bd, order_b1], dim=1)
 
 
-def _order_of(tokens_bs: torch.Tensor) -> torch.Tensor:
-    """Return the order of each prompt as an index into ``ORDERS``, ``[b]``."""
-    return tokens_bs[:, 0] - 10
-
-
 def _solve(prompts_bp: torch.Tensor) -> torch.Tensor:
     """Return the right answers, ``[b, DIGITS]``."""
     ascending_bd = prompts_bp[:, 1:-1].sort(dim=1).values
-    return torch.where(_order_of(prompts_bp)[:, None] == 0, ascending_bd, ascending_bd.flip(1))
+    return torch.where(prompts_bp[:, :1] == 10, ascending_bd, ascending_bd.flip(1))
 
 
 def _score(model: Any, prompts_bp: torch.Tensor) -> torch.Tensor:
@@ -248,7 +214,8 @@ def _answer(model: Any, prompts_bp: torch.Tensor, generator: torch.Generator | N
             vocabulary = losses.TopKDistribution.cat(distributions)
             choice_b1 = (vocabulary.log_probs.exp() / noise_bv).argmax(1, keepdim=True)
             tokens_bs[:, number] = vocabulary.indices.gather(1, choice_b1)[:, 0]
-        _broadcast_from_last_stage(tokens_bs)
+        last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
+        torch.distributed.broadcast(tokens_bs, last_rank, parallel_state.get_pipeline_model_parallel_group())
     return tokens_bs
 
 
@@ -259,13 +226,6 @@ def _microbatch(tokens_bs: torch.Tensor, length: int = LENGTH, response_length: 
 
 def _topk(model: Any, tokens_bs: torch.Tensor, k: int | None = None, at: Any = None) -> Any:
     return inference.forward_topk(model, [_microbatch(tokens_bs)], k, at=at, progress=False)
-
-
-def _broadcast_from_last_stage(values: torch.Tensor) -> torch.Tensor:
-    """Overwrite ``values`` on all pipeline stages with those of the last stage, and return them."""
-    last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
-    torch.distributed.broadcast(values, last_rank, parallel_state.get_pipeline_model_parallel_group())
-    return values
 
 
 # --- training

@@ -134,7 +134,7 @@ def layouts(logits: Tensor, tokens: list[Tensor]) -> tuple[Tensor, list[Tensor],
     log_probs, entropies = losses.packed_log_probs_and_entropy(logits, tokens, layout, temperature=0.7)
     gathered = layout.gather_responses(layout.split_responses(torch.zeros(8)), dist.group.WORLD)
     print(log_probs, entropies, layout.response_targets(tokens))
-    return layout.response_rows, gathered, layout.to_zigzag(gathered)
+    return layout.response_rows, gathered, layout.local_parts(gathered)
 
 
 def policy(

@@ -14,12 +14,14 @@ class Actor:
 
     def __init__(self, args: Any, model: Any, optimizer: Any = None, opt_param_scheduler: Any = None) -> None:
         self.args, self.model = args, model
+        self.loaded: list[tuple[str, Any]] = []
         self.state = model, optimizer, opt_param_scheduler
         self.weights_backuper = WeightsBackuper(model[0].module)
         if self._enable_weight_backup:
             self.weights_backuper.backup("actor")
 
     def load_other_checkpoint(self, model_tag: str, path: str) -> None:
+        self.loaded.append((model_tag, getattr(self.args, "ckpt_step", None)))
         self.model[0].module.load_state_dict(torch.load(f"{path}/weights.pt"), strict=False)
         self.weights_backuper.backup(model_tag)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -92,17 +92,14 @@ class DistillationBatch:
                 "in the loss function, which Megatron calls on the last stage only"
             )
         scored = {f"teacher {number}": teacher for number, teacher in enumerate(self.teachers)}
-        if self.old is not None:
-            scored["old"] = self.old
+        scored |= {} if self.old is None else {"old": self.old}
         if not all(isinstance(distributions, Sequence) for distributions in scored.values()):
             raise InvalidInputError("teachers: expected a list of distributions for each, and for old")
         check_one_kind("teachers and old", self.distributions)
         arguments.in_common(self.distributions)
         for name, distributions in scored.items():
-            values = [one.tensors[0] for one in distributions]
-            arguments.check_lengths(
-                f"distributions of {name}", values, self.response_lengths, "the loss masks"
-            )
+            values, lengths = [one.tensors[0] for one in distributions], self.response_lengths
+            arguments.check_lengths(f"distributions of {name}", values, lengths, "the loss masks")
         if not self.is_full:
             for scores in zip(*scored.values(), strict=True):
                 check_same_indices(scores)
@@ -124,15 +121,17 @@ class DistillationBatch:
         """Number of tokens of each response, masked ones included."""
         return list(map(len, self.loss_masks))
 
-    def check_for(self, options: DistillationOptions) -> None:
-        """Raise :class:`InvalidInputError` if the options do not fit the teachers, or lack ``old``."""
-        if options.measure.needs_old and self.old is None:
-            raise InvalidInputError(f"divergence is {options.divergence!r}: old is needed, and missing")
-        if self.is_full and not options.measure.counts_tail:
-            raise InvalidInputError(
-                f"divergence is {options.divergence!r}, which is over k ids: use 'reverse_kl'"
-            )
-        normalize_weights(options.teacher_weights, len(self.teachers))
+
+def check_fit(batch: DistillationBatch, options: DistillationOptions) -> None:
+    """Refuse what is no batch or no options, and options that do not fit the batch's distributions."""
+    arguments.check_instance("batch", batch, DistillationBatch)
+    arguments.check_instance("options", options, DistillationOptions)
+    measure, name = options.measure, options.divergence
+    if measure.needs_old and batch.old is None:
+        raise InvalidInputError(f"divergence is {name!r}: old is needed, and missing")
+    if batch.is_full and not measure.counts_tail:
+        raise InvalidInputError(f"divergence is {name!r}, which is over k ids: use 'reverse_kl'")
+    normalize_weights(options.teacher_weights, len(batch.teachers))
 
 
 def distillation_loss(
@@ -152,14 +151,9 @@ def distillation_loss(
     Returns:
         ``(loss, num_tokens, metrics)`` as :func:`policy_loss` does. The metrics are ``loss`` in its own
         normalization, and per token ``divergence`` (nats) and the probabilities ``student_tail`` and
-        ``teacher_tail``.
-
-    Raises:
-        InvalidInputError: shapes differ from the batch's, or the options need something that is missing.
+        ``teacher_tail``. Errors are those of :func:`policy_loss`, too.
     """
-    arguments.check_instance("batch", batch, DistillationBatch)
-    arguments.check_instance("options", options, DistillationOptions)
-    batch.check_for(options)
+    check_fit(batch, options)
     if batch.is_full:
         raise InvalidInputError("the teachers are full distributions: use make_distillation_loss_func")
     lengths = batch.response_lengths
@@ -168,8 +162,8 @@ def distillation_loss(
     for values, tail in zip(log_probs, tail_log_probs, strict=True):
         arguments.check_floats(log_probs=values, tail_log_probs=tail)
     log_probs_nk, tail_n = torch.cat(log_probs), torch.cat(tail_log_probs)
-    tokens = _Tokens.selected(batch, tail_n.device, slice(None))
-    return summed(_per_token(log_probs_nk, tail_n, tokens, options), batch, options)
+    _, _, per_token = _at_ids(batch, options, tail_n.device, slice(None))
+    return summed(per_token(log_probs_nk, tail_n), batch, options)
 
 
 def summed(values_n3: Tensor, batch: DistillationBatch, options: DistillationOptions) -> LossAndCount:
@@ -187,29 +181,26 @@ def summed(values_n3: Tensor, batch: DistillationBatch, options: DistillationOpt
 def comparison(
     rows: Tensor, index: Tensor, batch: DistillationBatch, options: DistillationOptions, how: dict[str, Any]
 ) -> Callable[[Tensor], Tensor]:
-    """Return the function from logits ``[T, V / tp]`` to the divergence at ``n`` tokens.
+    """Return the function from logits ``[T, V / tp]`` to the divergence at ``n`` tokens, ``[n, 1]``.
 
-    It returns ``[n, 1]`` for full distributions. For a top-k it returns ``[n, 3]``: the divergence, and the
-    probabilities of the tails of the student and of the teachers. ``rows`` ``[n]`` are the tokens' rows of
-    the logits, ``index`` ``[n]`` their positions in the concatenation of all responses of the batch, and
-    ``how`` has arguments of :func:`vocab_parallel_log_probs`.
+    For a top-k it returns ``[n, 3]``, with the probabilities of the tails of student and teachers, too.
+    ``rows`` ``[n]`` are the tokens' rows of the logits, ``index`` ``[n]`` their positions in the
+    concatenation of all responses, and ``how`` has arguments of :func:`vocab_parallel_log_probs`.
     """
     if batch.is_full:
         return _full_comparison(rows, index, batch, options, how)
     scored = batch.distributions
     arguments.in_common(scored, temperature=how["temperature"])
     vocabulary = VocabParallelOptions(how["tp_group"], vocab_size=how.get("vocab_size"))
-    tokens = _Tokens.selected(batch, rows.device, index)
+    ids, all_ids, per_token = _at_ids(batch, options, rows.device, index)
 
     def compare(logits: Tensor) -> Tensor:
-        ids = tokens.teachers[0].indices
         num_ids = vocabulary.num_ids(logits.shape[1])
         arguments.in_common(scored, vocab_size=num_ids)
-        if len(ids) < len(tokens.all_ids):
+        if len(ids) < len(all_ids):
             # A rank that refused its own ids alone would leave the others waiting for its values.
-            arguments.check_ids("indices", tokens.all_ids, num_ids, NO_ENTRY, "for no entry")
-        at_ids = vocab_parallel_log_probs_at(logits, ids, rows=rows, with_tail=True, **how)
-        return _per_token(*at_ids, tokens, options)
+            arguments.check_ids("indices", all_ids, num_ids, NO_ENTRY, "for no entry")
+        return per_token(*vocab_parallel_log_probs_at(logits, ids, rows=rows, with_tail=True, **how))
 
     return compare
 
@@ -217,48 +208,41 @@ def comparison(
 # --- with teachers that are known at k ids
 
 
-class _Tokens(NamedTuple):
-    """Teachers, old policy and mask at ``n`` response tokens; masked tokens have neither ids nor values.
+def _at_ids(
+    batch: DistillationBatch, options: DistillationOptions, device: torch.device, index: Tensor | slice
+) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
+    """Return the ids of tokens, those of all response tokens, and a function from the student's values there.
 
-    ``all_ids`` are those of all responses, also of tokens that other context-parallel ranks compare.
+    ``index`` are the tokens that this rank compares; masked ones have neither ids nor values. The function
+    takes log-probs at the ids and of the tails, and returns what the function of :func:`comparison` does.
     """
+    counts = on_device(torch.cat(list(batch.loss_masks)), device) != 0
+    mask_n, measure = counts[index], options.measure
 
-    teachers: list[TopKDistribution]
-    old: TopKDistribution | None
-    mask: Tensor
-    all_ids: Tensor
+    def masked(values: Tensor) -> Tensor:
+        # Masked before anything is computed, since nan times zero is nan, in backward too.
+        return torch.where(mask_n if values.dim() == 1 else mask_n[:, None], values, 0.0)
 
-    @classmethod
-    def selected(cls, batch: DistillationBatch, device: torch.device, index: Tensor | slice) -> _Tokens:
-        """Select tokens from the concatenation of all responses and put them on ``device``."""
-        counts = on_device(torch.cat(list(batch.loss_masks)), device) != 0
-        scored = [*batch.teachers] if batch.old is None else [*batch.teachers, batch.old]
-        whole = [TopKDistribution.cat(cast("Sequence[TopKDistribution]", one)).to(device) for one in scored]
-        all_ids = whole[0].indices.masked_fill(~counts[:, None], NO_ENTRY)
-        arguments.check_distinct("indices", all_ids)
-        ids, mask, chosen = all_ids[index], counts[index], []
-        for one in (distributions[index] for distributions in whole):
-            values = _masked(one.log_probs, mask), _masked(one.tail_log_prob, mask)
-            chosen.append(one.with_tensors([ids, *values]))
-        old = None if batch.old is None else chosen.pop()
-        return cls(chosen, old, mask, all_ids)
+    scored = [*batch.teachers] if batch.old is None else [*batch.teachers, batch.old]
+    whole = [TopKDistribution.cat(cast("Sequence[TopKDistribution]", one)).to(device) for one in scored]
+    all_ids = whole[0].indices.masked_fill(~counts[:, None], NO_ENTRY)
+    arguments.check_distinct("indices", all_ids)
+    ids, teachers = all_ids[index], []
+    for one in whole:
+        values = masked(one.log_probs[index]), masked(one.tail_log_prob[index])
+        teachers.append(one.with_tensors([ids, *values]))
+    old = None if batch.old is None else teachers.pop()
 
+    def per_token(log_probs_nk: Tensor, tail_n: Tensor) -> Tensor:
+        log_probs_nk, tail_n = masked(log_probs_nk), masked(tail_n)
+        total = teacher_tail = torch.zeros_like(tail_n)
+        for weight, teacher in weighted(teachers, options.teacher_weights):
+            others = teacher, old if measure.needs_old else None
+            total = total + weight * bucket_divergence(measure, log_probs_nk, tail_n, *others)
+            teacher_tail = teacher_tail + weight * teacher.tail_log_prob.exp()
+        return torch.stack([total, masked(tail_n.detach().exp()), masked(teacher_tail)], 1)
 
-def _masked(values: Tensor, mask_n: Tensor) -> Tensor:
-    # Masked before anything is computed, since nan times zero is nan, in backward too.
-    return torch.where(mask_n if values.dim() == 1 else mask_n[:, None], values, 0.0)
-
-
-def _per_token(log_probs_nk: Tensor, tail_n: Tensor, tokens: _Tokens, options: DistillationOptions) -> Tensor:
-    """Return what :func:`comparison` does, for a top-k, from the student's log-probs at the teachers' ids."""
-    log_probs_nk, tail_n = _masked(log_probs_nk, tokens.mask), _masked(tail_n, tokens.mask)
-    old = tokens.old if options.measure.needs_old else None
-    total = teacher_tail = torch.zeros_like(tail_n)
-    for weight, teacher in weighted(tokens.teachers, options.teacher_weights):
-        total = total + weight * bucket_divergence(options.measure, log_probs_nk, tail_n, teacher, old)
-        teacher_tail = teacher_tail + weight * teacher.tail_log_prob.exp()
-    tails = [_masked(tail, tokens.mask) for tail in (tail_n.detach().exp(), teacher_tail)]
-    return torch.stack([total, *tails], 1)
+    return ids, all_ids, per_token
 
 
 # --- with teachers that are known over the whole vocabulary
@@ -269,17 +253,21 @@ def _full_comparison(
 ) -> Callable[[Tensor], Tensor]:
     """Return what :func:`comparison` does, for full distributions.
 
-    Samples of the same teachers are compared together, masked tokens not at all. Hidden states go to the
-    device of the logits when the function is called.
+    Samples of the same teacher, or mixture, are compared together, masked tokens not at all. Hidden states go
+    to the device of the logits when the function is called.
     """
     index, device = index.cpu(), rows.device
     counts = (torch.cat([mask.cpu() for mask in batch.loss_masks]) != 0)[index]
     old = FullDistribution.cat(cast("Sequence[FullDistribution]", batch.old)) if batch.old else None
-    groups = [
-        (weight, *group)
-        for weight, teacher in weighted(batch.teachers, options.teacher_weights)
-        for group in _groups(cast("Sequence[FullDistribution]", teacher), index, counts)
-    ]
+    groups = []
+    for weight, teacher in weighted(batch.teachers, options.teacher_weights):
+        for source in dict.fromkeys(one.source for one in teacher):
+            mine = [one for one in cast("Sequence[FullDistribution]", teacher) if one.source == source]
+            is_mine = torch.cat([torch.full((len(one),), one.source == source) for one in teacher])
+            places = (counts & is_mine[index]).nonzero().squeeze(1)  # among the n tokens
+            positions = (is_mine.cumsum(0) - 1)[index[places]]  # in the distribution of these samples
+            groups.append((weight, places, positions, FullDistribution.cat(mine)))
+    groups = [group for group in groups if len(group[1])] or groups[:1]
     if len(groups) > 1:
         # Each group reads the logits, and the first backward would overwrite what the others read.
         how = {**how, "inplace_backward": False}
@@ -300,26 +288,8 @@ def _full_comparison(
             )
             divergences.append((selected, weight * divergence))
         total = divergences[0][1].new_zeros(len(index))
-        for places, divergence in divergences:
-            total = total.index_add(0, places, divergence)
+        for selected, divergence in divergences:
+            total = total.index_add(0, selected, divergence)
         return total[:, None]
 
     return compare
-
-
-def _groups(
-    distributions: Sequence[FullDistribution], index: Tensor, counts: Tensor
-) -> list[tuple[Tensor, Tensor, FullDistribution]]:
-    """Return for each teacher, or mixture, the tokens that it is compared at: one group or more.
-
-    These are the tokens, as numbers from 0 to ``n - 1``; their positions in the distribution; and the
-    distribution of all samples of this teacher. ``counts`` ``[n]`` says which tokens count.
-    """
-    groups = []
-    for source in dict.fromkeys(one.source for one in distributions):
-        mine = [one for one in distributions if one.source == source]
-        is_mine = torch.cat([torch.full((len(one),), one.source == source) for one in distributions])
-        places = (counts & is_mine[index]).nonzero().squeeze(1)
-        position = is_mine.cumsum(0) - 1
-        groups.append((places, position[index[places]], FullDistribution.cat(mine)))
-    return [group for group in groups if len(group[0])] or groups[:1]

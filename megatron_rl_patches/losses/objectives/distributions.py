@@ -81,14 +81,9 @@ class Distribution(ABC):
         parts = zip(*(distribution.tensors for distribution in distributions), strict=True)
         return distributions[0].with_tensors([torch.cat(part) for part in parts])
 
-    def to(self: D, device: torch.device | str, *, non_blocking: bool = False) -> D:
-        """Return a copy on the device, or ``self``'s tensors if they are there already.
-
-        What goes to a GPU is pinned first, and the CPU does not wait for it.
-        """
-        if torch.device(device).type == "cuda":
-            return self.with_tensors([on_device(tensor, device) for tensor in self.tensors])
-        return self.with_tensors([tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors])
+    def to(self: D, device: torch.device | str) -> D:
+        """Return them on the device; the CPU does not wait for copies to a GPU."""
+        return self.with_tensors([on_device(tensor, device) for tensor in self.tensors])
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,16 +309,3 @@ def check_same_indices(distributions: Sequence[TopKDistribution]) -> None:
                 f"{list(indices.shape)}): score every teacher at the same ids, those of the student's top-k, "
                 "with TopKDistribution(ids, *vocab_parallel_log_probs_at(logits, ids, with_tail=True))"
             )
-
-
-def log1mexp(x: Tensor) -> Tensor:
-    """Return ``log(1 - exp(x))`` for ``x <= 0``; -inf with a gradient of zero for ``x`` above.
-
-    With ``x = log_probs.logsumexp(1)`` it is the log-probability of a tail that was not stored. In float32 a
-    tail below 1e-3 then has few correct digits.
-    """
-    lost = x > -torch.finfo(x.dtype).tiny
-    inside = torch.where(lost, -1.0, x)
-    # One is accurate near zero, the other far from it (Maechler 2012, "log(1 - exp(-|a|))").
-    near, far = (-inside.clamp(min=-1.0).expm1()).log(), (-inside.clamp(max=-0.5).exp()).log1p()
-    return torch.where(lost, float("-inf"), torch.where(inside > -0.6931, near, far))

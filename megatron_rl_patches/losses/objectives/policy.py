@@ -1,15 +1,7 @@
-"""Policy losses over the responses of a microbatch.
+"""Policy losses over the responses of a microbatch: PPO, GRPO, Dr. GRPO, DAPO, GSPO and CISPO.
 
-:func:`policy_loss` computes PPO and the losses derived from it. They differ in the ratio, the clipping, the
-KL penalty and the average, each of which is an option of :class:`PolicyOptions`. All but PPO take their
-advantages from :func:`group_advantages`::
-
-    PPO       PolicyOptions()
-    GRPO      PolicyOptions(normalization="sequence", kl_coef=0.04)
-    Dr. GRPO  PolicyOptions(normalization="constant", constant_length=...)  # and divide_by_std=False
-    DAPO      PolicyOptions(clip_high=0.28)
-    GSPO      PolicyOptions(objective="gspo", clip_low=3e-4, clip_high=4e-4, normalization="sequence")
-    CISPO     PolicyOptions(objective="cispo", clip_low=1.0, clip_high=...)  # no lower bound
+They differ in the ratio, the clipping, the KL penalty and the average, each of which is an option of
+:class:`PolicyOptions`; ``docs/losses.md`` has a table. All but PPO have :func:`group_advantages`.
 """
 
 from __future__ import annotations
@@ -72,12 +64,12 @@ class PolicyOptions:
 
     def __post_init__(self) -> None:
         objectives, estimators = get_args(Objective), get_args(KlEstimator)
-        named = ("clip_low", "clip_high", "entropy_coef", "kl_coef")
-        optional = [name for name in ("dual_clip", "tis_clip") if getattr(self, name) is not None]
-        for name in (*named, *optional):
-            if not is_number(getattr(self, name)):
-                raise InvalidInputError(f"{name} must be a number, not {getattr(self, name)!r}")
-            object.__setattr__(self, name, float(getattr(self, name)))
+        optional = ("dual_clip", "tis_clip")
+        for name in ("clip_low", "clip_high", "entropy_coef", "kl_coef", *optional):
+            if (value := getattr(self, name)) is not None or name not in optional:
+                if not is_number(value):
+                    raise InvalidInputError(f"{name} must be a number, not {value!r}")
+                object.__setattr__(self, name, float(value))
         objective, estimator, dual, tis = self.objective, self.kl_estimator, self.dual_clip, self.tis_clip
         conditions = {
             f"objective must be one of {objectives}, not {objective!r}": objective in objectives,
@@ -133,12 +125,15 @@ class PolicyBatch:
         """Number of tokens of each response, masked ones included."""
         return list(map(len, self.loss_masks))
 
-    def check_for(self, options: PolicyOptions) -> None:
-        """Raise :class:`InvalidInputError` if the options need log-probs that this batch lacks."""
-        if options.kl_coef and self.ref_log_probs is None:
-            raise InvalidInputError(f"kl_coef is {options.kl_coef}: ref_log_probs are needed, and missing")
-        if (tis := options.tis_clip) is not None and self.rollout_log_probs is None:
-            raise InvalidInputError(f"tis_clip is {tis}: rollout_log_probs are needed, and missing")
+
+def check_fit(batch: PolicyBatch, options: PolicyOptions) -> None:
+    """Refuse what is no batch or no options, and options that need log-probs that the batch lacks."""
+    check_instance("batch", batch, PolicyBatch)
+    check_instance("options", options, PolicyOptions)
+    if options.kl_coef and batch.ref_log_probs is None:
+        raise InvalidInputError(f"kl_coef is {options.kl_coef}: ref_log_probs are needed, and missing")
+    if options.tis_clip is not None and batch.rollout_log_probs is None:
+        raise InvalidInputError(f"tis_clip is {options.tis_clip}: rollout_log_probs are needed, and missing")
 
 
 def policy_loss(
@@ -162,18 +157,15 @@ def policy_loss(
     Returns:
         ``(loss, num_tokens, metrics)``, as Megatron's schedules take it. ``loss`` is a scalar with gradient,
         ``num_tokens`` an int32 scalar that counts tokens or responses, depending on the normalization.
-        ``metrics`` are detached ``[sum, count]`` pairs for :func:`average_metrics` and recent Megatron-LM.
-        ``loss``, ``pg_loss`` and ``kl_loss`` are averages in the normalization of the loss. ``entropy``,
-        ``clip_fraction``, ``dual_clip_fraction``, ``approx_kl`` (k3 of KL(old, new)), ``ratio``,
-        ``tis_weight`` (before truncation) and ``tis_clip_fraction`` are averages over tokens. ``ratio_max``
-        is a maximum. Metrics of terms that the options leave out are absent.
+        ``metrics`` are detached ``[sum, count]`` pairs for :func:`average_metrics` and recent Megatron-LM:
+        ``loss``, ``pg_loss`` and ``kl_loss`` in the normalization of the loss, ``ratio_max``, and averages
+        over tokens of ``entropy``, ``clip_fraction``, ``dual_clip_fraction``, ``approx_kl`` (k3 of KL(old,
+        new)), ``ratio``, ``tis_weight`` (before truncation) and ``tis_clip_fraction``.
 
     Raises:
         InvalidInputError: shapes or dtype do not fit, or the options need something that is missing.
     """
-    check_instance("batch", batch, PolicyBatch)
-    check_instance("options", options, PolicyOptions)
-    batch.check_for(options)
+    check_fit(batch, options)
     lengths = batch.response_lengths
     log_probs = reduction.check_responses("log_probs", log_probs, lengths)
     if entropies is not None:
@@ -212,7 +204,10 @@ def loss_of_tokens(
     log_ratio_n = log_probs_n - old_n
     per_token = {"approx_kl": estimate_kl(-log_ratio_n.detach(), "k3")}
     if options.objective == "gspo":
-        log_ratio_n = _sequence_log_ratio(log_ratio_n, mask_n, lengths)
+        # The mean of the response as value, and the token's own gradient.
+        parts = zip(torch.split(log_ratio_n.detach(), lengths), torch.split(mask_n, lengths), strict=True)
+        means = [(part.sum() / mask.sum().clamp(min=1)).expand(len(part)) for part, mask in parts]
+        log_ratio_n = torch.cat(means) + (log_ratio_n - log_ratio_n.detach())
     ratio_n = per_token["ratio"] = _bounded(log_ratio_n, -_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
     loss_n, clipped = _clipped_loss(ratio_n, log_probs_n, advantages_n, options)
@@ -235,13 +230,6 @@ def loss_of_tokens(
     greatest = torch.nn.functional.pad(ratio_n.detach() * mask_n, (0, 1)).max()
     metrics["ratio_max"] = torch.stack([greatest, torch.ones_like(greatest)])
     return (weights_n * loss_n).sum(), count, metrics
-
-
-def _sequence_log_ratio(log_ratio_n: Tensor, mask_n: Tensor, lengths: list[int]) -> Tensor:
-    """Return, per token, the mean log-ratio of its response as value and the token's own as gradient."""
-    parts = zip(torch.split(log_ratio_n.detach(), lengths), torch.split(mask_n, lengths), strict=True)
-    means = [(part.sum() / mask.sum().clamp(min=1)).expand(len(part)) for part, mask in parts]
-    return torch.cat(means) + (log_ratio_n - log_ratio_n.detach())
 
 
 def _clipped_loss(
@@ -301,21 +289,18 @@ def _bounded(x: Tensor, low: float, high: float) -> Tensor:
 def group_advantages(
     rewards: torch.Tensor, groups: torch.Tensor, *, divide_by_std: bool = True, eps: float = 1e-6
 ) -> torch.Tensor:
-    """Return the advantage of each response over the other responses to the same prompt.
+    """Return the advantage of each response over the other responses to the same prompt, without gradient.
 
     It is ``(reward - mean) / (std + eps)`` over the group of responses, as in GRPO (arXiv 2402.03300, section
-    4.1.2), with the standard deviation of a sample (n - 1), as in verl and TRL. Dr. GRPO (arXiv 2503.20783)
-    does not divide, since the division favors prompts that are almost always or almost never solved. It is
-    zero in a group of one response, or of equal rewards.
+    4.1.2), with the standard deviation of a sample (n - 1), as in verl and TRL. It is zero in a group of one
+    response, or of equal rewards. No collective runs: this rank must have all responses of a group.
 
     Args:
-        rewards: reward of each response, ``[b]``; another shape raises :class:`InvalidInputError`.
-        groups: an integer for each response, ``[b]``, the same for responses to the same prompt. This rank
-            must have all responses of a group: no collective runs.
-        divide_by_std: ``False`` gives the advantages of Dr. GRPO.
-
-    Returns:
-        The advantages ``[b]`` in the dtype of ``rewards`` (float32 for integers), without gradient.
+        rewards: reward of each response, ``[b]``; another shape raises :class:`InvalidInputError`. The result
+            has their dtype, or float32 for integers.
+        groups: an integer for each response, ``[b]``, the same for responses to the same prompt.
+        divide_by_std: ``False`` gives the advantages of Dr. GRPO (arXiv 2503.20783), as the division favors
+            prompts that are almost always or almost never solved.
     """
     check_instance("rewards", rewards)
     check_instance("groups", groups)

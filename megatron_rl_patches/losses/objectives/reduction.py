@@ -1,9 +1,9 @@
 """Averages of losses and metrics that are right over microbatches and ranks.
 
-Microbatches and replicas hold different numbers of tokens and responses, so a mean of their means is not the
-mean. Losses and metrics are therefore **sums** with their **counts**, and the division happens once, over the
-whole step. Megatron divides like this with ``config.calculate_per_token_loss=True``. Without it Megatron
-averages over microbatches and replicas, and each microbatch must divide its sum by :func:`mean_count`.
+Microbatches and replicas hold different numbers of tokens, so a mean of their means is not the mean. Losses
+and metrics are therefore **sums** with their **counts**, which are divided once, over the whole step, as
+Megatron does with ``config.calculate_per_token_loss=True``. Without it Megatron averages over microbatches
+and replicas, and each microbatch must divide its sum by :func:`mean_count`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ def token_weights(
     loss_masks: Sequence[Tensor],
     normalization: Normalization,
     constant_length: int | None = None,
-    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Return the weight of each token in the sum, and the count to divide the sum by.
 
@@ -49,16 +48,13 @@ def token_weights(
         constant_length: the same throughout training, such as the longest response allowed.
 
     Returns:
-        The weights ``[n]`` of the tokens of all responses; and the count, int32 as Megatron expects it.
+        The weights ``[n]`` of the tokens of all responses, float32; and the count, int32 as Megatron needs.
 
     Raises:
         InvalidInputError: there are no responses, the normalization is unknown, or its length is missing.
     """
     check_normalization(normalization, constant_length)
-    loss_masks = check_masks(loss_masks)
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise InvalidInputError(f"dtype is {dtype}, expected a floating one")
-    return weights_and_count(loss_masks, normalization, constant_length, dtype)
+    return weights_and_count(check_masks(loss_masks), normalization, constant_length, torch.float32)
 
 
 def weights_and_count(
@@ -176,7 +172,7 @@ def average_metrics(
     Raises:
         InvalidInputError: metrics of some microbatch have other names, or are no pairs; on every rank.
     """
-    reports, values, problem = list(reports or ()), torch.zeros(0), None
+    reports, problem = list(reports or ()), None
     if not all(isinstance(report, Mapping) for report in reports):
         reports, problem = [], "reports: expected a dict per microbatch"
     names = sorted(reports[0]) if reports else []
@@ -186,16 +182,15 @@ def average_metrics(
             problem = f"reports: {has}, that of microbatch 0 {names}"
         elif wrong := [name for name in names if getattr(report[name], "shape", ()) != (2,)]:
             problem = f"reports: {wrong[0]!r} is {report[wrong[0]]!r}, expected a tensor [sum, count]"
-    if names and problem is None:
-        values = torch.stack([torch.stack([report[name] for report in reports]) for name in names]).cpu()
-    ranks = agreed((names, values), problem, group)
-    for rank, (others, _) in enumerate(ranks):
-        if others != ranks[0][0]:
-            raise InvalidInputError(f"reports: rank {rank} of the group has {others}, rank 0 {ranks[0][0]}")
-    if not names:
-        return {}
-    pairs = torch.stack([values.sum(1) for _, values in ranks]).sum(0)
-    maxima = torch.cat([values[:, :, 0] for _, values in ranks], 1).amax(1)
-    is_maximum = torch.tensor([name.endswith("_max") for name in names])
-    averages = torch.where(is_maximum, maxima, pairs[:, 0] / pairs[:, 1])
-    return dict(zip(names, averages.tolist(), strict=True))
+    values = {} if problem else {name: torch.stack([one[name] for one in reports]).cpu() for name in names}
+    ranks = agreed(values, problem, group)
+    for rank, others in enumerate(ranks):
+        if [*others] != [*ranks[0]]:
+            has = f"rank {rank} of the group has {[*others]}"
+            raise InvalidInputError(f"reports: {has}, rank 0 {[*ranks[0]]}")
+    averages = {}
+    for name in names:
+        pairs = torch.cat([of_rank[name] for of_rank in ranks])
+        total, count = pairs.sum(0)
+        averages[name] = float(pairs[:, 0].max() if name.endswith("_max") else total / count)
+    return averages

@@ -3,12 +3,12 @@
 Every function takes the student's log-probabilities ``[n, k]`` and those of its tail ``[n]``, through which
 the gradient flows, and a :class:`TopKDistribution` of the teacher *at the same ids*. It returns the
 divergence of each token, ``[n]``, in nats. Other shapes raise :class:`InvalidInputError`. ``p`` are the
-student's and ``q`` the teacher's probabilities of the k + 1 buckets, which are the ids and the tail.
+student's and ``q`` the teacher's probabilities of the k + 1 buckets, which are the ids and the tail. An id
+that a token has twice counts twice, which losses refuse; these functions do not know which tokens count.
 
-The ids of a token must be distinct, or the probability of one counts twice: the losses check this, since a
-loss mask may leave a token out. Divergences are zero where the buckets agree, never larger than the same one
-over the whole vocabulary (data-processing inequality), and equal to it if k is the size of the vocabulary;
-:func:`generalized_kl` and :func:`importance_weighted_reverse_kl` say what holds for them.
+Divergences are zero where the buckets agree, never larger than the same one over the whole vocabulary
+(data-processing inequality), and equal to it if k is its size; :func:`generalized_kl` and
+:func:`importance_weighted_reverse_kl` say what holds for them.
 
 A log-probability below -10,000, such as -inf, counts as -10,000: a bucket that both rule out adds nothing,
 one that only the teacher rules out costs 10,000 times the student's probability, and no gradient is NaN.
@@ -89,9 +89,9 @@ def jensen_shannon(
 ) -> Tensor:
     """Return ``beta KL(q, m) + (1 - beta) KL(p, m)``, ``m = beta q + (1 - beta) p``, per token, ``[n]``.
 
-    It is at most log 2. This is the generalization of GKD: divided by ``beta`` it tends to the forward KL as
-    ``beta`` goes to 0, and divided by ``1 - beta`` to the reverse KL as ``beta`` goes to 1. A ``beta`` of 0
-    or 1 raises :class:`InvalidInputError`. It is unbiased as :func:`reverse_kl` is.
+    It is at most log 2, and unbiased as :func:`reverse_kl` is. As in GKD, divided by ``beta`` it tends to the
+    forward KL as ``beta`` goes to 0, and divided by ``1 - beta`` to the reverse KL as ``beta`` goes to 1; a
+    ``beta`` of 0 or 1 raises :class:`InvalidInputError`.
     """
     return bucket_divergence(divergence_named("jensen_shannon", beta), log_probs, tail_log_prob, teacher)
 
@@ -113,8 +113,7 @@ def importance_weighted_reverse_kl(
     Its gradient is the policy gradient with the advantage ``log q - log p_old``, whose expectation over the k
     + 1 buckets is exact instead of sampled. ``old`` are distributions of the policy that sampled, at the same
     ids, temperature and vocab_size. While the student is that policy, value and gradient are those of
-    :func:`reverse_kl`. Later it is the expected advantage under the student, may be negative, and does not
-    stop at the teacher.
+    :func:`reverse_kl`. Later it may be negative, and does not stop at the teacher.
     """
     divergence = divergence_named("importance_weighted_reverse_kl")
     return bucket_divergence(divergence, log_probs, tail_log_prob, teacher, old)
@@ -182,9 +181,9 @@ def opd_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
     """Return ``log q - log p`` of sampled tokens, as advantages for a policy loss, without gradient.
 
     Shapes that differ raise :class:`InvalidInputError`. The result is the negative k1 estimate of the reverse
-    KL (Thinking Machines 2025, "On-policy distillation"). The policy gradient with it is unbiased for the
-    gradient of the reverse KL over the whole vocabulary, with the variance of a single sample. A top-k
-    divergence is no advantage: it does not depend on the sampled token, so nothing is learned (miles#2410).
+    KL (Thinking Machines 2025, "On-policy distillation"), with the variance of a single sample: the policy
+    gradient with it is unbiased for that of the reverse KL over the whole vocabulary. A top-k divergence is
+    no advantage: it does not depend on the sampled token, so nothing is learned (miles#2410).
     """
     arguments.check_floats(log_probs=log_probs, teacher_log_probs=teacher_log_probs)
     arguments.check_one_device(log_probs=log_probs, teacher_log_probs=teacher_log_probs)

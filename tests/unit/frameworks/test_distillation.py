@@ -1,14 +1,13 @@
-"""Distillation in frameworks: slime's loss and verl's rows against float64, teachers that score and fit.
+"""Distillation in frameworks: slime's loss and verl's rows against float64, and which teachers fit.
 
-On several ranks, see tests/real and tests/faults; verl itself runs in ``test_real_verl_distillation.py``.
+On several ranks, and with teachers that score, see ``test_distillation.py`` in tests/frameworks, tests/real
+and tests/faults; verl itself runs in ``test_real_verl_distillation.py``.
 """
 
 from __future__ import annotations
 
 import json
 import pickle
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.errors import CheckpointError, InvalidInputError
-from megatron_rl_patches.frameworks import distillation_teachers, microbatch_layout, verl_distillation
+from megatron_rl_patches.frameworks import microbatch_layout, verl_distillation
 from megatron_rl_patches.frameworks.distillation_arguments import check_vocabularies
 from megatron_rl_patches.frameworks.distillation_loss import opd_loss
-from megatron_rl_patches.frameworks.distillation_teachers import SOURCES, TeacherScorer
-from megatron_rl_patches.frameworks.verl_distillation import MODES, Mode
+from megatron_rl_patches.frameworks.verl_distillation import MODES
 from megatron_rl_patches.losses import (
     TopKDistribution,
     deferred_logits,
@@ -31,6 +28,8 @@ from megatron_rl_patches.losses import (
     vocab_parallel_topk,
 )
 from tests.device_thread import device_thread
+from tests.references.dense import buckets, dense_divergence, random
+from tests.worlds.files import write
 
 VOCABULARY, K, TEMPERATURE = 13, 4, 0.7
 TOTALS, RESPONSES = [6, 4, 9], [3, 1, 7]
@@ -40,10 +39,7 @@ PADDING = 5
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(microbatch_layout, "groups_of", lambda: microbatch_layout.Groups(0, 1, None, None))
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    monkeypatch.setattr(verl_distillation, "tensor_parallel_group", lambda: None)
 
 
 def logits_leaf() -> Tensor:
@@ -81,44 +77,27 @@ def loss_of(logits: Tensor, microbatch: dict[str, Any], **changes: Any) -> tuple
     return opd_loss(args, microbatch, logits, sum_of_sample_mean(microbatch["loss_masks"]))
 
 
-def buckets(log_probs: Tensor, ids: Tensor) -> Tensor:
-    """Log-probabilities of the ids, and of all others together."""
-    others = log_probs.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
-    return torch.cat([log_probs.gather(1, ids), others], 1)
-
-
-def dense(logits: Tensor, microbatch: dict[str, Any], divergence: str = "reverse_kl") -> Tensor:
-    """Over the whole vocabulary, with the stored tail of the teacher."""
-    ids = torch.cat(microbatch["teacher_topk_indices"])
-    p = buckets(torch.log_softmax(responses_of(logits) / TEMPERATURE, 1), ids)
-    log_q = torch.cat(microbatch["teacher_topk_log_probs"]).double()
-    q = torch.cat([log_q, torch.log1p(-log_q.exp().sum(1, keepdim=True))], 1)
-    a, b = (p, q) if divergence == "reverse_kl" else (q, p)
-    return sum_of_sample_mean(microbatch["loss_masks"])((a.exp() * (a - b)).sum(1))
-
-
-@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl"])
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "jensen_shannon"])
 def test_value_and_gradient_are_the_dense_ones(divergence: str) -> None:
-    logits, microbatch = logits_leaf(), batch()
-    loss, metrics = loss_of(logits, microbatch, opd_divergence=divergence)
-    [gradient] = torch.autograd.grad(loss, logits)
-    expected = dense(logits, microbatch, divergence)
-    [expected_gradient] = torch.autograd.grad(expected, logits)
+    """With the defaults of options that a framework lacks, and the stored tail; logits may be deferred."""
+    leaf, microbatch = logits_leaf(), batch()
+    logits, changes = leaf, {} if divergence == "reverse_kl" else {"opd_divergence": divergence}
+    if divergence == "forward_kl":
+        logits = deferred_logits(leaf, torch.eye(VOCABULARY, dtype=torch.float64), tile_bytes=512)
+    loss, metrics = loss_of(logits, microbatch, **changes)
+    assert divergence != "forward_kl" or logits.is_deferred
+    ids = torch.cat(microbatch["teacher_topk_indices"])
+    log_p = buckets(torch.log_softmax(responses_of(leaf) / TEMPERATURE, 1), ids)
+    log_q = torch.cat(microbatch["teacher_topk_log_probs"]).double()
+    log_q = torch.cat([log_q, torch.log1p(-log_q.exp().sum(1, keepdim=True))], 1)
+    reduce = sum_of_sample_mean(microbatch["loss_masks"])
+    expected = reduce(dense_divergence(divergence, log_p, log_q, beta=0.5))
+    gradients = [torch.autograd.grad(one, leaf)[0] for one in (loss, expected)]
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
     assert set(metrics) == {"loss", "opd_student_tail", "opd_teacher_tail"}
     assert all(value.shape == () and not value.requires_grad for value in metrics.values())
     assert torch.equal(metrics["loss"], loss.detach())
-
-
-@pytest.mark.parametrize("divergence", [{}, {"opd_divergence": "jensen_shannon"}], ids=str)
-def test_options_that_a_framework_lacks_have_their_defaults(divergence: dict[str, Any]) -> None:
-    microbatch = batch()
-    reduce = sum_of_sample_mean(microbatch["loss_masks"])
-    loss, _ = opd_loss(SimpleNamespace(**divergence), microbatch, logits_leaf(), reduce)
-    defaults = {"rollout_temperature": 1.0, "entropy_coef": 0.0, "opd_beta": 0.5}
-    options = {"opd_divergence": "reverse_kl", **defaults, **divergence}
-    assert torch.equal(loss, loss_of(logits_leaf(), microbatch, **options)[0])
 
 
 def test_the_weights_are_those_of_several_teachers() -> None:
@@ -132,17 +111,6 @@ def test_the_weights_are_those_of_several_teachers() -> None:
         return loss_of(logits_leaf(), microbatch, opd_teacher_weights=(3.0, 1.0))[0]
 
     torch.testing.assert_close(loss(first, second), 0.75 * loss(first) + 0.25 * loss(second))
-
-
-def test_deferred_logits_are_not_materialized() -> None:
-    leaf, microbatch = logits_leaf(), batch()
-    logits = deferred_logits(leaf, torch.eye(VOCABULARY, dtype=torch.float64), tile_bytes=512)
-    loss, _ = loss_of(logits, microbatch)
-    expected, _ = loss_of(leaf, microbatch)
-    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
-    gradients = [torch.autograd.grad(one, leaf)[0] for one in (loss, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
-    assert logits.is_deferred
 
 
 def test_padded_batches() -> None:
@@ -201,11 +169,7 @@ def test_the_importance_ratio_needs_the_old_policy() -> None:
     ("changes", "of_batch", "message"),
     [
         ({"allgather_cp": True}, {}, "--allgather-cp does not go with opd_loss: teachers are scored in the"),
-        (
-            {"entropy_coef": 0.1},
-            {},
-            "--entropy-coef does not go with opd_loss: the loss has no entropy bonus",
-        ),
+        ({"entropy_coef": 0.1}, {}, "--entropy-coef does not go with opd_loss: the loss has no entropy"),
         ({"opd_divergence": "kl"}, {}, "divergence must be one of"),
         ({}, {"teacher_topk_log_probs": None}, "--distill-topk"),
         ({}, {"teacher_topk_log_probs": [torch.zeros(3, K)] * 3}, r"are of \[3, 3, 3\] tokens"),
@@ -223,18 +187,18 @@ def rows(seed: int) -> Tensor:
     return 2 * random(12, 40, seed=seed)
 
 
-def of_verl(logits: Tensor, mode: Mode, floor: float | None = None, **changed: Tensor) -> dict[str, Tensor]:
+def of_verl(logits: Tensor, mode: str, floor: float | None = None, **changed: Tensor) -> dict[str, Tensor]:
     log_q, ids = rows(1).log_softmax(1).topk(K, 1)
     old = buckets(logits.detach().log_softmax(1), ids)
-    columns = torch.cat([changed.get("log_q", log_q), *([old] if mode.needs_old else [])], 1)
-    return verl_distillation._topk(logits * 1.0, columns, ids, mode, floor, None)
+    columns = torch.cat([changed.get("log_q", log_q), *([old] if MODES[mode].needs_old else [])], 1)
+    return verl_distillation._topk(logits * 1.0, columns, ids, MODES[mode], floor)
 
 
 @pytest.mark.parametrize("name", MODES)
 def test_all_buckets_count(name: str) -> None:
     """Each is zero where student and teacher agree; the first is the forward KL of the buckets."""
     logits = rows(2).requires_grad_()
-    outputs = of_verl(logits, MODES[name])
+    outputs = of_verl(logits, name)
     with device_thread():
         [gradient] = torch.autograd.grad(outputs["distillation_losses"].sum(), logits)
     assert gradient.abs().amax(1).min() > 0
@@ -245,16 +209,15 @@ def test_all_buckets_count(name: str) -> None:
     if name == verl_distillation.FORWARD_KL:
         expected = (q.exp() * (q - p)).sum(1)
         torch.testing.assert_close(outputs["distillation_losses"].double(), expected, rtol=1e-5, atol=1e-6)
-    agreed = of_verl(rows(1), MODES[name])["distillation_losses"]
+    agreed = of_verl(rows(1), name)["distillation_losses"]
     assert agreed.abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
 def test_rows_that_no_teacher_scored_have_neither_loss_nor_gradient(value: float) -> None:
-    log_q = rows(1).log_softmax(1).topk(K, 1).values
+    log_q, logits = rows(1).log_softmax(1).topk(K, 1).values, rows(2).requires_grad_()
     log_q[4] = value
-    logits = rows(2).requires_grad_()
-    outputs = of_verl(logits, MODES[verl_distillation.FORWARD_KL], log_q=log_q)
+    outputs = of_verl(logits, verl_distillation.FORWARD_KL, log_q=log_q)
     [gradient] = torch.autograd.grad(outputs["distillation_losses"].sum(), logits)
     assert all(values[4] == 0 and values.isfinite().all() for values in outputs.values())
     assert gradient.isfinite().all() and not gradient[4].any() and gradient[5].any()
@@ -262,7 +225,7 @@ def test_rows_that_no_teacher_scored_have_neither_loss_nor_gradient(value: float
 
 def test_log_prob_min_clamp_bounds_ids_and_tail() -> None:
     logits = rows(2)
-    clamped = of_verl(logits, MODES[verl_distillation.FORWARD_KL], floor=-2.0)["distillation_losses"]
+    clamped = of_verl(logits, verl_distillation.FORWARD_KL, floor=-2.0)["distillation_losses"]
     ids = rows(1).topk(K, 1).indices
     p, q = (buckets(x.log_softmax(1), ids).clamp(min=-2.0) for x in (logits, rows(1)))
     # The divergence of clamped values adds p - q of each bucket, as these no longer cancel.
@@ -270,198 +233,50 @@ def test_log_prob_min_clamp_bounds_ids_and_tail() -> None:
     torch.testing.assert_close(clamped.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-# --- the scoring of teachers, in an actor that swaps weights
-
-TOKENS, SAMPLED, SWITCHED_BACK = [4, 6], [2, 3], ("switch", "actor")
+# --- vocabularies of teachers, as checkpoints say that may be damaged
 
 
-class Actor:
-    """An actor of slime: the weights that it holds decide what its model says."""
-
-    def __init__(self, folder: Path, **changes: Any) -> None:
-        teachers = {name: str(folder / name) for name in ("math", "code")}
-        for path in teachers.values():
-            Path(path).mkdir()
-        options = {"opd_top_k": K, "opd_combine": "route", "rollout_temperature": TEMPERATURE, "ckpt_step": 5}
-        self.args = SimpleNamespace(**{"opd_teachers": teachers, **options, **changes})
-        self.events: list[tuple[Any, ...]] = []
-        self.weights = "actor"
-        self.weights_backuper = SimpleNamespace(
-            backup_tags=["actor"], backup=lambda tag: self.events.append(("backup", tag))
-        )
-
-    def _switch_model(self, tag: str) -> None:
-        self.events.append(("switch", tag))
-        self.weights = tag
-
-    def load_other_checkpoint(self, tag: str, path: str) -> None:
-        self.events.append(("load", path, self.args.ckpt_step))
-        self.weights_backuper.backup_tags.append(tag)
-        self.weights = tag
-
-    def logits(self) -> Tensor:
-        seed = ["actor", "opd_math", "opd_code"].index(self.weights)
-        return torch.randn(1, sum(TOKENS), VOCABULARY, generator=torch.Generator().manual_seed(seed))
-
-    def log_probs(self) -> Tensor:
-        """Of the rows that predict the responses."""
-        return (self.logits()[0, [1, 2, 6, 7, 8]] / TEMPERATURE).log_softmax(1)
+def huggingface(folder: Path, config: Any) -> str:
+    return str(write(folder, {"config.json": config if isinstance(config, str) else json.dumps(config)}))
 
 
-def score(actor: Actor, names: list[str] | None = None, non_loss_data: bool = False) -> dict[str, Any]:
-    """Return the rollout data as the training sees it."""
-    scorer = TeacherScorer(actor)
-    rollout: dict[str, Any] = {"tokens": None, **({SOURCES: names} if names else {})}
+def megatron(root: Path, size: Any) -> str:
+    """A checkpoint whose index has an embedding of this size."""
+    from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
-    def forward(function: Callable[..., Any]) -> Any:
-        scorer.batch = {"total_lengths": TOKENS, "response_lengths": SAMPLED, **rollout}
-        result = function(actor.logits(), args=actor.args, non_loss_data=non_loss_data)
-        return result if non_loss_data else result[1]
-
-    before = set(rollout)
-    with scorer.scores_in(rollout, forward):
-        during = dict(rollout)
-    assert set(rollout) == before
-    return during
+    files = {"metadata.json": json.dumps({"sharded_backend": "torch_dist"})}
+    folder = write(root / "iter_0000005", files)
+    entry = TensorStorageMetadata(TensorProperties(), size, [])
+    index = Metadata({"embedding.word_embeddings.weight": entry}, storage_data={})
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    return str(write(root, {"latest_checkpointed_iteration.txt": "5"}))
 
 
-@pytest.mark.parametrize("non_loss_data", [False, True], ids=["slime", "miles"])
-def test_each_sample_has_the_distribution_of_the_teacher_that_it_names(
-    non_loss_data: bool, tmp_path: Path
-) -> None:
-    mine = Actor(tmp_path)
-    during = score(mine, ["math", "code"], non_loss_data)
-
-    ids = torch.cat([old.indices for old in during["opd_old"]])
-    assert torch.equal(ids.sort(1).values, mine.log_probs().topk(K).indices.sort(1).values)
-    paths = mine.args.opd_teachers
-    loads = [("load", paths[name], None) for name in ("math", "code")]  # no iteration of the policy's
-    assert mine.events == [SWITCHED_BACK, *loads, SWITCHED_BACK]
-    assert mine.args.ckpt_step == 5
-    for sample, (weights, rows) in enumerate((("opd_math", slice(0, 2)), ("opd_code", slice(2, 5)))):
-        [teacher] = during["opd_teachers"][sample]
-        mine.weights = weights
-        expected = mine.log_probs()[rows].gather(1, ids[rows])
-        torch.testing.assert_close(teacher.log_probs, expected)
-        torch.testing.assert_close(teacher.tail_log_prob.exp(), 1 - expected.exp().sum(1))
-
-
-def test_a_teacher_in_memory_is_not_read_from_disk_again(tmp_path: Path) -> None:
-    mine = Actor(tmp_path)
-    score(mine, ["math", "code"])
-    (tmp_path / "code").rmdir()
-    mine.events.clear()
-    score(mine, ["math", "math"])
-    tags = ("actor", "opd_math", "opd_code", "actor")
-    assert mine.events == [("switch", tag) for tag in tags]
-
-
-def test_the_actor_is_back_after_a_teacher_that_cannot_be_loaded(tmp_path: Path) -> None:
-    mine: Any = Actor(tmp_path, opd_combine="average")
-    mine.load_other_checkpoint = lambda tag, path: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        score(mine)
-    assert mine.events[-1] == SWITCHED_BACK
-
-
-def test_miles_is_made_to_keep_a_copy_of_the_actor(tmp_path: Path) -> None:
-    mine: Any = Actor(tmp_path, opd_combine="average")
-    mine._enable_weight_backup = False
-    score(mine)
-    assert mine.with_opd_teacher and mine.events[0] == ("backup", "actor")
-
-
-def test_a_microbatch_has_the_distributions_that_are_known_so_far() -> None:
-    def get_batch(data_iterator: Any, keys: list[str]) -> dict[str, Any]:
-        return {key: data_iterator.rollout_data[key] for key in keys}
-
-    iterator = SimpleNamespace(rollout_data={"tokens": 1, "opd_old": 2, "rewards": 3})
-    call = Call(get_batch, (iterator, ["tokens"]))
-    assert distillation_teachers.get_batch(call) == {"tokens": 1}
-    scorer = TeacherScorer(None)
-    with distillation_teachers.scorer.enter(scorer):
-        assert distillation_teachers.get_batch(call) == scorer.batch == {"tokens": 1, "opd_old": 2}
-
-
-# --- vocabularies of teachers, as checkpoints say that may be damaged or hostile
-
-
-def huggingface(folder: Path, size: int, nested: bool = False) -> str:
-    folder.mkdir()
-    config = {"vocab_size": size}
-    (folder / "config.json").write_text(json.dumps({"text_config": config} if nested else config))
-    return str(folder)
-
-
-def megatron(root: Path, rows: int) -> str:
-    from torch.distributed import checkpoint
-
-    folder = root / "iter_0000005"
-    folder.mkdir(parents=True)
-    weights = {"embedding.word_embeddings.weight": torch.zeros(rows, 2), "output": torch.zeros(3)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
-        checkpoint.save(weights, checkpoint_id=folder)
-    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
-    (root / "latest_checkpointed_iteration.txt").write_text("5")
-    return str(root)
-
-
-def test_the_same_vocabulary_padded_or_not(tmp_path: Path) -> None:
-    student = huggingface(tmp_path / "student", 1000)
-    nested = huggingface(tmp_path / "hf", 1000, nested=True)
-    most = megatron(tmp_path / "most", 1000 + 2047)  # as much padding as a checkpoint may have to load
-    check_vocabularies({"hf": nested, "padded": megatron(tmp_path / "megatron", 1024), "most": most}, student)
-
-
-def test_another_vocabulary(tmp_path: Path) -> None:
-    student = huggingface(tmp_path / "student", 1000)
+def test_the_vocabulary_is_the_students_padded_or_not(tmp_path: Path) -> None:
+    student = huggingface(tmp_path / "student", {"vocab_size": 1000})
+    nested = huggingface(tmp_path / "nested", {"text_config": {"vocab_size": 1000}})
+    most = 1000 + 2047  # as much padding as a checkpoint may have to load
+    sizes = {name: torch.Size([size, 2]) for name, size in (("least", 1000), ("most", most))}
+    teachers = {name: megatron(tmp_path / name, size) for name, size in sizes.items()}
+    check_vocabularies({"nested": nested, **teachers}, student)
     (tmp_path / "empty").mkdir()
     for teacher, message in (
-        (huggingface(tmp_path / "other", 1001), "'math' .* has a vocabulary of 1001, the student .* 1000"),
-        (megatron(tmp_path / "fewer", 999), "'math' .* has a vocabulary of 999"),
-        (megatron(tmp_path / "more", 1000 + 2048), "'math' .* has a vocabulary of 3048"),
+        (huggingface(tmp_path / "other", {"vocab_size": 1001}), "vocabulary of 1001, the student .* 1000"),
+        (megatron(tmp_path / "fewer", torch.Size([999, 2])), "'math' .* has a vocabulary of 999"),
+        (megatron(tmp_path / "more", torch.Size([most + 1, 2])), "'math' .* has a vocabulary of 3048"),
         (str(tmp_path / "empty"), "cannot be loaded: .*empty"),
     ):
         with pytest.raises(InvalidInputError, match=message):
             check_vocabularies({"math": teacher}, student)
 
 
-@pytest.mark.parametrize(
-    "text", ["[1000]", "{", '"text"', '{"vocab_size": "1000"}', '{"text_config": 3}', "\x00"]
-)
-def test_a_damaged_config_is_named(text: str, tmp_path: Path) -> None:
-    student, teacher = (huggingface(tmp_path / name, 1000) for name in ("student", "teacher"))
-    Path(teacher, "config.json").write_text(text)
-    for models in (({"math": teacher}, student), ({"math": student}, teacher)):
-        with pytest.raises(CheckpointError, match=r"teacher/config\.json is damaged"):
-            check_vocabularies(*models)
-
-
-class Hostile:
-    def __reduce__(self) -> tuple[object, ...]:
-        return Path.touch, (Path("touched"),)
-
-
-def sized(size: object) -> bytes:
-    from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
-
-    entry = TensorStorageMetadata(TensorProperties(), size, [])  # type: ignore[arg-type]
-    return pickle.dumps(Metadata({"embedding.word_embeddings.weight": entry}, storage_data={}))
-
-
-@pytest.mark.parametrize(
-    "index",
-    [pickle.dumps(Hostile()), sized(None), sized(torch.Size())],
-    ids=["hostile", "no size", "a scalar"],
-)
-def test_a_damaged_or_hostile_index_is_named(
-    index: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    student = huggingface(tmp_path / "student", 1000)
-    teacher = megatron(tmp_path / "teacher", 1024)
-    (tmp_path / "teacher" / "iter_0000005" / ".metadata").write_bytes(index)
-    with pytest.raises(CheckpointError, match=r"\.metadata"):
-        check_vocabularies({"math": teacher}, student)
-    assert not (tmp_path / "touched").exists()
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    student = huggingface(tmp_path / "student", {"vocab_size": 1000})
+    for text in ("[1000]", "{", '"text"', '{"vocab_size": "1000"}', '{"text_config": 3}', "\0"):
+        teacher = huggingface(tmp_path / "teacher", text)
+        for models in (({"math": teacher}, student), ({"math": student}, teacher)):
+            with pytest.raises(CheckpointError, match=r"teacher/config\.json is damaged"):
+                check_vocabularies(*models)
+    for number, size in enumerate((None, torch.Size())):
+        with pytest.raises(CheckpointError, match=r"\.metadata"):
+            check_vocabularies({"math": megatron(tmp_path / f"{number}", size)}, student)

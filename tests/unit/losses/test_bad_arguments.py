@@ -81,7 +81,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (losses.distillation_loss, {**OF_ROWS, "batch": BATCH, "options": DISTILLATION_OPTIONS}),
     (losses.estimate_kl, {"log_ratio": random(3), "estimator": "k3"}),
     (losses.group_advantages, {"rewards": random(4), "groups": torch.tensor([0, 0, 1, 1]), "eps": 1e-6}),
-    (losses.token_weights, {"loss_masks": MASKS, **CONSTANT, "dtype": torch.float32}),
+    (losses.token_weights, {"loss_masks": MASKS, **CONSTANT}),
     (losses.mean_count, {"loss_masks": MASKS, "num_microbatches": 2, "normalization": "token"}),
     (losses.average_metrics, {"reports": [{"loss": torch.ones(2)}] * 2}),
     (losses.mix_teachers, {"teachers": [TOPK, TOPK], "weights": [1.0, 2.0]}),
@@ -322,7 +322,7 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (losses.make_distillation_loss_func, {"batch": OF_FULL, "options": AT_K}, "over k ids: use 'reverse_kl'"),
     (LAYOUT.response_targets, {"tokens": TOKENS[1:]}, r"tokens have the shapes \[\[3\]\], but \[4, 3\] are"),
     (LAYOUT.response_targets, {"tokens": [torch.ones(4), torch.ones(3)]}, "tokens are torch.float32"),
-    (LAYOUT.to_zigzag, {"responses": MASKS[1:]}, r"responses have the shapes \[\[2\]\], but \[2, 2\] are"),
+    (LAYOUT.local_parts, {"responses": MASKS[1:]}, r"responses have the shapes \[\[2\]\], but \[2, 2\] are"),
     (LAYOUT.split_responses, {"values": random(5)}, r"\[\[5\]\], but \[4\] are .* rank 0 of 1; pass values"),
     (OF_TWO_RANKS.gather_responses, {"values": random(2)}, "cp_group is None, .* of 2 .*; pass cp_group"),
 ]

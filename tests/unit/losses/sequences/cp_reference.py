@@ -64,7 +64,9 @@ class Case:
         """What the model of one rank sees of whole samples ``[total, ...]``: ``[*logits_shape, ...]``."""
         samples = [_pad(sample, length) for sample, length in zip(samples, self.padded(), strict=True)]
         if self.zigzag:
-            samples = [zigzag(sample, cp_rank, self.cp_size) for sample in samples]
+            chunks = 2 * self.cp_size
+            mine = [cp_rank, chunks - 1 - cp_rank]
+            samples = [sample.unflatten(0, (chunks, -1))[mine].flatten(0, 1) for sample in samples]
         if self.scheme == "padded":
             return torch.stack(samples)
         if not self.zigzag:
@@ -78,11 +80,6 @@ class Case:
     def of_predictors(self, samples: Tensors) -> Tensors:
         """Rows from which the response tokens are predicted."""
         return [sample[prompt - 1 : -1] for sample, prompt in zip(samples, self.prompts, strict=True)]
-
-
-def zigzag(sample: torch.Tensor, cp_rank: int, cp_size: int) -> torch.Tensor:
-    chunks = sample.view(2 * cp_size, -1, *sample.shape[1:])
-    return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
 
 
 def _pad(tensor: torch.Tensor, length: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Layouts compared with slices of whole samples, on all ranks of context-parallel groups of 1 to 8.
+"""What layouts refuse, and what they do without context parallelism.
 
-test_loss_functions.py compares what is computed from them, and its gradients.
+test_loss_functions.py compares what is computed from random ones with whole samples, on 1 to 8 ranks.
 """
 
 from __future__ import annotations
@@ -14,52 +14,7 @@ from hypothesis import given
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import SequenceLayout
 
-from .cp_reference import Case, Tensors, cases, corners, zigzag
-
-
-def _tokens(case: Case) -> Tensors:
-    """Tokens that are all different, a sample's in sequence."""
-    return [100 * sample + torch.arange(total) for sample, total in enumerate(case.totals, 1)]
-
-
-@corners
-@given(cases())
-def test_each_response_token_is_predicted_from_the_token_before_on_one_rank(case: Case) -> None:
-    tokens, seen = _tokens(case), []
-    for rank, layout in enumerate(case.layouts()):
-        stream = case.shard(tokens, rank)
-        assert layout.logits_shape == stream.shape
-        assert layout.num_rows == stream.numel()
-        mine = torch.cat(case.of_responses(tokens))[layout.response_index].tolist()
-        assert (stream.flatten()[layout.response_rows] + 1).tolist() == mine
-        assert layout.response_targets(tokens).tolist() == mine == sorted(mine)
-        seen += mine
-    assert sorted(seen) == torch.cat(case.of_responses(tokens)).tolist()
-
-
-@corners
-@given(cases())
-def test_zigzag_parts(case: Case) -> None:
-    """Those of the slices of whole samples, whatever scheme the model ran under."""
-    responses = [torch.randn(response, requires_grad=True) for response in case.responses]
-    for rank, layout in enumerate(case.layouts()):
-        parts = layout.to_zigzag(responses)
-        expected = layout.local_parts(responses)
-        if not case.zigzag:
-            pairs = zip(responses, case.prompts, strict=True)
-            expected = [_zigzag_part(response, prompt, rank, case.cp_size) for response, prompt in pairs]
-        assert len(parts) == len(expected) and all(map(torch.equal, parts, expected))
-        assert all(part.requires_grad for part in parts)
-
-
-def _zigzag_part(response: torch.Tensor, prompt: int, cp_rank: int, cp_size: int) -> torch.Tensor:
-    """By slicing the whole sample: the values where their predictors stand, then no value."""
-    if cp_size == 1:
-        return response
-    nothing = response.new_full((len(response) + prompt + 2 * cp_size,), torch.nan)
-    sample = torch.cat([nothing[: prompt - 1], response, nothing[:1]])
-    mine = zigzag(torch.cat([sample, nothing[: -len(sample) % (2 * cp_size)]]), cp_rank, cp_size)
-    return mine[~mine.isnan()]
+from .cp_reference import Case, cases
 
 
 @given(cases(cp_sizes=(1,)))
@@ -77,7 +32,7 @@ def test_lengths_may_be_tensors_and_layouts_go_to_the_device_of_the_logits() -> 
     assert layout.response_rows.tolist() == [1, 2, 6, 7, 8]
     layout = SequenceLayout.build([9], [4], cp_size=2, allgather_cp=True, device="meta")
     vectors = (layout.response_rows, layout.response_index)
-    parts = layout.to_zigzag([torch.zeros(4, device="meta")])
+    parts = layout.local_parts([torch.zeros(4, device="meta")])
     assert {vector.device.type for vector in (*vectors, *parts)} == {"meta"}
 
 

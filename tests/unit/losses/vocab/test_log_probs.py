@@ -12,7 +12,6 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from megatron_rl_patches.losses.objectives.distributions import log1mexp
 from megatron_rl_patches.losses.vocab.arguments import as_slices
 from megatron_rl_patches.losses.vocab.softmax import merged
 from tests.references.dense import dense_log_probs_at, relative_error
@@ -99,24 +98,6 @@ def test_distributions_are_split_joined_and_selected() -> None:
     for distributions in ([whole, other], []):
         with pytest.raises(InvalidInputError, match="of different k"):
             TopKDistribution.cat(distributions)
-
-
-def test_log1mexp() -> None:
-    x = -torch.logspace(-12, 2, 200, dtype=torch.float64)
-    expected = torch.where(x > -0.1, (-torch.special.expm1(x)).log(), torch.log1p(-x.exp()))
-    assert torch.allclose(log1mexp(x), expected, rtol=1e-12)
-    assert torch.autograd.gradcheck(log1mexp, -torch.linspace(0.1, 5, 9).double().requires_grad_())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_lost_tail_has_no_gradient(dtype: torch.dtype) -> None:
-    x = torch.tensor([0.0, 1e-7, -1e-45, -INF, -1.0], dtype=dtype, requires_grad=True)
-    found = log1mexp(x)
-    assert (found[:2] == -INF).all() and found[3] == 0
-    [gradient] = torch.autograd.grad(found[:2].sum() + found[3:].sum(), x)
-    assert (gradient[[0, 1, 3]] == 0).all()
-    assert gradient[4] == pytest.approx(-1 / (torch.tensor(1.0).exp() - 1))
-    assert torch.autograd.grad(log1mexp(x).sum(), x)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("mass", [1e-1, 1e-5, 1e-7, 1e-30])
