@@ -238,6 +238,7 @@ NEEDING_WEIGHTS: dict[Callable[[Any, Any], Any], str] = {
     lambda model, weight: model.decoder.register_buffer("norms", weight.detach().norm(dim=1)): (
         "makes decoder.norms from a weight while it builds the model"
     ),
+    lambda model, weight: setattr(model, "views", {1: [weight.detach()]}): "makes views from a weight",
     lambda model, weight: setattr(model, "reference", weakref.ref(weight)): (
         r"holds another reference to output_layer.weight than modules do \(RuntimeError: "
     ),
@@ -348,6 +349,8 @@ def test_hooks_before_wrapping_and_configs_of_ones_own() -> None:
             torch._foreach_zero_(list(chunk.parameters()))
 
     [hooked] = build_inference_model(provider, config, dtype="bf16", pre_wrap=load)
+    own = hooked.config
+    assert own.bf16 and own.params_dtype == own.pipeline_dtype == own.autocast_dtype == torch.bfloat16
     assert seen == [("GPTModel", torch.bfloat16)]
     assert all(bool((p == 0).all()) for p in hooked.parameters())
     assert type(hooked).__name__ == "Float16Module"
