@@ -15,13 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 
 from megatron_rl_patches.errors import InferenceOnlyError, InvalidInputError
 from megatron_rl_patches.inference import (
     TeacherPool,
+    build_inference_model,
     estimate_memory,
     forward_hidden_states,
     forward_log_probs,
@@ -195,30 +194,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.nightly
 @on_ranks(2)
 def test_a_rank_has_as_many_parameters_as_estimated() -> None:
-    """As Megatron-LM builds a model."""
     for name, shape in SHAPES.items():
         config = TransformerConfig(**MOE, **shape, pipeline_dtype=torch.float32)
-        stages = config.virtual_pipeline_model_parallel_size
         sizes = {"tp": config.tensor_model_parallel_size, "ep": config.expert_model_parallel_size}
-        sizes |= {"pp": config.pipeline_model_parallel_size, "vpp": stages}
+        sizes["pp"] = config.pipeline_model_parallel_size
+        sizes["vpp"] = config.virtual_pipeline_model_parallel_size
         TinyModel(**sizes, expert_tp=config.expert_tensor_parallel_size).initialize()
-        count = sum(_parameters_of(config, stage) for stage in (range(stages) if stages else [None]))
+        provide = partial(memory_cases.provide, Case(name, {"vocab_size": 1024}))
+        chunks = build_inference_model(provide, config, device="meta")
+        count = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
         estimate = estimate_memory(config, vocab_size=1024) if dist.get_rank() == 0 else None
         stage = everywhere(estimate)[0].stages[parallel_state.get_pipeline_model_parallel_rank()]
         assert stage.dense_parameters + stage.expert_parameters == count, name
-
-
-def _parameters_of(config: TransformerConfig, stage: int | None) -> int:
-    where = {"ignore_virtual": False, "vp_stage": stage}
-    model = GPTModel(
-        config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage),
-        vocab_size=1024,
-        max_sequence_length=1,
-        position_embedding_type="rope",
-        pre_process=parallel_state.is_pipeline_first_stage(**where),
-        post_process=parallel_state.is_pipeline_last_stage(**where),
-        share_embeddings_and_output_weights=True,
-        vp_stage=stage,
-    )
-    return sum(parameter.numel() for parameter in model.parameters())
