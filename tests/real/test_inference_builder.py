@@ -17,10 +17,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_rl_patches.common.chunks import unwrap
@@ -165,35 +162,22 @@ def test_on_the_meta_device_without_cuda() -> None:
     assert not torch.cuda.is_available()
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
 
-    def provider(pre_process: bool, post_process: bool, config: Any) -> GPTModel:
-        return GPTModel(
-            config,
-            get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False),
-            vocab_size=128_000,
-            max_sequence_length=64,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=True,
-            position_embedding_type="rope",
-        )
-
-    shape = {"num_layers": 4, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8}
-    config = TransformerConfig(**shape, num_moe_experts=8, add_bias_linear=False)
+    shape = {"hidden_size": 4096, "num_moe_experts": 8}
+    options = TinyModel(kind="moe", vocab_size=128_000, tied=True, config=shape)
+    config, provider = options.transformer_config(), options.provider
     [chunk] = build_inference_model(provider, config, device="meta")
     size = sum(p.numel() * p.element_size() for p in chunk.parameters())
     assert size > 8e9
     assert _peak_bytes() < size / 8
     assert {(p.device.type, p.dtype) for p in chunk.parameters()} == {("meta", torch.bfloat16)}
-    assert chunk.module.rotary_pos_emb.inv_freq.device.type == "cpu"
-
     config.hidden_size, config.ffn_hidden_size, config.num_layers = 64, 64, 1
     config.moe_token_dispatcher_type = "alltoall"
     config.moe_shared_expert_intermediate_size, config.moe_shared_expert_overlap = 64, True
     recording = copy.copy(config)
     recording.moe_enable_routing_replay = True
 
-    def failing(pre_process: bool, post_process: bool, config: Any) -> Any:
-        provider(pre_process, post_process, config)
+    def failing(**arguments: Any) -> Any:
+        provider(**arguments)
         raise KeyError("of the provider")
 
     with pytest.raises(InvalidInputError, match="there is no CUDA device: pass device='cpu'"):
