@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -174,22 +173,6 @@ def test_a_model_that_was_built_and_not_loaded_has_nothing_to_lose(model: Net) -
     assert copy_to.call_count == 1 and holds(model, "b")
 
 
-def test_sources(model: Net) -> None:
-    pool = TeacherPool([model])
-    pool.add("own")
-    assert pool.resident == "own"
-    pool.add("b", lambda chunks: loading("b")(chunks[0]))
-    with mock.patch(
-        "megatron_rl_patches.inference.checkpoints.load.load_inference_checkpoint",
-        lambda chunks, path, exact: exact and chunks[0].load_state_dict(STATES[path.name]),
-    ):
-        pool.add("c", Path("checkpoints/c"))
-    assert holds(model, "own") and pool.resident == "own"
-    for name in pool.names:
-        with pool.use(name) as chunks:
-            assert holds(chunks[0], name)
-
-
 def test_a_loader_that_fails_leaves_the_weights(pool: TeacherPool, model: Net) -> None:
     def fail(model: Net) -> None:
         model.scale.fill_(0)
@@ -202,21 +185,6 @@ def test_a_loader_that_fails_leaves_the_weights(pool: TeacherPool, model: Net) -
         with pytest.raises(OSError, match="disk"):
             pool.add("d", fail)
         assert holds(model, "a") and pool.resident == "a"
-
-
-@pytest.mark.parametrize("container", [list, torch.nn.ModuleList])
-def test_chunks_are_told_apart(container: Any) -> None:
-    chunks = container([Net(0), Net(2)])
-    pool = TeacherPool(chunks)
-    pool.add("own")
-    pool.add("swapped", lambda chunks: [loading("a")(chunks[0]), loading("own")(chunks[1])])
-    with pool.use("swapped"):
-        assert holds(chunks[0], "a") and holds(chunks[1], "own")
-    with pool.use("own"):
-        assert holds(chunks[0], "own") and holds(chunks[1], "b")
-    chunks[1].embedding.data = torch.zeros(3, 6)
-    with pytest.raises(InvalidInputError, match=r"chunk 1: embedding is \[3, 6\]"):
-        pool.add("wider")
 
 
 def test_names_and_removed_weights_that_are_kept_while_needed(pool: TeacherPool, model: Net) -> None:
