@@ -76,10 +76,10 @@ def test_pooled_teachers_score_as_they_do_alone(tmp_path: Path) -> None:
     heads = {name: pool.head(name) for name in TEACHERS}
     assert reachable_bytes() - before == pool.head_bytes
     [estimated] = estimate_memory(pool.model, teachers=len(pool), teacher_heads=True).stages
-    reported: Any = memory_report(pool=pool).teachers
+    reported = memory_report(pool=pool)
     accounts = pool.host_bytes, pool.head_bytes
     assert (estimated.with_teachers.host, estimated.with_teachers.teacher_heads) == accounts
-    assert (reported.weights, reported.heads) == accounts
+    assert (reported.teacher_weights, reported.teacher_heads) == accounts
     for name, head in heads.items():
         with pool.use(name) as model:
             own = output_head(model)

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -53,8 +53,8 @@ def load_inference_checkpoint(
     """Load the weights of a Megatron checkpoint, and nothing else of it, into a model.
 
     Megatron-core's loader reads the tensors, after the index of the checkpoint was checked. No global state
-    changes, and no code runs that the files name. The optimizer's shards may be absent. TP, PP, VPP and EP
-    sizes may change even where Megatron-LM's ``load_checkpoint`` refuses that because of the optimizer.
+    changes, and no code runs that the files name. The optimizer's shards may be absent, and sizes of TP, PP,
+    VPP and EP other ones, even where Megatron-LM's ``load_checkpoint`` refuses that for the optimizer.
 
     A collective: every rank of the default process group calls it, and either all of them load or all of
     them raise. Keys, shapes and what the files say of their tensors are checked before any tensor is read,
@@ -117,14 +117,14 @@ def _read(
     from .torch_dist import TorchDistCheckpoint
 
     with _on_all_ranks_or_none(f"cannot load {source}"):
-        for name, weight in named_weights(chunks):
-            if hasattr(weight, "main_param"):  # with sharded optimizers also where another replica updates it
-                raise CheckpointError(
-                    f"{name} has a main parameter, from which the optimizer's next step would write the old "
-                    "weight again: load before the optimizer is made, or with Megatron's load_checkpoint, "
-                    "which calls optimizer.reload_model_params(). If that optimizer is gone, delete the "
-                    "attribute main_param of each parameter"
-                )
+        # With sharded optimizers, also the weights that another replica updates have a main parameter.
+        if name := next((name for name, x in named_weights(chunks) if hasattr(x, "main_param")), None):
+            raise CheckpointError(
+                f"{name} has a main parameter, from which the optimizer's next step would write the old "
+                "weight again: load before the optimizer is made, or with Megatron's load_checkpoint, "
+                "which calls optimizer.reload_model_params(). If that optimizer is gone, delete the "
+                "attribute main_param of each parameter"
+            )
         folder = locate(source, ckpt_step)
         check_format(folder)
         checkpoint = TorchDistCheckpoint(folder)
@@ -147,7 +147,12 @@ def _read(
     with ExitStack() as stack:
         with _on_all_ranks_or_none(f"cannot load {source}"):
             by_any_rank = {name for name, *by_rank in zip(names, *all_flags, strict=True) if any(by_rank)}
-            unexpected = _without_mtp(set(names) - by_any_rank, by_any_rank)
+            unexpected = set(names) - by_any_rank
+            mtp = {name for name in unexpected if name.startswith(_MTP)}  # which a policy's checkpoint has
+            if mtp and not any(name.startswith(_MTP) for name in by_any_rank):
+                unexpected -= mtp
+                if is_rank_0():
+                    _WITHOUT_MTP.log(number=len(mtp), prefix=_MTP)
             differing = {("unexpected in the checkpoint", name) for name in unexpected}.union(*all_differing)
             differing |= _other_heads(set().union(*all_paddings))
             if text := describe(differing):
@@ -165,8 +170,8 @@ def _read(
 def _other_heads(vocabularies: set[tuple[str, int, int]]) -> Differences:
     """Return heads of another kind, as a critic's is; warn of vocabularies with another padding.
 
-    Padding gives an output layer as many rows as the embeddings, which may be on another rank. Of all ranks'
-    vocabularies, the argument has the names, and the rows as stored and as in the model.
+    The argument has the vocabularies of all ranks: their names, and their rows as stored and in the model.
+    Padding gives an output layer as many rows as the embeddings.
     """
     rows = {(stored, own) for name, stored, own in vocabularies if name.endswith("word_embeddings.weight")}
     differing: Differences = set()
@@ -178,16 +183,6 @@ def _other_heads(vocabularies: set[tuple[str, int, int]]) -> Differences:
             # It might be another vocabulary, which shows nowhere else.
             _PADDED.log(name=name, stored=stored, own=own)
     return differing
-
-
-def _without_mtp(stored: set[str], requested: Iterable[str]) -> set[str]:
-    """Leave out multi-token prediction, which a policy's checkpoint has, unless the model has it, too."""
-    mtp = {name for name in stored if name.startswith(_MTP)}
-    if not mtp or any(name.startswith(_MTP) for name in requested):
-        return stored
-    if is_rank_0():
-        _WITHOUT_MTP.log(number=len(mtp), prefix=_MTP)
-    return stored - mtp
 
 
 def _iteration(folder: Path, content: _State) -> int:
@@ -214,9 +209,9 @@ def _missing(chunk: torch.nn.Module, names: set[str], with_output_head: bool) ->
     weights = {name: x for name, x in chunk.state_dict(keep_vars=True).items() if "_extra_state" not in name}
     # Tied weights have several names, and one is enough.
     loaded = {id(weights[name]) for name in weights.keys() & names}
-    missing = {name for name, x in weights.items() if isinstance(x, torch.Tensor) and id(x) not in loaded}
-    left_out = set() if with_output_head else set(filter(is_of_output_head, missing))
-    return {("missing in the checkpoint", name) for name in missing - left_out}
+    missing = (name for name, x in weights.items() if isinstance(x, torch.Tensor) and id(x) not in loaded)
+    wanted = (name for name in missing if with_output_head or not is_of_output_head(name))
+    return {("missing in the checkpoint", name) for name in wanted}
 
 
 # --- the folder and the format, found as ``checkpointing.py`` of Megatron-LM does
@@ -273,10 +268,8 @@ def check_format(folder: Path) -> None:
 
 def iteration_of(name: str) -> int | None:
     """Return the iteration that a folder has in its name; 0 for a release, as Megatron counts it."""
-    if name == "release":
-        return 0
-    match = re.fullmatch(r"iter_(\d{7,})", name)
-    return int(match[1]) if match else None
+    match = re.fullmatch(r"release|iter_(\d{7,})", name)
+    return int(match[1] or 0) if match else None
 
 
 def _no_checkpoint_in(folder: Path) -> CheckpointError:

@@ -46,7 +46,7 @@ _IN_PIECE = re.compile(r"torch\.(_utils\._rebuild_tensor_v[23]|(storage\.)?\w+)|
 class Record:
     """Stands for an object of a class that a file names, or for what a function returns that it names."""
 
-    #: The class or function, with its module; that of a subclass for each name in a file.
+    #: The class or function, with its module. Each name in a file has a subclass.
     qualified_name = ""
     args: tuple[Any, ...] = ()
     state: Any = None

@@ -1,7 +1,7 @@
-"""Model weights from ``torch_dist`` checkpoints, by Megatron's loader, which gets an index that was checked.
+"""Model weights from ``torch_dist`` checkpoints, by Megatron's loader.
 
-Megatron's loader unpickles ``.metadata`` and objects that are no tensors without protection, in all releases.
-So the loader gets a folder with links to the shards and an index written anew, and loads tensors only.
+In all releases it unpickles ``.metadata`` and objects that are no tensors without protection. So it gets a
+folder with links to the shards and an index that was checked and written anew, and loads tensors only.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Request(NamedTuple):
     factories: _State  # what joins weights that Megatron splits for storage
 
     def by_name(self) -> dict[str, ShardedTensor]:
-        """Return every tensor that the request touches, by its name in the checkpoint."""
+        """Return the tensors by their names in the checkpoint."""
         return {tensor.key: tensor for tensor in nested_values(self.tensors)}
 
 
@@ -114,8 +114,8 @@ class TorchDistCheckpoint:
     def names(self, with_output_head: bool) -> list[str]:
         """Return the sorted names of all tensors but the optimizer's: the same list on every rank."""
         tensors = (name for name, x in self.entries.items() if isinstance(x, TensorStorageMetadata))
-        names = sorted(name for name in tensors if not _OPTIMIZER_TENSOR.match(name))
-        return [name for name in names if with_output_head or not is_of_output_head(name)]
+        of_model = (name for name in tensors if not _OPTIMIZER_TENSOR.match(name))
+        return sorted(name for name in of_model if with_output_head or not is_of_output_head(name))
 
     def write_index(self, names: Iterable[str], folder: Path) -> None:
         """Write an index of tensors that :meth:`compare` takes, and links to their files, into a folder.
@@ -128,10 +128,10 @@ class TorchDistCheckpoint:
             whole = [((0,) * len(entry.size), entry.size)]
             if _corners((chunk.offsets, chunk.sizes) for chunk in entry.chunks) != _corners(whole):
                 raise CheckpointError(f"{self.folder}: {name} is not stored as a whole, once")
-            for index in (MetadataIndex(name, chunk.offsets) for chunk in entry.chunks):
-                if index not in self.metadata.storage_data:
-                    raise CheckpointError(f"{self.folder}: a piece of {name} is not stored")
-                places[index] = self.metadata.storage_data[index]
+            indices = [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
+            if not self.metadata.storage_data.keys() >= {*indices}:
+                raise CheckpointError(f"{self.folder}: a piece of {name} is not stored")
+            places |= {index: self.metadata.storage_data[index] for index in indices}
         ranges = sorted((p.relative_path, p.offset, p.offset + p.length) for p in places.values())
         for (file, _, end), (other, start, _) in itertools.pairwise(ranges):
             if file == other and start < end:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,6 @@ from megatron_rl_patches.inference import estimate_memory, memory_report
 from megatron_rl_patches.inference.memory import report
 from megatron_rl_patches.inference.memory.estimate import Memory, OptimizerSettings, StageEstimate
 from megatron_rl_patches.inference.memory.huggingface import fields_from_hf_config
-from megatron_rl_patches.inference.memory.report import DeviceMemory, HostMemory, MemoryReport, TeacherMemory
 
 
 def dense(model_type: str, *sizes: int, **more: Any) -> dict[str, Any]:
@@ -396,29 +395,25 @@ def test_units_fit_the_size() -> None:
 GIB = 2**30
 
 
-def test_host_and_device(monkeypatch: MonkeyPatch) -> None:
-    host = memory_report().host
-    assert host.rss == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
-    assert 0 < host.available < host.total == psutil.virtual_memory().total
+def test_report(monkeypatch: MonkeyPatch) -> None:
     for is_available in (False, True):  # and no context
         monkeypatch.setattr(torch.cuda, "is_available", lambda value=is_available: value)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-        assert memory_report().device is None and str(memory_report()).startswith("host: ")
+        host = memory_report()
+        assert host.device is None and str(host).startswith("host: ")
+    assert host.rss == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
+    assert 0 < host.host_available < host.host_total == psutil.virtual_memory().total
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda _: SimpleNamespace(rss=GIB))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * GIB, total=4 * GIB))
     for name, value in {"is_available": True, "is_initialized": True, "current_device": 1}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 * GIB, 80 * GIB))
-    for name, value in {"memory_allocated": 2, "max_memory_allocated": 3, "memory_reserved": 4}.items():
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (6 * GIB, 80 * GIB))
+    for name, value in {"memory_allocated": 2, "max_memory_allocated": 3, "memory_reserved": 5}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value * GIB)
-    expected = DeviceMemory(1, 2 * GIB, 3 * GIB, 4 * GIB, free=1 * GIB, total=80 * GIB)
-    assert memory_report().device == expected
-
-
-def test_one_line() -> None:
-    host = HostMemory(rss=GIB, available=2 * GIB, total=4 * GIB)
-    report = MemoryReport(DeviceMemory(0, GIB, 2 * GIB, 3 * GIB, 4 * GIB, 5 * GIB), host)
-    assert str(report) == (
-        "cuda:0: 1.00 GiB allocated, peak 2.00 GiB, 3.00 GiB reserved, 4.00 GiB of 5.00 GiB free; "
+    line = (
+        "cuda:1: 2.00 GiB allocated, peak 3.00 GiB, 5.00 GiB reserved, 6.00 GiB of 80.00 GiB free; "
         "host: 1.00 GiB in this process, 2.00 GiB of 4.00 GiB free"
     )
-    with_teachers = dataclasses.replace(report, teachers=TeacherMemory(2, 3 * GIB, GIB))
-    assert str(with_teachers) == f"{report}; 2 teachers: 3.00 GiB in host memory, output layers 1.00 GiB"
+    assert str(memory_report()) == line
+    with_teachers = replace(memory_report(), teachers=2, teacher_weights=3 * GIB, teacher_heads=GIB)
+    assert str(with_teachers) == f"{line}; 2 teachers: 3.00 GiB in host memory, output layers 1.00 GiB"
