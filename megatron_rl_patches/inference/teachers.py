@@ -20,10 +20,9 @@ _BLOCK_BYTES = 1 << 28
 
 
 class TeacherPool:
-    """Teachers of one shape that share one inference-only model.
+    """Teachers of one shape that share one inference-only model, each with its bytes in host memory.
 
-    Device memory is the model's; each teacher takes its bytes in host memory (pinned if the model is on a
-    GPU). Parameters keep their storages: CUDA graphs stay valid. ::
+    That is pinned if the model is on a GPU. Parameters keep their storages: CUDA graphs stay valid. ::
 
         pool = TeacherPool(build_inference_model(model_provider, config, dtype="bf16"))
         pool.add("math", "checkpoints/math")
@@ -103,8 +102,7 @@ class TeacherPool:
             if not self._holds_weights():
                 left = "only NaN or what an interrupted swap left"
                 raise InvalidInputError(f"the model holds nothing to add, {left}: pass a source.")
-            self._add_held(name)
-            return
+            return self._add_held(name)
         before = self._snapshot()
         self._resident, self._partially_written = None, True
         try:
@@ -133,8 +131,7 @@ class TeacherPool:
     def use(self, name: str) -> Iterator[Any]:
         """Yield the model with the weights of a teacher; not a collective: each rank swaps its own shard."""
         copy = self._teacher(name)
-        before = self._snapshot()
-        outer = self._in_use
+        before, outer = self._snapshot(), self._in_use
         try:
             self._in_use = (*outer, name)
             if copy is not before:
@@ -202,9 +199,7 @@ class TeacherPool:
         if not difference and [*map(len, storages)] != self._sizes:
             difference = "other weights share memory"
         if difference:
-            raise InvalidInputError(
-                f"the model is no longer the one that the pool was made for: {difference}."
-            )
+            raise InvalidInputError(f"the model is no longer the one the pool was made for: {difference}.")
         return storages
 
     def _holds_weights(self) -> bool:
@@ -253,11 +248,12 @@ def _layout_of(chunks: Sequence[torch.nn.Module]) -> tuple[dict[str, torch.Tenso
     weights = dict(named_weights(chunks))
     storages: dict[int, torch.Tensor] = {}
     for name, weight in weights.items():
-        if weight.requires_grad or hasattr(weight, "main_param"):
-            reason, remedy = "requires grad", "Freeze it (requires_grad_(False))"
-            if hasattr(weight, "main_param"):
-                reason = "has a main parameter"
-                remedy = "If its optimizer is gone, delete that attribute, main_param"
+        reason = "requires grad" if weight.requires_grad else ""
+        remedy = "Freeze it (requires_grad_(False))"
+        if hasattr(weight, "main_param"):
+            reason = "has a main parameter"
+            remedy = "If its optimizer is gone, delete that attribute, main_param"
+        if reason:
             raise InferenceOnlyError(
                 f"{name} {reason}: a pool overwrites the weights of its model, which must be one that "
                 f"does not train. {remedy}, or pass a model of its own."

@@ -1,8 +1,4 @@
-"""A model's pass over microbatches, forward only, through Megatron's pipeline schedules.
-
-A :class:`Plan` checks the model and the microbatches, and raises on all ranks if one of them has to refuse.
-:meth:`Plan.run` puts the model in eval mode, without gradients and sync functions, and restores it then.
-"""
+"""A model's pass over microbatches, forward only, through Megatron's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -51,10 +47,9 @@ _LOSS_SCALERS = (
 
 
 class Plan:
-    """One checked forward-only pass over this rank's microbatches.
+    """One forward-only pass over this rank's microbatches; what a rank refuses is raised on all ranks.
 
     Attributes:
-        chunks, config: the model's.
         vocabulary: number of token ids; ``None`` if neither the options nor the model give it.
         batches: this rank's microbatches.
         rounds: number of microbatches that run; those after ``batches`` are dropped.
@@ -100,10 +95,9 @@ class Plan:
         self.rounds = self._agreed_rounds(experts)
 
     def _checked(self) -> Limits:
-        """Refuse chunks that are not this rank's part of a model of Megatron's, or cannot be scored now.
+        """Refuse options on all stages, and chunks that are no model of Megatron's or cannot be scored now.
 
-        Wrong options are refused on all stages, also on those that do not read them. Return what microbatches
-        must fit.
+        Return what microbatches must fit.
         """
         chunks, options = self.chunks, self.options
         virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
@@ -131,8 +125,8 @@ class Plan:
         except (RuntimeError, TypeError):
             problem = f"output_device is {options.output_device!r}. Expected: a device of torch."
             raise InvalidInputError(problem) from None
-        first, is_own = chunks[0], options.forward is not None
-        looks_up = not is_own and attribute_of(first, "position_embedding_type") == "learned_absolute"
+        is_own = options.forward is not None
+        looks_up = not is_own and attribute_of(chunks[0], "position_embedding_type") == "learned_absolute"
         tp_size = parallel_state.get_tensor_model_parallel_world_size()
         return Limits(
             vocabulary=self.vocabulary,
@@ -140,15 +134,15 @@ class Plan:
             # A forward of the caller's gets and returns whole sequences.
             cp_rank=0 if is_own else parallel_state.get_context_parallel_rank(),
             cp_size=1 if is_own else parallel_state.get_context_parallel_world_size(),
-            device=next(self.chunks[-1].parameters()).device,
-            positions=attribute_of(first, "max_sequence_length") if looks_up else None,
+            device=next(chunks[-1].parameters()).device,
+            positions=attribute_of(chunks[0], "max_sequence_length") if looks_up else None,
         )
 
     def _agreed_rounds(self, experts: torch.distributed.ProcessGroup | None) -> int:
         """Return how many microbatches this rank runs: whole groups if interleaved, as many as its replicas.
 
-        Experts are divided over data-parallel replicas. A replica with fewer microbatches would leave the
-        others waiting in the token dispatcher. One collective, if there are such replicas.
+        A replica with fewer would leave others that share its experts waiting in the token dispatcher. One
+        collective, if there are such replicas.
         """
         group_size = self.config.microbatch_group_size_per_vp_stage if len(self.chunks) > 1 else 1
         own = [tuple(batch.tokens_bs.shape) for batch in self.batches]
@@ -195,7 +189,7 @@ class Plan:
                 forward_only=True,
                 collect_non_loss_data=True,
             )
-        device = next(self.chunks[-1].parameters()).device
+        device = torch.device(self._limits.device)
         if device.type == "cuda" and torch.device(self.options.output_device).type == "cpu":
             torch.cuda.current_stream(device).synchronize()  # once for all copies to host memory
         raise_on_all(problems[0] if problems else None, self.alike)
@@ -269,21 +263,19 @@ class Plan:
             stack.callback(_restore_modes, self.chunks, modes)
             for chunk in self.chunks:
                 chunk.eval()
-            # Megatron forks the RNG tracker for dropout, and an unseeded tracker cannot fork. There is no
-            # dropout in eval mode, so nothing is lost if the tracker does not fork.
+            # Megatron forks the tracker for dropout, also where there is none; unseeded it cannot fork.
             if not rng_tracker_is_seeded():
                 stack.enter_context(rng_tracker_that_does_not_fork())
             for model in models:
                 stack.enter_context(deferring(model))
+                # Multi-token prediction is left out: megatron-core up to 0.16 needs labels to run its layers.
+                stack.enter_context(replaced(model, mtp_process=False))
+            for config in configs:
+                stack.enter_context(replaced(config, mtp_num_layers=None))
             # A schedule calls the sync functions when it enters ``no_sync``, and some of them are only undone
             # by a backward pass, which never comes here.
             without = dict.fromkeys(("timers", *SYNC_FUNCTIONS))
             stack.enter_context(replaced(self.config, **without, variable_seq_lengths=variable))
-            # Multi-token prediction is left out: megatron-core up to 0.16 needs labels to run its layers.
-            for config in configs:
-                stack.enter_context(replaced(config, mtp_num_layers=None))
-            for model in models:
-                stack.enter_context(replaced(model, mtp_process=False))
             # Schedules set these scales for the whole process, forward only, too: in place, if they exist.
             for module, name in _LOSS_SCALERS:
                 if (scaler := getattr(sys.modules.get(module), name, None)) is not None:
