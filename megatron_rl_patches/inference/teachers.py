@@ -31,10 +31,10 @@ class TeacherPool:
             scores = forward_log_probs(model, microbatches)
 
     **Inside** :meth:`use` the model holds the named teacher; an inner ``use`` puts back, bit for bit, what
-    the outer one had. **Outside**, the last teacher stays until another one is used: taking turns costs one
-    copy a turn. **If the model holds weights that are no teacher's**, the outermost ``use`` saves them in
-    host memory and puts them back, every time. Weights that are all NaN, as ``build_inference_model`` leaves
-    them, are not saved: fill them with NaN after other code, such as torch_memory_saver, drops their memory.
+    the outer one had. **Outside**, the last teacher stays: taking turns costs one copy a turn. **Weights that
+    are no teacher's** are saved in host memory and put back by each outermost ``use``, unless they are all
+    NaN, as ``build_inference_model`` leaves them: fill them with NaN after other code, such as
+    torch_memory_saver, drops their memory.
 
     **A swap costs** one copy from host memory, queued on the current CUDA stream. Where a teacher was left in
     the model, the CPU first waits for a checksum, which tells whether other code has loaded weights since.
@@ -151,7 +151,7 @@ class TeacherPool:
         Args:
             name: the teacher.
             device: where it is kept from the first call on; by default that of the model. From ``"cpu"`` a
-                loss copies the part of one tile after the other to the device, where there are at most two.
+                loss copies one tile after the other to the device, where there are at most two.
 
         Returns:
             This rank's part, ``V / tp * h`` numbers; ``None`` on pipeline stages other than the last.

@@ -1,7 +1,6 @@
-"""The pickled parts of a checkpoint, read without calling or importing anything that they name.
+"""The pickled parts of a checkpoint; what they name becomes a :class:`Record`, and is never imported or run.
 
-Torch and Megatron would run it. Here it becomes a :class:`Record` of the name. A file with millions of nested
-tuples can end the process, since Python frees them recursively.
+A file with millions of nested tuples can end the process, since Python frees them recursively.
 """
 
 from __future__ import annotations
@@ -110,10 +109,7 @@ def reading(file: object, fault: str) -> Iterator[None]:
 
 
 def unpickle_dict(content: bytes, file: Path) -> dict[str, Any]:
-    """Return a dict saved by ``torch.save``; what is neither a number, a text nor a container is a record.
-
-    It also holds the saving program's arguments, whose classes need not exist in this process.
-    """
+    """Return a dict saved by ``torch.save``; what is neither a number, a text nor a container is a record."""
     with reading(file, "is corrupt or truncated:"):
         value = _unpickle(io.BytesIO(content), re.compile(".*"))
     if isinstance(value, list) and len(value) == 1:  # as Megatron stores objects
@@ -126,7 +122,7 @@ def unpickle_dict(content: bytes, file: Path) -> dict[str, Any]:
 def describe_tensor(stream: Any, nbytes: int) -> torch.Tensor:
     """Return what a file of ``torch.save`` says of the tensor in it, as a tensor without memory.
 
-    Some exception is raised if it says anything else, or if its storage is not within ``nbytes``.
+    Raise some exception if it says anything else, or if its storage is not within ``nbytes``.
     """
     record = _unpickle(stream, _IN_PIECE)
     storage, start, size, stride, _, _, *others = record.args

@@ -65,14 +65,23 @@ class TorchDistCheckpoint:
     def __init__(self, folder: Path) -> None:
         self.folder, self.metadata = folder, read_metadata(folder)
         self.entries = self.metadata.state_dict_metadata
+        file, place = folder / "common.pt", self.metadata.storage_data.get(MetadataIndex(_COMMON_STATE))
+        if file.is_file():
+            content = file.read_bytes()
+        elif place is not None:
+            file = folder / place.relative_path
+            with self._opened(place) as stream:
+                content = stream.read()
+        else:
+            raise CheckpointError(f"{file} is missing; the checkpoint is incomplete")
         #: What is not sharded: iteration, arguments, content metadata.
-        self.common = self._common_state()
+        self.common = unpickle_dict(content, file)
 
     def request(self, chunks: Sequence[Any], with_output_head: bool) -> Request:
         """Ask for the sharded state dict of the model alone, as Megatron's ``generate_state_dict`` does.
 
-        Tensors get host memory of their own, into which the loader writes instead of into the model. Objects
-        are left out, which Megatron would unpickle without protection: extra states of Transformer Engine.
+        The loader writes into host memory instead of into the model. Objects, which are extra states of
+        Transformer Engine, are left out.
         """
         metadata = self.common.get("content_metadata") or {}  # it says how the saver named layers
         states: _State = {str(n): c.sharded_state_dict(metadata={**metadata}) for n, c in enumerate(chunks)}
@@ -91,10 +100,10 @@ class TorchDistCheckpoint:
     def compare(
         self, requested: Mapping[str, ShardedTensor], exact: bool
     ) -> tuple[Differences, set[tuple[str, int, int]]]:
-        """Compare what this rank asks for with what is stored.
+        """Compare what this rank asks for with what is stored, and return the vocabularies that are padded.
 
-        Unless ``exact``, other floating-point dtypes and other paddings of vocabularies are no difference.
-        The second result has the name of each vocabulary, and its rows as stored and as requested.
+        Unless ``exact``, other floating-point dtypes and other paddings are no difference. Of a vocabulary,
+        the result has the name, and the rows as stored and as requested.
         """
         expected = {name: _shaped(tensor.global_shape, tensor.dtype) for name, tensor in requested.items()}
         stored, paddings = {}, set()
@@ -185,27 +194,13 @@ class TorchDistCheckpoint:
         merge(states, request.others)
         return apply_factory_merges(states, request.factories)
 
-    def _common_state(self) -> _State:
-        file = self.folder / "common.pt"
-        if file.is_file():
-            return unpickle_dict(file.read_bytes(), file)
-        place = self.metadata.storage_data.get(MetadataIndex(_COMMON_STATE))
-        if place is None:
-            raise CheckpointError(f"{file} is missing; the checkpoint is incomplete")
-        with self._opened(place) as stream:
-            content = stream.read()
-        return unpickle_dict(content, self.folder / place.relative_path)
-
 
 def _shaped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 def _corners(boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> dict[tuple[int, ...], int]:
-    """Count the corners of boxes, each with the sign that it has in a sum of step functions.
-
-    Two sets of boxes have the same counts if, and only if, they cover every element equally often.
-    """
+    """Count the corners of boxes by sign: equal counts mean that they cover every element equally often."""
     counts = Counter[tuple[int, ...]]()
     for start, size in boxes:
         for ends in itertools.product((0, 1), repeat=len(start)):

@@ -122,8 +122,8 @@ def give_own_config(chunk: Module, own: Any, original: Any, dtype: str) -> None:
             f"the model provider does not build on the config that it is called with, but on one that {why}: "
             f"with a shared config the teacher would run inside the policy's sync functions; {advice}"
         )
-    fields = [name for name in ("bf16", "fp16", "params_dtype") if getattr(used, name) != getattr(own, name)]
-    if differing := [f"{name}: {getattr(used, name)}" for name in fields]:
+    values = {name: getattr(used, name) for name in ("bf16", "fp16", "params_dtype")}
+    if differing := [f"{name}: {x}" for name, x in values.items() if x != getattr(own, name)]:
         raise InferenceOnlyError(
             f"dtype is {dtype!r}, but the model provider builds on a config of its own, with "
             f"{', '.join(differing)}; {advice}"

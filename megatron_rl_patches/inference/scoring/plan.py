@@ -161,11 +161,10 @@ class Plan:
         return rounds
 
     def run(self, score: Score) -> list[tuple[torch.Tensor, ...]] | None:
-        """Score each microbatch on the last stage.
+        """Return for each sample its part of each tensor of ``score``; ``None`` but on the last stage.
 
         What is wrong with an output, and an ``InvalidInputError`` of ``score``, is raised on all stages after
-        the last microbatch. The result has, for each sample in order, its part of each tensor of ``score``;
-        it is ``None`` on stages other than the last.
+        the last microbatch.
         """
         problems: list[str] = []
         smallest = min(self.batches, key=lambda batch: batch.tokens_bs.numel())
