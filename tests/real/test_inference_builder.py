@@ -25,9 +25,8 @@ from megatron_rl_patches.errors import InferenceOnlyError, InvalidInputError
 from megatron_rl_patches.inference import TeacherPool, build_inference_model, load_inference_checkpoint
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import by_speed, everywhere, on_ranks
-from tests.references import tiny_gpt
 from tests.references.live_bytes import reachable_bytes
-from tests.worlds.model import NO_OVERLAP, World, fill_at_random, save, scores_of
+from tests.worlds.model import fill_at_random, save, scores_of
 from tests.worlds.unchanged import megatron_unchanged
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[1, 2])
@@ -128,25 +127,6 @@ def test_is_a_policy_without_what_trains_it(layout: str) -> None:
     assert 4 in everywhere(len(scores))
     assert len(scores) == len(of_policy) and all(map(torch.equal, scores, of_policy))
     assert all(bool(score.isfinite().all()) for score in scores)
-
-
-@on_ranks(1)
-def test_mixtures_of_experts_train_before_and_after_a_build() -> None:
-    """Their classes keep CUDA streams for all models of the process."""
-    options = TinyModel(kind="moe", config={"moe_token_dispatcher_type": "alltoall"}, **NO_OVERLAP)
-    options.initialize()
-    losses = []
-    _, early = [tiny_gpt.inference_model(options, device) for device in ("meta", "cpu")]
-    for _ in range(2):
-        policy = World(options)
-        losses += policy.train(microbatches=1)
-        teachers = [early, tiny_gpt.inference_model(options, "cpu")]
-        tiny_gpt.inference_model(options, "meta")
-        for teacher in teachers:
-            teacher[0].load_state_dict(policy.model[0].module.state_dict())
-            assert all(map(torch.equal, scores_of(teacher), policy.scores()))
-        losses += policy.train(microbatches=1)
-    assert losses[:2] == losses[2:]
 
 
 def _peak_bytes() -> int:

@@ -37,7 +37,6 @@ from megatron_rl_patches.inference.checkpoints.load import (
     read_iteration,
 )
 from megatron_rl_patches.inference.checkpoints.pickles import describe_tensor, read_metadata, unpickle_dict
-from megatron_rl_patches.inference.weights import describe, differences
 from tests.worlds.files import write
 
 
@@ -456,17 +455,3 @@ def test_a_pipe_is_not_read(name: str, folder: Path) -> None:
     (folder / name).unlink()
     os.mkfifo(folder / name)
     refuse(folder, rf"{re.escape(name)}.* is missing")
-
-
-def test_differences_show_the_first_ten_of_each_kind_and_their_number() -> None:
-    model = {f"m{n:02}": torch.ones(1) for n in range(12)} | {"s": torch.ones(2, 4)}
-    differing = differences({"u": torch.ones(1), "s": torch.ones(2, 3)}, model, "the checkpoint")
-    text = describe(differing)
-    names = ", ".join(f"m{n:02}" for n in range(10))
-    assert f"missing in the checkpoint (12): {names} and 2 more;" in text
-    assert "unexpected in the checkpoint (1): u" in text
-    assert "s is [2, 3] in the checkpoint and [2, 4] in the model" in text
-    assert describe(differences(model, model, "the checkpoint")) == ""
-    halves = {name: value.half() for name, value in model.items()}
-    assert not differences(halves, model, "the checkpoint", dtypes=False)
-    assert len(differences(halves, model, "the checkpoint")) == len(model)
