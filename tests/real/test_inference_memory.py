@@ -24,7 +24,6 @@ from megatron_rl_patches.inference import (
     estimate_memory,
     forward_hidden_states,
     forward_log_probs,
-    load_inference_checkpoint,
     memory_report,
     output_head,
 )
@@ -60,14 +59,11 @@ def test_pooled_teachers_score_as_they_do_alone(tmp_path: Path) -> None:
     bytes_without = reachable_bytes()
     pool: Any = TeacherPool(tiny_gpt.inference_model(options))
     model_bytes = reachable_bytes() - bytes_without
-    weights = [parameter for chunk in pool.model for parameter in chunk.parameters()]
-    assert model_bytes == sum(weight.nbytes for weight in weights)
-    addresses = [weight.data_ptr() for weight in weights]
+    assert model_bytes == sum(parameter.nbytes for chunk in pool.model for parameter in chunk.parameters())
     fill_at_random(pool.model)  # through .data, as loaders of Hugging Face weights do it
     for name, source in (("a", None), ("b", partial(fill_at_random, seed=1)), ("c", tmp_path)):
         pool.add(name, source)
     assert reachable_bytes() - bytes_without == (1 + len(TEACHERS)) * model_bytes
-    assert [weight.data_ptr() for weight in weights] == addresses
 
     for name in (*TEACHERS, "b", "a"):
         with pool.use(name) as model:
@@ -88,13 +84,6 @@ def test_pooled_teachers_score_as_they_do_alone(tmp_path: Path) -> None:
     pool.remove("b")
     del heads["b"]
     assert pool.head_bytes == sum(head.nbytes for head in heads.values() if head is not None)
-    with pool.use("a"):
-        pass
-    load_inference_checkpoint(pool.model, tmp_path)
-    assert pool.resident is None, "weights that a loader brought were taken for a teacher's"
-    with pool.use("a") as model:
-        assert all(map(torch.equal, [*scores_of(model), *_bits(model)], expected["a"]))
-    assert all(map(torch.equal, [*scores_of(pool.model), *_bits(pool.model)], expected["c"]))
 
 
 @pytest.mark.parametrize("kind", by_speed(("dense", "moe", "mla", "mtp", "hybrid"), fast=("dense",)))

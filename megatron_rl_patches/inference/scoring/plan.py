@@ -237,18 +237,13 @@ class Plan:
     def _forward(self, chunk: torch.nn.Module, fields: Mapping[str, Any]) -> Any:
         if self.options.forward is not None:
             return self.options.forward(chunk, fields)
-        device = next(chunk.parameters()).device
+        device, rank = next(chunk.parameters()).device, self._limits.cp_rank
         tokens_bs = on_device(fields["tokens"], device)
-        positions_bs = torch.arange(tokens_bs.shape[1], device=device).expand_as(tokens_bs)
-        return chunk(self._cut(tokens_bs), self._cut(positions_bs), None, **_without_float32_copy(chunk))
-
-    def _cut(self, values_bs: torch.Tensor) -> torch.Tensor:
-        """Return this rank's two chunks of each sequence, as Megatron's ``get_batch`` cuts it."""
-        rank, size = self._limits.cp_rank, self._limits.cp_size
-        if size == 1:
-            return values_bs
-        chunks = values_bs.chunk(2 * size, dim=1)
-        return torch.cat([chunks[rank], chunks[-1 - rank]], dim=1)
+        inputs = [tokens_bs, torch.arange(tokens_bs.shape[1], device=device).expand_as(tokens_bs)]
+        if self._limits.cp_size > 1:  # this rank's two pieces of each sequence, as ``get_batch`` cuts it
+            pieces = [values_bs.chunk(2 * self._limits.cp_size, dim=1) for values_bs in inputs]
+            inputs = [torch.cat([parts[rank], parts[-1 - rank]], dim=1) for parts in pieces]
+        return chunk(*inputs, None, **_without_float32_copy(chunk))
 
     @contextmanager
     def _scoring_state(self) -> Iterator[None]:

@@ -61,8 +61,8 @@ def _load(file: Path) -> dict[str, Any]:
 
 def test_what_is_no_dict_of_todays_torch_save(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    for number, content in enumerate((b"", b"garbage", b"PK\x03\x04 and no more", pickle.dumps({}))):
-        (tmp_path / f"{number}.pt").write_bytes(content)
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "cut.pt").write_bytes(b"PK\x03\x04 and no more")
     for file in tmp_path.iterdir():
         with pytest.raises(CheckpointError, match=rf"{file.name} is corrupt or truncated"):
             _load(file)
