@@ -165,7 +165,6 @@ MOE = {"hidden_size": 64, "num_attention_heads": 4, "moe_ffn_hidden_size": 128, 
 # An uneven pipeline mixes dense layers and experts, which are not of one size.
 UNEVEN = {"num_moe_experts": 2, "moe_layer_freq": 2, "pipeline_model_parallel_size": 2}
 VPP = {**UNEVEN, "virtual_pipeline_model_parallel_size": 2}
-AS_A_LIST = [["embedding", "decoder"], ["decoder", "decoder", "loss"]]
 EXPERT_TP = {"num_moe_experts": 4, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 SHAPES: dict[str, dict[str, Any]] = {
     "first": {**UNEVEN, "num_layers": 6, "num_layers_in_first_pipeline_stage": 2},
@@ -173,9 +172,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "embedding": {**UNEVEN, "num_layers": 5, "account_for_embedding_in_pipeline_split": True},
     "loss, VPP 2": {**VPP, "num_layers": 7, "account_for_loss_in_pipeline_split": True},
     "layout, VPP 2": {**VPP, "num_layers": 4, "pipeline_model_parallel_layout": "E|tt|t|tL"},
-    "layout as a list": {**UNEVEN, "num_layers": 3, "pipeline_model_parallel_layout": AS_A_LIST},
-    # The experts of TP 2 are whole on each rank with expert TP 1, spread over EP 1 or 2.
-    "expert TP 1, EP 1": {**EXPERT_TP, "num_layers": 2, "expert_model_parallel_size": 1},
+    # The experts of TP 2 are whole with expert TP 1, spread over both ranks.
     "expert TP 1, EP 2": {**EXPERT_TP, "num_layers": 2, "expert_model_parallel_size": 2},
 }
 

@@ -127,11 +127,9 @@ def check_gradients(name: str, layout: Layout, cases: dict[str, Case]) -> None:
     if layout.allgather_cp:
         cases = {key: replace(case, packed=True, allgather_cp=True) for key, case in cases.items()}
     # In bf16, too, the log-probs are those of the model's own logits, so losses of the first step agree: to
-    # the bit where this was measured, but other processors may sum in another order. The gradients may differ
-    # by a rounding to bf16, and then the losses of the second step do. Differences that were seen go up to
-    # 2.4e-3 and 8e-4; in float32 they go up to 6e-7 and 3e-6, and in float64 gradients agree to 1e-15.
-    # The loss of a microbatch is a sum of terms of either sign, rounded as they are, however small it is: one
-    # of 0.03 beside others of 9 differed by 5e-7. It may differ by a tenth of the bound of the largest.
+    # the bit where this was measured. The gradients may differ by a rounding to bf16, and then the losses of
+    # the second step do: by 2.4e-3 and 8e-4; in float32 by 6e-7 and 3e-6. The loss of a microbatch is a sum
+    # of terms of either sign, however small it is, and may differ by a tenth of the bound of the largest.
     bound_of_first, bound = (1e-4, 2**-8) if layout.flags.get("bf16") else (1e-5, 1e-5)
     for key, case in cases.items():
         with ExitStack() as stack:

@@ -22,7 +22,6 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch.testing import assert_close
 
-from megatron_rl_patches.common.agreement import gathered
 from megatron_rl_patches.common.chunks import unwrap
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import (
@@ -514,24 +513,6 @@ def test_what_one_rank_passes_wrong(layout: str) -> None:
     with pytest.raises(OSError if rank else InvalidInputError, match="no such file"):
         forward_log_probs(model, Unreadable([good()]) if rank else [good()], **QUIET)
     assert state_of(model) == before
-
-
-@on_ranks(2)
-def test_last_stages_that_differ_are_named_on_all_stages() -> None:
-    """A third context-parallel rank, which is simulated, passes another ``k`` to its last stage."""
-    options = TinyModel(**LAYOUTS["PP 2"])
-    options.initialize()
-    model, is_last = tiny_gpt.inference_model(options), bool(torch.distributed.get_rank())
-
-    def gathered_from_three(value: Any, group: Any) -> list[Any]:
-        is_of_three = is_last and group is parallel_state.get_context_parallel_group()
-        return gathered(value, group) + [(None, (2, {"k": 7}))] * is_of_three
-
-    with (
-        mock.patch("megatron_rl_patches.common.agreement.gathered", gathered_from_three),
-        pytest.raises(InvalidInputError, match="ranks 1 and 2 differ in k, 1 and 7"),
-    ):
-        forward_topk(model, [microbatch()], k=1, **QUIET)
 
 
 @on_ranks(2)

@@ -53,6 +53,7 @@ EXPERTS: Mapping[str, Any] = {
     "num_moe_experts": 8,
     "moe_ffn_hidden_size": 256,
 }
+DISTRIBUTED = OptimizerSettings(use_distributed_optimizer=True)
 SEQUENCE = tiny_gpt.SEQUENCE
 # Fields of a model that are no fields of a TransformerConfig.
 _OF_GPT_MODEL = ("vocab_size", "share_embeddings_and_output_weights")
@@ -69,9 +70,7 @@ class Case:
     pp: int = 1
     ep: int = 1
     dp: int = 1
-    optimizer: OptimizerSettings = field(
-        default_factory=lambda: OptimizerSettings(use_distributed_optimizer=True)
-    )
+    optimizer: OptimizerSettings = DISTRIBUTED
 
     def estimate(self) -> MemoryEstimate:
         sizes = {"tensor": self.tp, "pipeline": self.pp, "expert": self.ep}

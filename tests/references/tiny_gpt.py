@@ -35,12 +35,8 @@ def inference_model(options: TinyModel, device: str | None = None) -> list[Any]:
     """Build the model that only scores, in the groups that there are; weights have to be loaded into it."""
     from megatron_rl_patches.inference import build_inference_model
 
-    return build_inference_model(
-        options.provider,
-        options.transformer_config(),
-        dtype="bf16" if options.bf16 else "fp32",
-        device=device,
-    )
+    config, dtype = options.transformer_config(), "bf16" if options.bf16 else "fp32"
+    return build_inference_model(options.provider, config, dtype=dtype, device=device)
 
 
 def trains_mtp_without_labels() -> bool:
@@ -193,11 +189,7 @@ def run_schedule(
     micro_batch_size: int = BATCH,
     forward_only: bool = False,
 ) -> list[Any]:
-    """Run microbatches through Megatron's own schedule; return what the losses report.
-
-    Args:
-        step: what the schedule calls for each, by default :func:`forward_step`.
-    """
+    """Run microbatches through Megatron's own schedule, by default with :func:`forward_step`."""
     with torch.set_grad_enabled(not forward_only):
         reports: list[Any] = get_forward_backward_func()(
             forward_step_func=step or forward_step,
