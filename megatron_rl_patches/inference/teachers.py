@@ -84,7 +84,7 @@ class TeacherPool:
     def add(self, name: str, source: str | os.PathLike[str] | Callable[[Any], Any] | None = None) -> None:
         """Add a teacher. Afterwards, also if this raises, the model holds the same weights as before.
 
-        A model that held nothing but NaN keeps the new teacher.
+        If they are all NaN, it keeps the new teacher's instead.
 
         Args:
             name: the name for :meth:`use`.
@@ -149,7 +149,6 @@ class TeacherPool:
         Call it each time before the head is used: it writes again what the device has dropped meanwhile.
 
         Args:
-            name: the teacher.
             device: where it is kept from the first call on; by default that of the model. From ``"cpu"`` a
                 loss copies one tile after the other to the device, where there are at most two.
 

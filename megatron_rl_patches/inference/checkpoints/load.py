@@ -86,21 +86,24 @@ def load_inference_checkpoint(
     """
     if world() is None:
         raise InvalidInputError("loading needs a process group: call torch.distributed.init_process_group")
-    chunks, source = _bare_chunks(model), os.fspath(path)
-    iteration, states = _read(chunks, source, ckpt_step, exact, with_output_head)
+    chunks = [unwrap(chunk) for chunk in as_chunks(model)]
+    if not chunks:
+        raise InvalidInputError("model has no chunks; expected what Megatron's get_model returns")
+    if meta := next((name for name, weight in named_weights(chunks) if weight.is_meta), None):
+        raise InvalidInputError(
+            f"{meta} is on the meta device, without memory: materialize it, as build_inference_model does"
+        )
+    iteration, states = _read(chunks, os.fspath(path), ckpt_step, exact, with_output_head)
     # From here on only a device can fail.
     outcome = "Some weights may be new and others not; build the model again."
-    with _on_all_ranks_or_none(f"writing the weights of {source}", outcome=outcome):
+    with _on_all_ranks_or_none(f"writing the weights of {path}", outcome=outcome):
         for index, chunk in enumerate(chunks):
             chunk.load_state_dict(states.get(str(index), {}), strict=False)
     return iteration
 
 
 def read_iteration(path: str | os.PathLike[str], ckpt_step: int | None = None) -> int:
-    """Return the iteration of the checkpoint that :func:`load_inference_checkpoint` would load.
-
-    Reads no weights. Not a collective, and needs no process group.
-    """
+    """Return the iteration that :func:`load_inference_checkpoint` would load; it needs no process group."""
     folder = locate(path, ckpt_step)
     if (iteration := iteration_of(folder.name)) is not None:
         return iteration
@@ -135,8 +138,7 @@ def _read(
         for index, chunk in enumerate(chunks):
             loaded = {*request.tensors.get(str(index), {}), *request.others.get(str(index), {})}
             differing |= _missing(chunk, loaded, with_output_head)
-    # Every stored tensor must be requested by some rank. Each rank sends one byte for each stored name: the
-    # names themselves would be megabytes from each to each.
+    # Some rank must request each stored tensor. A rank sends a byte for each: names would be megabytes.
     names = checkpoint.names(with_output_head)
     is_requested = bytes(name in requested for name in names)
     ranks = gathered((folder.name, is_requested, differing, paddings), world())
@@ -170,9 +172,9 @@ def _read(
 def _other_heads(vocabularies: set[tuple[str, int, int]]) -> Differences:
     """Return heads of another kind, as a critic's is; warn of vocabularies with another padding.
 
-    The argument has the vocabularies of all ranks: their names, and their rows as stored and in the model.
-    Padding gives an output layer as many rows as the embeddings.
+    Of all ranks' vocabularies, the argument has the names, and the rows as stored and as in the model.
     """
+    # Padding gives an output layer as many rows as the embeddings.
     rows = {(stored, own) for name, stored, own in vocabularies if name.endswith("word_embeddings.weight")}
     differing: Differences = set()
     for name, stored, own in sorted(x for x in vocabularies if x[1] != x[2]):
@@ -191,17 +193,6 @@ def _iteration(folder: Path, content: _State) -> int:
         return iteration_of(folder.name) or 0
     with reading(folder, "has an iteration that is no number:"):
         return int(stored)
-
-
-def _bare_chunks(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    chunks = [unwrap(chunk) for chunk in as_chunks(model)]
-    if not chunks:
-        raise InvalidInputError("model has no chunks; expected what Megatron's get_model returns")
-    if meta := next((name for name, weight in named_weights(chunks) if weight.is_meta), None):
-        raise InvalidInputError(
-            f"{meta} is on the meta device, without memory: materialize it, as build_inference_model does"
-        )
-    return chunks
 
 
 def _missing(chunk: torch.nn.Module, names: set[str], with_output_head: bool) -> Differences:

@@ -29,8 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from ...common.text import one_line
 from ...errors import CheckpointError
 
-# What torch and Megatron write into ``.metadata``: the index, and the plans of the saving ranks, which
-# megatron-core stores for its next save, and nobody needs for loading.
+# What torch and Megatron write into ``.metadata``: the index, and plans for the next save.
 _IN_METADATA = re.compile(
     r"torch\.distributed\.checkpoint\.(metadata|filesystem|planner)\.\w+"
     r"|torch\.distributed\._shard\.sharded_tensor\.metadata\.\w+"

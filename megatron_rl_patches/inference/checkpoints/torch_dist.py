@@ -174,9 +174,8 @@ class TorchDistCheckpoint:
                 place = self.metadata.storage_data[index]
                 with self._opened(place) as stream:
                     piece = describe_tensor(stream, place.length)
-                stored, indexed = (piece.shape, piece.dtype), (chunk.sizes, entry.properties.dtype)
-                if stored != indexed:
-                    actual, expected = (f"{[*shape]} of {dtype}" for shape, dtype in (stored, indexed))
+                expected = f"{[*chunk.sizes]} of {entry.properties.dtype}"
+                if (actual := f"{[*piece.shape]} of {piece.dtype}") != expected:
                     piece_of = f"{self.folder / place.relative_path}: a piece of {tensor.key}"
                     raise CheckpointError(f"{piece_of} is {actual}, and the index says {expected}")
 

@@ -16,7 +16,6 @@ from ...errors import InvalidInputError
 from .parameters import ITEM_SIZES, GPTArguments, Parameter, Stage, count_parameters, parameters_of
 
 _Fields = Mapping[str, Any]
-_FP32 = ITEM_SIZES["fp32"]
 _SIZES = [f"{name}_parallel_size" for name in ("tensor_model", "context", "expert_model", "expert_tensor")]
 
 
@@ -250,7 +249,7 @@ def _padded(numels: Sequence[int], replicas: int) -> int:
 def _adam(shard: int, dtype: str, optimizer: OptimizerSettings) -> Memory:
     """Return main parameters, main gradients and moments of the ``shard`` parameters that a rank updates."""
     precision_aware, offload = optimizer.use_precision_aware_optimizer, optimizer.optimizer_cpu_offload
-    size = shard * _FP32
+    size = shard * ITEM_SIZES["fp32"]
     # An offloaded optimizer has main parameters, main gradients and both moments in host memory.
     memory = Memory(host=4 * size) if offload else Memory(exp_avg=size, exp_avg_sq=size)
     if not precision_aware:  # these stay on the device, also if the offloaded optimizer copies them

@@ -145,9 +145,7 @@ def _by_bridge(text: _Config) -> dict[str, Any] | None:
     try:
         from megatron.bridge import AutoBridge
         from transformers import AutoConfig  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        return None
-    try:
+
         bridge = AutoBridge.from_hf_config(AutoConfig.for_model(**text))
         return fields_of(bridge.to_megatron_provider(load_weights=False))
     except Exception:  # of many kinds; the table translates the model, or says what is wrong

@@ -30,9 +30,8 @@ _replaced: dict[tuple[int, str], _Replaced] = {}
 def replaced_in_this_thread(owner: Any, name: str, substitute: Callable[..., Any]) -> Iterator[None]:
     """Call ``substitute(original, ...)`` in place of ``owner.name(...)``, in the calling thread only.
 
-    The attribute itself belongs to all threads, so it holds a function that asks which thread is calling.
-    Blocks may overlap and nest: the first to begin installs that function, and the last to end puts back the
-    very object that was there before, which is the original of all of them.
+    The attribute belongs to all threads, so it gets a function that asks which thread is calling. Blocks may
+    overlap and nest: the last to end puts back what the first has found, which is the original of all.
     """
     place = id(owner), name
     with _lock:
@@ -180,13 +179,10 @@ def construction(*, on_meta: bool, use_cuda: bool) -> Iterator[list[Parameter]]:
 
 
 def materialize(module: torch.nn.Module, device: torch.device) -> None:
-    """Give the module's meta parameters memory on ``device``.
+    """Give the module's meta parameters memory on ``device``; raise ``NeedsValuesError`` if that misses some.
 
     They are NaN, so that the first output shows if no checkpoint has filled one. A parameter stays the same
     object with the same attributes: modules share parameters, and some (Mamba's) hold references besides.
-
-    Raises:
-        NeedsValuesError: something else holds on to a meta tensor, which stays on the meta device.
     """
     for name, parameter in module.named_parameters():
         if parameter.is_meta:

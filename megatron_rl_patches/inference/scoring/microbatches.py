@@ -144,8 +144,7 @@ def range_of_wrong_ids(ids: torch.Tensor, vocabulary: int | None) -> str:
 
 def described(value: Any) -> str:
     """Return dtype and shape of a tensor, or the type of anything else."""
-    is_tensor = isinstance(value, torch.Tensor)
-    return f"{value.dtype} {list(value.shape)}" if is_tensor else type(value).__name__
+    return f"{value.dtype} {[*value.shape]}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def data_of(batches: Sequence[ScoringBatch], options: ScoreOptions, is_last_stage: bool) -> dict[str, Any]:

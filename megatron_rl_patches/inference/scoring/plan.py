@@ -35,8 +35,7 @@ from ..models.isolation import rng_tracker_is_seeded, rng_tracker_that_does_not_
 from .microbatches import Limits, ScoreOptions, ScoringBatch, data_of, described, parse_microbatches
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
-#: Computes ``[n, ...]`` for the ``n`` response tokens of a microbatch, from logits ``[T, V / tp]`` and from
-#: arguments that losses over logits share.
+#: Computes ``[n, ...]`` for ``n`` response tokens, from logits ``[T, V / tp]`` and arguments of losses.
 Score = Callable[[ScoringBatch, torch.Tensor, Mapping[str, Any]], tuple[torch.Tensor, ...]]
 # Classes whose attribute scales an auxiliary loss in backward.
 _LOSS_SCALERS = (
@@ -266,8 +265,7 @@ class Plan:
                 stack.enter_context(replaced(model, mtp_process=False))
             for config in configs:
                 stack.enter_context(replaced(config, mtp_num_layers=None))
-            # A schedule calls the sync functions when it enters ``no_sync``, and some of them are only undone
-            # by a backward pass, which never comes here.
+            # Schedules call the sync functions in ``no_sync``; a backward pass undoes some, but none comes.
             without = dict.fromkeys(("timers", *SYNC_FUNCTIONS))
             stack.enter_context(replaced(self.config, **without, variable_seq_lengths=variable))
             # Schedules set these scales for the whole process, forward only, too: in place, if they exist.
