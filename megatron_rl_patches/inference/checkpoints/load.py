@@ -53,8 +53,8 @@ def load_inference_checkpoint(
     """Load the weights of a Megatron checkpoint, and nothing else of it, into a model.
 
     Megatron-core's loader reads the tensors, after the index of the checkpoint was checked. No global state
-    changes, and no code runs that the files name. The optimizer's shards may be absent, and sizes of TP, PP,
-    VPP and EP other ones, even where Megatron-LM's ``load_checkpoint`` refuses that for the optimizer.
+    changes, and no code runs that the files name. The optimizer's shards may be absent. TP, PP, VPP and EP
+    sizes may change even where Megatron-LM's ``load_checkpoint`` refuses that because of the optimizer.
 
     A collective: every rank of the default process group calls it, and either all of them load or all of
     them raise. Keys, shapes and what the files say of their tensors are checked before any tensor is read,

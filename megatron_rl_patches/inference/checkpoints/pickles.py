@@ -119,10 +119,7 @@ def unpickle_dict(content: bytes, file: Path) -> dict[str, Any]:
 
 
 def describe_tensor(stream: Any, nbytes: int) -> torch.Tensor:
-    """Return what a file of ``torch.save`` says of the tensor in it, as a tensor without memory.
-
-    Raise some exception if it says anything else, or if its storage is not within ``nbytes``.
-    """
+    """Return the tensor that a ``torch.save`` file describes, on meta; raise if not within ``nbytes``."""
     record = _unpickle(stream, _IN_PIECE)
     storage, start, size, stride, _, _, *others = record.args
     _, kind, _, _, stored = storage.args[0]

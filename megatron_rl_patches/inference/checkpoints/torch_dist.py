@@ -100,7 +100,7 @@ class TorchDistCheckpoint:
     def compare(
         self, requested: Mapping[str, ShardedTensor], exact: bool
     ) -> tuple[Differences, set[tuple[str, int, int]]]:
-        """Compare what this rank asks for with what is stored, and return the vocabularies that are padded.
+        """Compare what this rank asks for with what is stored; return differences, and the vocabularies.
 
         Unless ``exact``, other floating-point dtypes and other paddings are no difference. Of a vocabulary,
         the result has the name, and the rows as stored and as requested.
@@ -199,7 +199,7 @@ def _shaped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _corners(boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> dict[tuple[int, ...], int]:
-    """Count the corners of boxes by sign: equal counts mean that they cover every element equally often."""
+    """Count corners of boxes, with signs: boxes with equal counts cover every element equally often."""
     counts = Counter[tuple[int, ...]]()
     for start, size in boxes:
         for ends in itertools.product((0, 1), repeat=len(start)):

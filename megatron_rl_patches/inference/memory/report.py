@@ -111,7 +111,8 @@ class MemoryReport:
         rss: host memory of this process.
         host_available, host_total: of the machine; a container may have less.
         teachers: models in the pool; ``None`` without one.
-        teacher_weights, teacher_heads: in host memory, and output layers, by default on the device.
+        teacher_weights: the teachers in host memory.
+        teacher_heads: their output layers, by default on the device.
         device: index of the current CUDA device; ``None`` in a process that does not use CUDA.
         allocated, reserved: by torch in this process; its allocator reserves more than tensors take.
         peak_allocated: since the start or the last ``torch.cuda.reset_peak_memory_stats()``.
@@ -139,9 +140,8 @@ class MemoryReport:
         if self.device is not None:
             usage = "{allocated} allocated, peak {peak_allocated}, {reserved} reserved"
             line = f"cuda:{self.device}: {usage}, {{device_free}} of {{device_total}} free; {line}"
-        return line.format_map(
-            {name: f"{(size or 0) / 2**30:.2f} GiB" for name, size in asdict(self).items()}
-        )
+        sizes = {name: f"{(size or 0) / 2**30:.2f} GiB" for name, size in asdict(self).items()}
+        return line.format_map(sizes)
 
 
 def memory_report(*, pool: TeacherPool | None = None) -> MemoryReport:

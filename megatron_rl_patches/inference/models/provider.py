@@ -25,7 +25,9 @@ def without_training(config: Any) -> Any:
     """Return a copy of a ``TransformerConfig`` without the functions and timers of training loops."""
     # Shallow: members such as process groups cannot be copied, and a dataclass checks itself only when made.
     own = copy.copy(config)
-    vars(own).update(dict.fromkeys(_TRAINING_ONLY & vars(own).keys()))
+    for name in _TRAINING_ONLY:
+        if hasattr(own, name):
+            setattr(own, name, None)
     return own
 
 

@@ -124,7 +124,8 @@ def forward_topk(
     Args:
         k: how many of the most probable tokens.
         at: in place of ``k``: token ids, int64 ``[response_length, K]``, of each sample, or distributions
-            with such ids, in the order of the microbatches. Only the last stage reads it.
+            with such ids, in the order of the microbatches. Only the last stage reads it; others may
+            pass ``None``, which is what this function returned to them.
 
     Returns:
         A :class:`~megatron_rl_patches.losses.TopKDistribution` per sample; ``None`` but on the last stage.

@@ -256,7 +256,7 @@ class Plan:
             stack.callback(_restore_modes, self.chunks, modes)
             for chunk in self.chunks:
                 chunk.eval()
-            # Megatron forks the tracker for dropout, also where there is none; unseeded it cannot fork.
+            # Megatron forks the RNG tracker for dropout, also in eval mode; an unseeded one cannot fork.
             if not rng_tracker_is_seeded():
                 stack.enter_context(rng_tracker_that_does_not_fork())
             for model in models:
