@@ -20,10 +20,9 @@ _BLOCK_BYTES = 1 << 28
 
 
 class TeacherPool:
-    """Teachers of one shape that share one inference-only model.
+    """Teachers of one shape that share one inference-only model, each with its bytes in host memory.
 
-    Device memory is the model's; each teacher takes its bytes in host memory (pinned if the model is on a
-    GPU). Parameters keep their storages: CUDA graphs stay valid. ::
+    That is pinned if the model is on a GPU. Parameters keep their storages: CUDA graphs stay valid. ::
 
         pool = TeacherPool(build_inference_model(model_provider, config, dtype="bf16"))
         pool.add("math", "checkpoints/math")
@@ -32,10 +31,10 @@ class TeacherPool:
             scores = forward_log_probs(model, microbatches)
 
     **Inside** :meth:`use` the model holds the named teacher; an inner ``use`` puts back, bit for bit, what
-    the outer one had. **Outside**, the last teacher stays until another one is used: taking turns costs one
-    copy a turn. **If the model holds weights that are no teacher's**, the outermost ``use`` saves them in
-    host memory and puts them back, every time. Weights that are all NaN, as ``build_inference_model`` leaves
-    them, are not saved: fill them with NaN after other code, such as torch_memory_saver, drops their memory.
+    the outer one had. **Outside**, the last teacher stays: taking turns costs one copy a turn. **Weights that
+    are no teacher's** are saved in host memory and put back by each outermost ``use``, unless they are all
+    NaN, as ``build_inference_model`` leaves them: fill them with NaN after other code, such as
+    torch_memory_saver, drops their memory.
 
     **A swap costs** one copy from host memory, queued on the current CUDA stream. Where a teacher was left in
     the model, the CPU first waits for a checksum, which tells whether other code has loaded weights since.
@@ -85,7 +84,7 @@ class TeacherPool:
     def add(self, name: str, source: str | os.PathLike[str] | Callable[[Any], Any] | None = None) -> None:
         """Add a teacher. Afterwards, also if this raises, the model holds the same weights as before.
 
-        A model that held nothing but NaN keeps the new teacher.
+        If they are all NaN, it keeps the new teacher's instead.
 
         Args:
             name: the name for :meth:`use`.
@@ -103,8 +102,7 @@ class TeacherPool:
             if not self._holds_weights():
                 left = "only NaN or what an interrupted swap left"
                 raise InvalidInputError(f"the model holds nothing to add, {left}: pass a source.")
-            self._add_held(name)
-            return
+            return self._add_held(name)
         before = self._snapshot()
         self._resident, self._partially_written = None, True
         try:
@@ -133,8 +131,7 @@ class TeacherPool:
     def use(self, name: str) -> Iterator[Any]:
         """Yield the model with the weights of a teacher; not a collective: each rank swaps its own shard."""
         copy = self._teacher(name)
-        before = self._snapshot()
-        outer = self._in_use
+        before, outer = self._snapshot(), self._in_use
         try:
             self._in_use = (*outer, name)
             if copy is not before:
@@ -152,9 +149,8 @@ class TeacherPool:
         Call it each time before the head is used: it writes again what the device has dropped meanwhile.
 
         Args:
-            name: the teacher.
             device: where it is kept from the first call on; by default that of the model. From ``"cpu"`` a
-                loss copies the part of one tile after the other to the device, where there are at most two.
+                loss copies one tile after the other to the device, where there are at most two.
 
         Returns:
             This rank's part, ``V / tp * h`` numbers; ``None`` on pipeline stages other than the last.
@@ -202,9 +198,7 @@ class TeacherPool:
         if not difference and [*map(len, storages)] != self._sizes:
             difference = "other weights share memory"
         if difference:
-            raise InvalidInputError(
-                f"the model is no longer the one that the pool was made for: {difference}."
-            )
+            raise InvalidInputError(f"the model is no longer the one the pool was made for: {difference}.")
         return storages
 
     def _holds_weights(self) -> bool:
@@ -253,11 +247,12 @@ def _layout_of(chunks: Sequence[torch.nn.Module]) -> tuple[dict[str, torch.Tenso
     weights = dict(named_weights(chunks))
     storages: dict[int, torch.Tensor] = {}
     for name, weight in weights.items():
-        if weight.requires_grad or hasattr(weight, "main_param"):
-            reason, remedy = "requires grad", "Freeze it (requires_grad_(False))"
-            if hasattr(weight, "main_param"):
-                reason = "has a main parameter"
-                remedy = "If its optimizer is gone, delete that attribute, main_param"
+        reason = "requires grad" if weight.requires_grad else ""
+        remedy = "Freeze it (requires_grad_(False))"
+        if hasattr(weight, "main_param"):
+            reason = "has a main parameter"
+            remedy = "If its optimizer is gone, delete that attribute, main_param"
+        if reason:
             raise InferenceOnlyError(
                 f"{name} {reason}: a pool overwrites the weights of its model, which must be one that "
                 f"does not train. {remedy}, or pass a model of its own."

@@ -28,9 +28,9 @@ Differences = set[tuple[str, str]]
 def differences(
     source: Mapping[str, Any], model: Mapping[str, Any], where: str, *, dtypes: bool = True
 ) -> Differences:
-    """Compare tensors, or what has shape and dtype, by name, shape and dtype.
+    """Compare tensors by name, shape and dtype; ``where`` names the source.
 
-    Without ``dtypes``, floating-point dtypes of 16, 32 or 64 bits are no difference. ``where`` is the source.
+    Without ``dtypes``, floating-point dtypes of 16, 32 or 64 bits are no difference.
     """
     result = {(f"missing in {where}", name) for name in model.keys() - source.keys()}
     result |= {(f"unexpected in {where}", name) for name in source.keys() - model.keys()}

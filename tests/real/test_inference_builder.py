@@ -17,10 +17,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_rl_patches.common.chunks import unwrap
@@ -28,9 +25,8 @@ from megatron_rl_patches.errors import InferenceOnlyError, InvalidInputError
 from megatron_rl_patches.inference import TeacherPool, build_inference_model, load_inference_checkpoint
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import by_speed, everywhere, on_ranks
-from tests.references import tiny_gpt
 from tests.references.live_bytes import reachable_bytes
-from tests.worlds.model import NO_OVERLAP, World, fill_at_random, save, scores_of
+from tests.worlds.model import fill_at_random, save, scores_of
 from tests.worlds.unchanged import megatron_unchanged
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[1, 2])
@@ -133,25 +129,6 @@ def test_is_a_policy_without_what_trains_it(layout: str) -> None:
     assert all(bool(score.isfinite().all()) for score in scores)
 
 
-@on_ranks(1)
-def test_mixtures_of_experts_train_before_and_after_a_build() -> None:
-    """Their classes keep CUDA streams for all models of the process."""
-    options = TinyModel(kind="moe", config={"moe_token_dispatcher_type": "alltoall"}, **NO_OVERLAP)
-    options.initialize()
-    losses = []
-    _, early = [tiny_gpt.inference_model(options, device) for device in ("meta", "cpu")]
-    for _ in range(2):
-        policy = World(options)
-        losses += policy.train(microbatches=1)
-        teachers = [early, tiny_gpt.inference_model(options, "cpu")]
-        tiny_gpt.inference_model(options, "meta")
-        for teacher in teachers:
-            teacher[0].load_state_dict(policy.model[0].module.state_dict())
-            assert all(map(torch.equal, scores_of(teacher), policy.scores()))
-        losses += policy.train(microbatches=1)
-    assert losses[:2] == losses[2:]
-
-
 def _peak_bytes() -> int:
     # Not getrusage(), which counts the process that this one was forked from.
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line]
@@ -165,35 +142,22 @@ def test_on_the_meta_device_without_cuda() -> None:
     assert not torch.cuda.is_available()
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
 
-    def provider(pre_process: bool, post_process: bool, config: Any) -> GPTModel:
-        return GPTModel(
-            config,
-            get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False),
-            vocab_size=128_000,
-            max_sequence_length=64,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=True,
-            position_embedding_type="rope",
-        )
-
-    shape = {"num_layers": 4, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8}
-    config = TransformerConfig(**shape, num_moe_experts=8, add_bias_linear=False)
+    shape = {"hidden_size": 4096, "num_moe_experts": 8}
+    options = TinyModel(kind="moe", vocab_size=128_000, tied=True, config=shape)
+    config, provider = options.transformer_config(), options.provider
     [chunk] = build_inference_model(provider, config, device="meta")
     size = sum(p.numel() * p.element_size() for p in chunk.parameters())
     assert size > 8e9
     assert _peak_bytes() < size / 8
     assert {(p.device.type, p.dtype) for p in chunk.parameters()} == {("meta", torch.bfloat16)}
-    assert chunk.module.rotary_pos_emb.inv_freq.device.type == "cpu"
-
     config.hidden_size, config.ffn_hidden_size, config.num_layers = 64, 64, 1
     config.moe_token_dispatcher_type = "alltoall"
     config.moe_shared_expert_intermediate_size, config.moe_shared_expert_overlap = 64, True
     recording = copy.copy(config)
     recording.moe_enable_routing_replay = True
 
-    def failing(pre_process: bool, post_process: bool, config: Any) -> Any:
-        provider(pre_process, post_process, config)
+    def failing(**arguments: Any) -> Any:
+        provider(**arguments)
         raise KeyError("of the provider")
 
     with pytest.raises(InvalidInputError, match="there is no CUDA device: pass device='cpu'"):
@@ -238,6 +202,7 @@ NEEDING_WEIGHTS: dict[Callable[[Any, Any], Any], str] = {
     lambda model, weight: model.decoder.register_buffer("norms", weight.detach().norm(dim=1)): (
         "makes decoder.norms from a weight while it builds the model"
     ),
+    lambda model, weight: setattr(model, "views", {1: [weight.detach()]}): "makes views from a weight",
     lambda model, weight: setattr(model, "reference", weakref.ref(weight)): (
         r"holds another reference to output_layer.weight than modules do \(RuntimeError: "
     ),
@@ -348,6 +313,8 @@ def test_hooks_before_wrapping_and_configs_of_ones_own() -> None:
             torch._foreach_zero_(list(chunk.parameters()))
 
     [hooked] = build_inference_model(provider, config, dtype="bf16", pre_wrap=load)
+    own = hooked.config
+    assert own.bf16 and own.params_dtype == own.pipeline_dtype == own.autocast_dtype == torch.bfloat16
     assert seen == [("GPTModel", torch.bfloat16)]
     assert all(bool((p == 0).all()) for p in hooked.parameters())
     assert type(hooked).__name__ == "Float16Module"
@@ -410,16 +377,13 @@ def test_what_stays_in_float32_keeps_its_bits(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_virtual_stages_must_fit() -> None:
-    options = TinyModel(pp=2, vpp=2, overlap_param_gather=False)
-    provider, config = options.provider, options.transformer_config()
-    invalid = partial(refused, error=InvalidInputError)
+def test_virtual_stages_are_those_of_the_groups() -> None:
+    options = TinyModel(pp=2, vpp=2)
     options.initialize()
-    other = copy.copy(config)
-    other.virtual_pipeline_model_parallel_size = 4
-    invalid(".*parallel_size is 4, that of Megatron's parallel groups 2", provider, other)
-    other.virtual_pipeline_model_parallel_size = None
-    chunks = build_inference_model(provider, other, dtype="fp32")
+    config = options.transformer_config()
+    config.virtual_pipeline_model_parallel_size = 4
+    message = ".*parallel_size is 4, that of Megatron's parallel groups 2"
+    refused(message, options.provider, config, error=InvalidInputError)
+    config.virtual_pipeline_model_parallel_size = None
+    chunks = build_inference_model(options.provider, config, dtype="fp32")
     assert [chunk.config.virtual_pipeline_model_parallel_size for chunk in chunks] == [2, 2]
-    TinyModel(pp=2, seed=7).initialize()
-    invalid(".*parallel_size is 2, that of Megatron's parallel groups None", provider, config)

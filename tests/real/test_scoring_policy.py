@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -85,11 +86,7 @@ class Run(World):
         """Train; return a checksum, and what routers keep."""
         for entry in tracked_losses().values():
             entry["values"].zero_()
-        train_step, run_schedule, forward_step = (
-            tiny_gpt.train_step,
-            tiny_gpt.run_schedule,
-            tiny_gpt.forward_step,
-        )
+        originals = SimpleNamespace(**vars(tiny_gpt))
         passes = count()
 
         def step(*args: Any) -> float:
@@ -97,18 +94,18 @@ class Run(World):
                 gathers = [each.start_param_sync for each in self.model]
                 self.config.param_sync_func = gathers if len(gathers) > 1 else gathers[0]
             self.at("before zero_grad")
-            return train_step(*args)
+            return originals.train_step(*args)
 
         def schedule(*args: Any, **options: Any) -> Any:
             self.at("after zero_grad")
-            reports = run_schedule(*args, **options)
+            reports = originals.run_schedule(*args, **options)
             self.at("before the step")
             return reports
 
         def forward(*args: Any) -> Any:
             if next(passes) % MICROBATCHES == 1:
                 self.at("between microbatches")
-            output = forward_step(*args)
+            output = originals.forward_step(*args)
             self.at("between forward and backward")
             return output
 
@@ -125,10 +122,7 @@ class Run(World):
 
         optimizer_step = self.optimizer.step
         replaced = {"train_step": step, "run_schedule": schedule, "forward_step": forward}
-        with (
-            mock.patch.multiple(tiny_gpt, **replaced),
-            mock.patch.object(self.optimizer, "step", update),
-        ):
+        with mock.patch.multiple(tiny_gpt, **replaced), mock.patch.object(self.optimizer, "step", update):
             self.train(3)
         return self.checksum(), self.statistics()
 

@@ -53,6 +53,7 @@ EXPERTS: Mapping[str, Any] = {
     "num_moe_experts": 8,
     "moe_ffn_hidden_size": 256,
 }
+DISTRIBUTED = OptimizerSettings(use_distributed_optimizer=True)
 SEQUENCE = tiny_gpt.SEQUENCE
 # Fields of a model that are no fields of a TransformerConfig.
 _OF_GPT_MODEL = ("vocab_size", "share_embeddings_and_output_weights")
@@ -69,9 +70,7 @@ class Case:
     pp: int = 1
     ep: int = 1
     dp: int = 1
-    optimizer: OptimizerSettings = field(
-        default_factory=lambda: OptimizerSettings(use_distributed_optimizer=True)
-    )
+    optimizer: OptimizerSettings = DISTRIBUTED
 
     def estimate(self) -> MemoryEstimate:
         sizes = {"tensor": self.tp, "pipeline": self.pp, "expert": self.ep}
@@ -135,7 +134,7 @@ def _measure_all(cases: Sequence[Case]) -> dict[str, Measured]:
 def inference_model(case: Case, device: str) -> list[Any]:
     """Build the model that only scores, after the parallel groups; its parameters are not a number."""
     config = case.tiny.transformer_config()
-    return build_inference_model(partial(_provide, case), config, dtype=case.dtype, device=device)
+    return build_inference_model(partial(provide, case), config, dtype=case.dtype, device=device)
 
 
 def _measure(case: Case, device: str) -> Measured:
@@ -157,11 +156,12 @@ def _held(device: str) -> tuple[int, int]:
     return reachable_bytes(), torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
-def _provide(case: Case, config: TransformerConfig, pre_process: bool, post_process: bool) -> GPTModel:
+def provide(
+    case: Case, config: TransformerConfig, pre_process: bool, post_process: bool, vp_stage: int | None = None
+) -> GPTModel:
     multiple = 128 * case.tp
-    layers = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization
-    )
+    options = {"use_transformer_engine": False, "normalization": config.normalization, "vp_stage": vp_stage}
+    layers = get_gpt_decoder_block_spec(config, **options)
     return GPTModel(
         config,
         layers,
@@ -171,13 +171,14 @@ def _provide(case: Case, config: TransformerConfig, pre_process: bool, post_proc
         post_process=post_process,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=case.model.get("share_embeddings_and_output_weights", True),
+        vp_stage=vp_stage,
     )
 
 
 def _train(case: Case, device: str) -> tuple[list[Any], Any]:
     """A policy after its first step, in an ordinary set-up of megatron-core."""
     stage, last, config = get_pipeline_model_parallel_rank(), case.pp - 1, case.tiny.transformer_config()
-    chunk = _provide(case, config, pre_process=stage == 0, post_process=stage == last).to(device)
+    chunk = provide(case, config, pre_process=stage == 0, post_process=stage == last).to(device)
     if config.bf16:
         chunk = Float16Module(config, chunk)
     config.finalize_model_grads_func = finalize_model_grads

@@ -11,8 +11,8 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -35,12 +35,8 @@ def inference_model(options: TinyModel, device: str | None = None) -> list[Any]:
     """Build the model that only scores, in the groups that there are; weights have to be loaded into it."""
     from megatron_rl_patches.inference import build_inference_model
 
-    return build_inference_model(
-        options.provider,
-        options.transformer_config(),
-        dtype="bf16" if options.bf16 else "fp32",
-        device=device,
-    )
+    config, dtype = options.transformer_config(), "bf16" if options.bf16 else "fp32"
+    return build_inference_model(options.provider, config, dtype=dtype, device=device)
 
 
 def trains_mtp_without_labels() -> bool:
@@ -165,12 +161,10 @@ def train_step(
     succeeded, _, _ = optimizer.step()
     assert succeeded
     # Only the last pipeline stage has a loss.
-    total_and_count = torch.tensor(
-        [sum(float(report["loss"]) for report in reports), float(len(reports))],
-        device=next(model[0].parameters()).device,
-    )
-    torch.distributed.all_reduce(total_and_count)
-    return (total_and_count[0] / total_and_count[1]).item()
+    sums = torch.tensor([sum(float(report["loss"]) for report in reports), float(len(reports))])
+    sums = sums.to(next(model[0].parameters()).device)
+    torch.distributed.all_reduce(sums)
+    return (sums[0] / sums[1]).item()
 
 
 def backward(
@@ -195,11 +189,7 @@ def run_schedule(
     micro_batch_size: int = BATCH,
     forward_only: bool = False,
 ) -> list[Any]:
-    """Run microbatches through Megatron's own schedule; return what the losses report.
-
-    Args:
-        step: what the schedule calls for each, by default :func:`forward_step`.
-    """
+    """Run microbatches through Megatron's own schedule, by default with :func:`forward_step`."""
     with torch.set_grad_enabled(not forward_only):
         reports: list[Any] = get_forward_backward_func()(
             forward_step_func=step or forward_step,
@@ -231,34 +221,21 @@ def checksum(model: Sequence[torch.nn.Module], optimizer: Any) -> str:
     """A hash of every bit of this rank's parameters and of its shard of the optimizer's own copies."""
     digest = hashlib.sha256()
     masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for tensor in [parameter for chunk in model for parameter in chunk.parameters()] + masters:
+    for tensor in (*(parameter for chunk in model for parameter in chunk.parameters()), *masters):
         digest.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
-@dataclass
-class Overlap:
-    """How many collectives the bucket groups dispatched while computing, by the caller."""
-
-    param_gathers: int = 0  # by forward pre-hooks
-    grad_reduces: int = 0  # by backward hooks
-    scheduled_grad_reduces: int = 0  # by a pipeline schedule, through ``config.grad_sync_func``
-
-
 @contextmanager
-def counting_overlap() -> Iterator[Overlap]:
-    """Count the collectives that overlap with computation.
-
-    A bucket group's ``finish_param_sync`` is called by nothing but the forward pre-hook, its
-    ``register_grad_ready`` by nothing but the backward hook (which dispatches in the last microbatch only),
-    and the model chunk's ``start_grad_sync`` by nothing but a schedule.
-    """
-    overlap, group = Overlap(), _ParamAndGradBucketGroup
+def counting_overlap() -> Iterator[Any]:
+    """Count the collectives that the bucket groups dispatch while computing, by who calls them."""
+    group = _ParamAndGradBucketGroup
     callers = {
-        group.finish_param_sync.__code__: "param_gathers",
-        group.register_grad_ready.__code__: "grad_reduces",
-        DistributedDataParallel.start_grad_sync.__code__: "scheduled_grad_reduces",
+        group.finish_param_sync.__code__: "param_gathers",  # a forward pre-hook
+        group.register_grad_ready.__code__: "grad_reduces",  # a backward hook, in the last microbatch
+        DistributedDataParallel.start_grad_sync.__code__: "scheduled_grad_reduces",  # a schedule
     }
+    overlap = SimpleNamespace(**dict.fromkeys(callers.values(), 0))
 
     def counted(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -86,21 +86,24 @@ def load_inference_checkpoint(
     """
     if world() is None:
         raise InvalidInputError("loading needs a process group: call torch.distributed.init_process_group")
-    chunks, source = _bare_chunks(model), os.fspath(path)
-    iteration, states = _read(chunks, source, ckpt_step, exact, with_output_head)
+    chunks = [unwrap(chunk) for chunk in as_chunks(model)]
+    if not chunks:
+        raise InvalidInputError("model has no chunks; expected what Megatron's get_model returns")
+    if meta := next((name for name, weight in named_weights(chunks) if weight.is_meta), None):
+        raise InvalidInputError(
+            f"{meta} is on the meta device, without memory: materialize it, as build_inference_model does"
+        )
+    iteration, states = _read(chunks, os.fspath(path), ckpt_step, exact, with_output_head)
     # From here on only a device can fail.
     outcome = "Some weights may be new and others not; build the model again."
-    with _on_all_ranks_or_none(f"writing the weights of {source}", outcome=outcome):
+    with _on_all_ranks_or_none(f"writing the weights of {path}", outcome=outcome):
         for index, chunk in enumerate(chunks):
             chunk.load_state_dict(states.get(str(index), {}), strict=False)
     return iteration
 
 
 def read_iteration(path: str | os.PathLike[str], ckpt_step: int | None = None) -> int:
-    """Return the iteration of the checkpoint that :func:`load_inference_checkpoint` would load.
-
-    Reads no weights. Not a collective, and needs no process group.
-    """
+    """Return the iteration that :func:`load_inference_checkpoint` would load; it needs no process group."""
     folder = locate(path, ckpt_step)
     if (iteration := iteration_of(folder.name)) is not None:
         return iteration
@@ -117,14 +120,14 @@ def _read(
     from .torch_dist import TorchDistCheckpoint
 
     with _on_all_ranks_or_none(f"cannot load {source}"):
-        for name, weight in named_weights(chunks):
-            if hasattr(weight, "main_param"):  # with sharded optimizers also where another replica updates it
-                raise CheckpointError(
-                    f"{name} has a main parameter, from which the optimizer's next step would write the old "
-                    "weight again: load before the optimizer is made, or with Megatron's load_checkpoint, "
-                    "which calls optimizer.reload_model_params(). If that optimizer is gone, delete the "
-                    "attribute main_param of each parameter"
-                )
+        # With sharded optimizers, also the weights that another replica updates have a main parameter.
+        if name := next((name for name, x in named_weights(chunks) if hasattr(x, "main_param")), None):
+            raise CheckpointError(
+                f"{name} has a main parameter, from which the optimizer's next step would write the old "
+                "weight again: load before the optimizer is made, or with Megatron's load_checkpoint, "
+                "which calls optimizer.reload_model_params(). If that optimizer is gone, delete the "
+                "attribute main_param of each parameter"
+            )
         folder = locate(source, ckpt_step)
         check_format(folder)
         checkpoint = TorchDistCheckpoint(folder)
@@ -135,8 +138,7 @@ def _read(
         for index, chunk in enumerate(chunks):
             loaded = {*request.tensors.get(str(index), {}), *request.others.get(str(index), {})}
             differing |= _missing(chunk, loaded, with_output_head)
-    # Every stored tensor must be requested by some rank. Each rank sends one byte for each stored name: the
-    # names themselves would be megabytes from each to each.
+    # Some rank must request each stored tensor. A rank sends a byte for each: names would be megabytes.
     names = checkpoint.names(with_output_head)
     is_requested = bytes(name in requested for name in names)
     ranks = gathered((folder.name, is_requested, differing, paddings), world())
@@ -147,7 +149,12 @@ def _read(
     with ExitStack() as stack:
         with _on_all_ranks_or_none(f"cannot load {source}"):
             by_any_rank = {name for name, *by_rank in zip(names, *all_flags, strict=True) if any(by_rank)}
-            unexpected = _without_mtp(set(names) - by_any_rank, by_any_rank)
+            unexpected = set(names) - by_any_rank
+            mtp = {name for name in unexpected if name.startswith(_MTP)}  # which a policy's checkpoint has
+            if mtp and not any(name.startswith(_MTP) for name in by_any_rank):
+                unexpected -= mtp
+                if is_rank_0():
+                    _WITHOUT_MTP.log(number=len(mtp), prefix=_MTP)
             differing = {("unexpected in the checkpoint", name) for name in unexpected}.union(*all_differing)
             differing |= _other_heads(set().union(*all_paddings))
             if text := describe(differing):
@@ -165,9 +172,9 @@ def _read(
 def _other_heads(vocabularies: set[tuple[str, int, int]]) -> Differences:
     """Return heads of another kind, as a critic's is; warn of vocabularies with another padding.
 
-    Padding gives an output layer as many rows as the embeddings, which may be on another rank. Of all ranks'
-    vocabularies, the argument has the names, and the rows as stored and as in the model.
+    Of all ranks' vocabularies, the argument has the names, and the rows as stored and as in the model.
     """
+    # Padding gives an output layer as many rows as the embeddings.
     rows = {(stored, own) for name, stored, own in vocabularies if name.endswith("word_embeddings.weight")}
     differing: Differences = set()
     for name, stored, own in sorted(x for x in vocabularies if x[1] != x[2]):
@@ -180,16 +187,6 @@ def _other_heads(vocabularies: set[tuple[str, int, int]]) -> Differences:
     return differing
 
 
-def _without_mtp(stored: set[str], requested: Iterable[str]) -> set[str]:
-    """Leave out multi-token prediction, which a policy's checkpoint has, unless the model has it, too."""
-    mtp = {name for name in stored if name.startswith(_MTP)}
-    if not mtp or any(name.startswith(_MTP) for name in requested):
-        return stored
-    if is_rank_0():
-        _WITHOUT_MTP.log(number=len(mtp), prefix=_MTP)
-    return stored - mtp
-
-
 def _iteration(folder: Path, content: _State) -> int:
     stored = content.get("iteration", content.get("total_iters"))
     if folder.name == "release" or stored is None:
@@ -198,25 +195,14 @@ def _iteration(folder: Path, content: _State) -> int:
         return int(stored)
 
 
-def _bare_chunks(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    chunks = [unwrap(chunk) for chunk in as_chunks(model)]
-    if not chunks:
-        raise InvalidInputError("model has no chunks; expected what Megatron's get_model returns")
-    if meta := next((name for name, weight in named_weights(chunks) if weight.is_meta), None):
-        raise InvalidInputError(
-            f"{meta} is on the meta device, without memory: materialize it, as build_inference_model does"
-        )
-    return chunks
-
-
 def _missing(chunk: torch.nn.Module, names: set[str], with_output_head: bool) -> Differences:
     """Return the weights that stay as they are when these are loaded, but are not left out on purpose."""
     weights = {name: x for name, x in chunk.state_dict(keep_vars=True).items() if "_extra_state" not in name}
     # Tied weights have several names, and one is enough.
     loaded = {id(weights[name]) for name in weights.keys() & names}
-    missing = {name for name, x in weights.items() if isinstance(x, torch.Tensor) and id(x) not in loaded}
-    left_out = set() if with_output_head else set(filter(is_of_output_head, missing))
-    return {("missing in the checkpoint", name) for name in missing - left_out}
+    missing = (name for name, x in weights.items() if isinstance(x, torch.Tensor) and id(x) not in loaded)
+    wanted = (name for name in missing if with_output_head or not is_of_output_head(name))
+    return {("missing in the checkpoint", name) for name in wanted}
 
 
 # --- the folder and the format, found as ``checkpointing.py`` of Megatron-LM does
@@ -273,10 +259,8 @@ def check_format(folder: Path) -> None:
 
 def iteration_of(name: str) -> int | None:
     """Return the iteration that a folder has in its name; 0 for a release, as Megatron counts it."""
-    if name == "release":
-        return 0
-    match = re.fullmatch(r"iter_(\d{7,})", name)
-    return int(match[1]) if match else None
+    match = re.fullmatch(r"release|iter_(\d{7,})", name)
+    return int(match[1] or 0) if match else None
 
 
 def _no_checkpoint_in(folder: Path) -> CheckpointError:

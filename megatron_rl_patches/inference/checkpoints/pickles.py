@@ -1,7 +1,6 @@
-"""The pickled parts of a checkpoint, read without calling or importing anything that they name.
+"""The pickled parts of a checkpoint; what they name becomes a :class:`Record`, and is never imported or run.
 
-Torch and Megatron would run it. Here it becomes a :class:`Record` of the name. A file with millions of nested
-tuples can end the process, since Python frees them recursively.
+A file with millions of nested tuples can end the process, since Python frees them recursively.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from ...common.text import one_line
 from ...errors import CheckpointError
 
-# What torch and Megatron write into ``.metadata``: the index, and the plans of the saving ranks, which
-# megatron-core stores for its next save, and nobody needs for loading.
+# What torch and Megatron write into ``.metadata``: the index, and plans for the next save.
 _IN_METADATA = re.compile(
     r"torch\.distributed\.checkpoint\.(metadata|filesystem|planner)\.\w+"
     r"|torch\.distributed\._shard\.sharded_tensor\.metadata\.\w+"
@@ -46,7 +44,7 @@ _IN_PIECE = re.compile(r"torch\.(_utils\._rebuild_tensor_v[23]|(storage\.)?\w+)|
 class Record:
     """Stands for an object of a class that a file names, or for what a function returns that it names."""
 
-    #: The class or function, with its module; that of a subclass for each name in a file.
+    #: The class or function, with its module. Each name in a file has a subclass.
     qualified_name = ""
     args: tuple[Any, ...] = ()
     state: Any = None
@@ -110,10 +108,7 @@ def reading(file: object, fault: str) -> Iterator[None]:
 
 
 def unpickle_dict(content: bytes, file: Path) -> dict[str, Any]:
-    """Return a dict saved by ``torch.save``; what is neither a number, a text nor a container is a record.
-
-    It also holds the saving program's arguments, whose classes need not exist in this process.
-    """
+    """Return a dict saved by ``torch.save``; what is neither a number, a text nor a container is a record."""
     with reading(file, "is corrupt or truncated:"):
         value = _unpickle(io.BytesIO(content), re.compile(".*"))
     if isinstance(value, list) and len(value) == 1:  # as Megatron stores objects
@@ -124,10 +119,7 @@ def unpickle_dict(content: bytes, file: Path) -> dict[str, Any]:
 
 
 def describe_tensor(stream: Any, nbytes: int) -> torch.Tensor:
-    """Return what a file of ``torch.save`` says of the tensor in it, as a tensor without memory.
-
-    Some exception is raised if it says anything else, or if its storage is not within ``nbytes``.
-    """
+    """Return the tensor that a ``torch.save`` file describes, on meta; raise if not within ``nbytes``."""
     record = _unpickle(stream, _IN_PIECE)
     storage, start, size, stride, _, _, *others = record.args
     _, kind, _, _, stored = storage.args[0]

@@ -1,7 +1,7 @@
-"""Model weights from ``torch_dist`` checkpoints, by Megatron's loader, which gets an index that was checked.
+"""Model weights from ``torch_dist`` checkpoints, by Megatron's loader.
 
-Megatron's loader unpickles ``.metadata`` and objects that are no tensors without protection, in all releases.
-So the loader gets a folder with links to the shards and an index written anew, and loads tensors only.
+In all releases it unpickles ``.metadata`` and objects that are no tensors without protection. So it gets a
+folder with links to the shards and an index that was checked and written anew, and loads tensors only.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Request(NamedTuple):
     factories: _State  # what joins weights that Megatron splits for storage
 
     def by_name(self) -> dict[str, ShardedTensor]:
-        """Return every tensor that the request touches, by its name in the checkpoint."""
+        """Return the tensors by their names in the checkpoint."""
         return {tensor.key: tensor for tensor in nested_values(self.tensors)}
 
 
@@ -65,14 +65,23 @@ class TorchDistCheckpoint:
     def __init__(self, folder: Path) -> None:
         self.folder, self.metadata = folder, read_metadata(folder)
         self.entries = self.metadata.state_dict_metadata
+        file, place = folder / "common.pt", self.metadata.storage_data.get(MetadataIndex(_COMMON_STATE))
+        if file.is_file():
+            content = file.read_bytes()
+        elif place is not None:
+            file = folder / place.relative_path
+            with self._opened(place) as stream:
+                content = stream.read()
+        else:
+            raise CheckpointError(f"{file} is missing; the checkpoint is incomplete")
         #: What is not sharded: iteration, arguments, content metadata.
-        self.common = self._common_state()
+        self.common = unpickle_dict(content, file)
 
     def request(self, chunks: Sequence[Any], with_output_head: bool) -> Request:
         """Ask for the sharded state dict of the model alone, as Megatron's ``generate_state_dict`` does.
 
-        Tensors get host memory of their own, into which the loader writes instead of into the model. Objects
-        are left out, which Megatron would unpickle without protection: extra states of Transformer Engine.
+        The loader writes into host memory instead of into the model. Objects, which are extra states of
+        Transformer Engine, are left out.
         """
         metadata = self.common.get("content_metadata") or {}  # it says how the saver named layers
         states: _State = {str(n): c.sharded_state_dict(metadata={**metadata}) for n, c in enumerate(chunks)}
@@ -91,10 +100,10 @@ class TorchDistCheckpoint:
     def compare(
         self, requested: Mapping[str, ShardedTensor], exact: bool
     ) -> tuple[Differences, set[tuple[str, int, int]]]:
-        """Compare what this rank asks for with what is stored.
+        """Compare what this rank asks for with what is stored; return differences, and the vocabularies.
 
-        Unless ``exact``, other floating-point dtypes and other paddings of vocabularies are no difference.
-        The second result has the name of each vocabulary, and its rows as stored and as requested.
+        Unless ``exact``, other floating-point dtypes and other paddings are no difference. Of a vocabulary,
+        the result has the name, and the rows as stored and as requested.
         """
         expected = {name: _shaped(tensor.global_shape, tensor.dtype) for name, tensor in requested.items()}
         stored, paddings = {}, set()
@@ -114,8 +123,8 @@ class TorchDistCheckpoint:
     def names(self, with_output_head: bool) -> list[str]:
         """Return the sorted names of all tensors but the optimizer's: the same list on every rank."""
         tensors = (name for name, x in self.entries.items() if isinstance(x, TensorStorageMetadata))
-        names = sorted(name for name in tensors if not _OPTIMIZER_TENSOR.match(name))
-        return [name for name in names if with_output_head or not is_of_output_head(name)]
+        of_model = (name for name in tensors if not _OPTIMIZER_TENSOR.match(name))
+        return sorted(name for name in of_model if with_output_head or not is_of_output_head(name))
 
     def write_index(self, names: Iterable[str], folder: Path) -> None:
         """Write an index of tensors that :meth:`compare` takes, and links to their files, into a folder.
@@ -128,10 +137,10 @@ class TorchDistCheckpoint:
             whole = [((0,) * len(entry.size), entry.size)]
             if _corners((chunk.offsets, chunk.sizes) for chunk in entry.chunks) != _corners(whole):
                 raise CheckpointError(f"{self.folder}: {name} is not stored as a whole, once")
-            for index in (MetadataIndex(name, chunk.offsets) for chunk in entry.chunks):
-                if index not in self.metadata.storage_data:
-                    raise CheckpointError(f"{self.folder}: a piece of {name} is not stored")
-                places[index] = self.metadata.storage_data[index]
+            indices = [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
+            if not self.metadata.storage_data.keys() >= {*indices}:
+                raise CheckpointError(f"{self.folder}: a piece of {name} is not stored")
+            places |= {index: self.metadata.storage_data[index] for index in indices}
         ranges = sorted((p.relative_path, p.offset, p.offset + p.length) for p in places.values())
         for (file, _, end), (other, start, _) in itertools.pairwise(ranges):
             if file == other and start < end:
@@ -165,9 +174,8 @@ class TorchDistCheckpoint:
                 place = self.metadata.storage_data[index]
                 with self._opened(place) as stream:
                     piece = describe_tensor(stream, place.length)
-                stored, indexed = (piece.shape, piece.dtype), (chunk.sizes, entry.properties.dtype)
-                if stored != indexed:
-                    actual, expected = (f"{[*shape]} of {dtype}" for shape, dtype in (stored, indexed))
+                expected = f"{[*chunk.sizes]} of {entry.properties.dtype}"
+                if (actual := f"{[*piece.shape]} of {piece.dtype}") != expected:
                     piece_of = f"{self.folder / place.relative_path}: a piece of {tensor.key}"
                     raise CheckpointError(f"{piece_of} is {actual}, and the index says {expected}")
 
@@ -185,27 +193,13 @@ class TorchDistCheckpoint:
         merge(states, request.others)
         return apply_factory_merges(states, request.factories)
 
-    def _common_state(self) -> _State:
-        file = self.folder / "common.pt"
-        if file.is_file():
-            return unpickle_dict(file.read_bytes(), file)
-        place = self.metadata.storage_data.get(MetadataIndex(_COMMON_STATE))
-        if place is None:
-            raise CheckpointError(f"{file} is missing; the checkpoint is incomplete")
-        with self._opened(place) as stream:
-            content = stream.read()
-        return unpickle_dict(content, self.folder / place.relative_path)
-
 
 def _shaped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 def _corners(boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> dict[tuple[int, ...], int]:
-    """Count the corners of boxes, each with the sign that it has in a sum of step functions.
-
-    Two sets of boxes have the same counts if, and only if, they cover every element equally often.
-    """
+    """Count corners of boxes, with signs: boxes with equal counts cover every element equally often."""
     counts = Counter[tuple[int, ...]]()
     for start, size in boxes:
         for ends in itertools.product((0, 1), repeat=len(start)):

@@ -1,7 +1,7 @@
 """How many bytes a Megatron model takes on each rank: training, scoring, and training next to teachers.
 
-Sources of what training takes: megatron-core's ``DistributedDataParallel``, ``_ParamAndGradBuffer`` and
-``DistributedOptimizer``, its optimizers for 16 bits and host memory, and TransformerEngine's ``FusedAdam``.
+Sources: megatron-core's ``DistributedDataParallel``, ``_ParamAndGradBuffer``, ``DistributedOptimizer`` and
+optimizers for 16 bits and host memory; TransformerEngine's ``FusedAdam``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from ...errors import InvalidInputError
 from .parameters import ITEM_SIZES, GPTArguments, Parameter, Stage, count_parameters, parameters_of
 
 _Fields = Mapping[str, Any]
-_FP32 = ITEM_SIZES["fp32"]
 _SIZES = [f"{name}_parallel_size" for name in ("tensor_model", "context", "expert_model", "expert_tensor")]
 
 
@@ -87,9 +86,8 @@ class Memory:
 class StageEstimate:
     """Memory of one rank of a pipeline stage; ranks of a stage differ by no more than a shard's padding.
 
-    ``with_teachers`` is training next to a pool of models: the device holds one, host memory all. Layers of
-    multi-token prediction are part of ``training`` and of the numbers of parameters, but not of
-    ``inference_only`` and of teachers, as :func:`.build_inference_model` builds them.
+    ``with_teachers`` is training next to a pool of models: the device holds one, host memory all. Only
+    ``training`` and the numbers of parameters include layers of multi-token prediction.
     """
 
     dense_parameters: int
@@ -132,10 +130,10 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory of each rank for training, for scoring only, and for training next to teachers.
 
-    A described model is the real ``GPTModel`` of the installed megatron-core: a child process builds it for
-    each pipeline stage on the meta device, with local layers and experts, which have the parameters of
-    TransformerEngine's. That takes seconds, and neither a GPU nor parallel groups. Activations, communication
-    buffers, fragmentation of the allocator and the CUDA context are not counted.
+    A child process builds each pipeline stage of a described model on the meta device: the real ``GPTModel``
+    of the installed megatron-core, with local layers, which have the parameters of TransformerEngine's. That
+    takes seconds, and neither a GPU nor parallel groups. Activations, communication buffers, fragmentation of
+    the allocator and the CUDA context are not counted.
 
     Args:
         model: fields of a ``TransformerConfig`` by name, sizes of parallel groups among them; or a
@@ -241,10 +239,7 @@ def _in_training(
 
 
 def _padded(numels: Sequence[int], replicas: int) -> int:
-    """Return the length of a ``_ParamAndGradBuffer`` for the distributed optimizer.
-
-    The padding of buckets, a few kilobytes in 40 million parameters, is left out.
-    """
+    """Return the length of a buffer for the distributed optimizer, but for the padding of its buckets."""
     end = 0
     for numel in reversed(numels):
         end += -end % 64 + numel
@@ -254,16 +249,13 @@ def _padded(numels: Sequence[int], replicas: int) -> int:
 def _adam(shard: int, dtype: str, optimizer: OptimizerSettings) -> Memory:
     """Return main parameters, main gradients and moments of the ``shard`` parameters that a rank updates."""
     precision_aware, offload = optimizer.use_precision_aware_optimizer, optimizer.optimizer_cpu_offload
-    size = shard * _FP32
-    if precision_aware and not offload:
-        # FusedAdam keeps the main parameters itself, and reads gradients from the buffer.
-        main_parameters = shard * 2 if dtype == "bf16" else size
-        return Memory(main_parameters=main_parameters, exp_avg=size, exp_avg_sq=size)
-    # The offloaded optimizer copies its input to host memory: if it is precision-aware, the model's
-    # parameters; else main parameters and main gradients, which stay on the device too.
-    main = 0 if precision_aware else size
-    main_parameters = 0 if dtype == "fp32" else main  # fp32 parameters are their own
-    main_gradients = 0 if optimizer.gradient_dtype(dtype) == "fp32" else main
-    main_memory = Memory(main_parameters=main_parameters, main_gradients=main_gradients)
-    # In host memory there are main parameters, main gradients and both moments.
-    return main_memory + (Memory(host=4 * size) if offload else Memory(exp_avg=size, exp_avg_sq=size))
+    size = shard * ITEM_SIZES["fp32"]
+    # An offloaded optimizer has main parameters, main gradients and both moments in host memory.
+    memory = Memory(host=4 * size) if offload else Memory(exp_avg=size, exp_avg_sq=size)
+    if not precision_aware:  # these stay on the device, also if the offloaded optimizer copies them
+        main_parameters = 0 if dtype == "fp32" else size  # fp32 parameters are their own
+        main_gradients = 0 if optimizer.gradient_dtype(dtype) == "fp32" else size
+        return memory + Memory(main_parameters=main_parameters, main_gradients=main_gradients)
+    # FusedAdam keeps the main parameters itself, and reads gradients from the buffer.
+    own = 0 if offload else shard * 2 if dtype == "bf16" else size
+    return memory + Memory(main_parameters=own)

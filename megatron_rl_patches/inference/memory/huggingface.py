@@ -11,24 +11,14 @@ from .estimate import fields_of
 
 _Config = Mapping[str, Any]
 
-#: Megatron's field -> Hugging Face's. The file may lack those with a question mark, because Megatron has the
-#: same default as Hugging Face's class.
-_NAMES = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "vocab_size": "vocab_size",
-}
+#: Megatron's field -> Hugging Face's. Files may lack those with a question mark: the defaults are the same.
+_NAMES = {name: name for name in ("hidden_size", "num_attention_heads", "vocab_size")}
+_NAMES |= {"num_layers": "num_hidden_layers", "ffn_hidden_size": "intermediate_size"}
 _GROUPS = {"num_query_groups": "num_key_value_heads"}
 _GROUPED_ATTENTION = _GROUPS | {"kv_channels": "head_dim"}
 _HEADS_OF_HIDDEN_SIZE = _GROUPS | {"kv_channels": "head_dim?"}
-_LATENT_ATTENTION = {
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_head_dim": "qk_nope_head_dim",
-    "qk_pos_emb_head_dim": "qk_rope_head_dim",
-    "v_head_dim": "v_head_dim",
-}
+_LATENT_ATTENTION = {name: name for name in ("kv_lora_rank", "v_head_dim")}
+_LATENT_ATTENTION |= {"qk_head_dim": "qk_nope_head_dim", "qk_pos_emb_head_dim": "qk_rope_head_dim"}
 _EXPERTS = {"num_moe_experts": "num_experts", "moe_ffn_hidden_size": "moe_intermediate_size"}
 _LOCAL_EXPERTS = {"num_moe_experts": "num_local_experts", "moe_ffn_hidden_size": "intermediate_size"}
 _ROUTED_EXPERTS = _EXPERTS | {"num_moe_experts": "n_routed_experts"}
@@ -39,34 +29,28 @@ _DELTA_NET = {
 }
 _QK_NORM = {"qk_layernorm": True}
 _EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-#: No model has a dimension or a count above this.
-_LARGEST = 2**31
 
 
 def _number(text: _Config, name: str, default: int | None = None, least: int = 1) -> Any:
     """Return a field that must be absent, null, or a whole number that is large enough."""
-    value = text.get(name)
-    if value is None:
+    if (value := text.get(name)) is None:
         return default
     is_whole = type(value) is int or (isinstance(value, float) and value.is_integer())
-    if not is_whole or not least <= value <= _LARGEST:
+    if not is_whole or not least <= value <= 2**31:
         expected = f"a whole number of at least {least}"
         raise InvalidInputError(f"{name} is {value!r:.40} in the configuration; expected {expected}")
     return int(value)
 
 
 def _flag(text: _Config, name: str, default: bool = False) -> bool:
-    value = text.get(name)
-    if value is not None and not isinstance(value, bool):
+    value = default if text.get(name) is None else text[name]
+    if not isinstance(value, bool):
         raise InvalidInputError(f"{name} is {value!r:.40} in the configuration; expected true or false")
-    return default if value is None else value
+    return value
 
 
 class _Family(NamedTuple):
-    """What is peculiar to the models of one ``model_type``.
-
-    All have a gated MLP, RMSNorm and rotary embeddings. Only GPT-OSS has biases other than QKV's.
-    """
+    """What is peculiar to models of a ``model_type``: all have a gated MLP, RMSNorm and rotary embeddings."""
 
     names: Mapping[str, str] = _GROUPED_ATTENTION  # as ``_NAMES``, in addition to them
     fixed: Mapping[str, Any] = {}  # fields that have the same value in all of these models
@@ -128,9 +112,9 @@ def _derived(text: _Config, names: Mapping[str, str]) -> dict[str, Any]:
 def fields_from_hf_config(config: _Config, **overrides: Any) -> dict[str, Any]:
     """Return Megatron's fields for the language model of a Hugging Face configuration.
 
-    Megatron-Bridge translates the models that it knows, if it is installed; the table of this module the
-    others. Of a configuration for text and images only the text part counts. The post-norms of Gemma and
-    GLM-4, thousandths of a percent of the parameters, are left out: Megatron's ``GPTModel`` has none.
+    Megatron-Bridge, if installed, translates the models that it knows; the table of this module the others.
+    Of a configuration for text and images only the text part counts. The post-norms of Gemma and GLM-4,
+    thousandths of a percent of the parameters, are left out: Megatron's ``GPTModel`` has none.
 
     Args:
         config: the content of ``config.json``.
@@ -149,9 +133,9 @@ def fields_from_hf_config(config: _Config, **overrides: Any) -> dict[str, Any]:
         if "num_layers" in overrides:  # which layers are dense or sparse depends on their number
             text = {**text, "num_hidden_layers": overrides["num_layers"]}
         return {**(_by_bridge(text) or _by_table(config, text, overrides)), **overrides}
+    except InvalidInputError:
+        raise
     except (AttributeError, TypeError, ValueError) as error:
-        if isinstance(error, InvalidInputError):
-            raise
         reason = f"a field of the configuration has a value of another type: {one_line(error)}"
         raise InvalidInputError(reason) from None
 
@@ -161,9 +145,7 @@ def _by_bridge(text: _Config) -> dict[str, Any] | None:
     try:
         from megatron.bridge import AutoBridge
         from transformers import AutoConfig  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        return None
-    try:
+
         bridge = AutoBridge.from_hf_config(AutoConfig.for_model(**text))
         return fields_of(bridge.to_megatron_provider(load_weights=False))
     except Exception:  # of many kinds; the table translates the model, or says what is wrong

@@ -1,7 +1,4 @@
-"""Parameters of every pipeline stage, from the real ``GPTModel`` on the meta device.
-
-A child process builds it, with torch's fake process groups, so that the caller's groups stay untouched.
-"""
+"""Parameters of every pipeline stage, from the real ``GPTModel``, which a child process builds."""
 
 from __future__ import annotations
 
@@ -76,7 +73,7 @@ class Parameter(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """The chunks of a pipeline stage, which differ where only training has multi-token prediction."""
+    """The chunks of a pipeline stage; only those of training have multi-token prediction."""
 
     training: list[list[Parameter]]
     inference_only: list[list[Parameter]]
@@ -100,10 +97,7 @@ def parameters_of(chunk: torch.nn.Module) -> list[Parameter]:
 
 
 def count_parameters(fields: Mapping[str, Any], dtype: str) -> list[Stage]:
-    """Count the parameters of each pipeline stage, in seconds and without memory for them.
-
-    ``fields`` are those of ``TransformerConfig`` and of :class:`GPTArguments`.
-    """
+    """Count the parameters of each pipeline stage of a model that has these fields, without memory for it."""
     require_megatron("an estimate")
     task = json.dumps([fields, dtype], default=repr)
     # Counting needs no patches, and their messages would confuse.
@@ -228,9 +222,7 @@ def _provide(
         if not block.layer_specs:
             *_, last = gpt_layer_specs.get_gpt_decoder_layer_specs(config, **arguments)
             last = _buildable(config, last, config.num_layers - 1)
-        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(
-            config, last, use_transformer_engine=False, vp_stage=vp_stage
-        )
+        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, last, False, vp_stage=vp_stage)
     values = dataclasses.asdict(own)
     multiple = values.pop("make_vocab_size_divisible_by") * config.tensor_model_parallel_size
     values["vocab_size"] += -own.vocab_size % multiple

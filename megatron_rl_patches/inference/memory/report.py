@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,58 +104,44 @@ def _power(sizes: Iterable[int]) -> int:
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
-    """One CUDA device, in bytes: ``free`` and ``total`` of all processes, the others of this process.
+class MemoryReport:
+    """Memory in use, in bytes; ``str()`` is one line.
 
-    ``reserved`` is what torch's allocator holds, tensors included. ``peak_allocated`` is the most since the
-    start or the last ``torch.cuda.reset_peak_memory_stats()``.
+    Attributes:
+        rss: host memory of this process.
+        host_available, host_total: of the machine; a container may have less.
+        teachers: models in the pool; ``None`` without one.
+        teacher_weights: the teachers in host memory.
+        teacher_heads: their output layers, by default on the device.
+        device: index of the current CUDA device; ``None`` in a process that does not use CUDA.
+        allocated, reserved: by torch in this process; its allocator reserves more than tensors take.
+        peak_allocated: since the start or the last ``torch.cuda.reset_peak_memory_stats()``.
+        device_free, device_total: of all processes.
     """
 
-    index: int
-    allocated: int
-    peak_allocated: int
-    reserved: int
-    free: int
-    total: int
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """Host memory in bytes: ``rss`` of this process, the others of the machine; a container may have less."""
-
     rss: int
-    available: int
-    total: int
-
-
-@dataclass(frozen=True)
-class TeacherMemory:
-    """A :class:`.TeacherPool`: bytes in host memory, and of output layers, by default on the device."""
-
-    count: int
-    weights: int
-    heads: int
-
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """Device memory (``None`` in a process that does not use CUDA) and host memory; ``str()`` is one line."""
-
-    device: DeviceMemory | None
-    host: HostMemory
-    teachers: TeacherMemory | None = None
+    host_available: int
+    host_total: int
+    teachers: int | None = None
+    teacher_weights: int = 0
+    teacher_heads: int = 0
+    device: int | None = None
+    allocated: int = 0
+    peak_allocated: int = 0
+    reserved: int = 0
+    device_free: int = 0
+    device_total: int = 0
 
     def __str__(self) -> str:
-        rss, available, total = map(_gib, astuple(self.host))
-        line = f"host: {rss} in this process, {available} of {total} free"
+        line = "host: {rss} in this process, {host_available} of {host_total} free"
         if self.teachers is not None:
-            weights, heads = _gib(self.teachers.weights), _gib(self.teachers.heads)
-            line += f"; {self.teachers.count} teachers: {weights} in host memory, output layers {heads}"
+            weights = "{teacher_weights} in host memory, output layers {teacher_heads}"
+            line += f"; {self.teachers} teachers: {weights}"
         if self.device is not None:
-            allocated, peak, reserved, free, total = map(_gib, astuple(self.device)[1:])
-            usage = f"{allocated} allocated, peak {peak}, {reserved} reserved, {free} of {total} free"
-            line = f"cuda:{self.device.index}: {usage}; {line}"
-        return line
+            usage = "{allocated} allocated, peak {peak_allocated}, {reserved} reserved"
+            line = f"cuda:{self.device}: {usage}, {{device_free}} of {{device_total}} free; {line}"
+        sizes = {name: f"{(size or 0) / 2**30:.2f} GiB" for name, size in asdict(self).items()}
+        return line.format_map(sizes)
 
 
 def memory_report(*, pool: TeacherPool | None = None) -> MemoryReport:
@@ -163,19 +149,16 @@ def memory_report(*, pool: TeacherPool | None = None) -> MemoryReport:
 
     Starts no collective and takes well under a millisecond. Source of the idea: THUDM/slime#1764.
     """
-    import torch
+    from torch import cuda
 
-    teachers = None if pool is None else TeacherMemory(len(pool), pool.host_bytes, pool.head_bytes)
     machine = psutil.virtual_memory()
-    host = HostMemory(psutil.Process().memory_info().rss, machine.available, machine.total)
+    sizes = {"rss": psutil.Process().memory_info().rss}
+    sizes |= {"host_available": machine.available, "host_total": machine.total}
+    if pool is not None:
+        sizes |= {"teachers": len(pool), "teacher_weights": pool.host_bytes, "teacher_heads": pool.head_bytes}
     # A call of the driver would create a CUDA context of some hundred MiB in a process without one.
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
-        return MemoryReport(None, host, teachers)
-    cuda = torch.cuda
-    allocated, peak, reserved = cuda.memory_allocated(), cuda.max_memory_allocated(), cuda.memory_reserved()
-    device = DeviceMemory(cuda.current_device(), allocated, peak, reserved, *cuda.mem_get_info())
-    return MemoryReport(device, host, teachers)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    if cuda.is_available() and cuda.is_initialized():  # type: ignore[no-untyped-call]
+        sizes |= {"device": cuda.current_device(), "allocated": cuda.memory_allocated()}
+        sizes |= {"peak_allocated": cuda.max_memory_allocated(), "reserved": cuda.memory_reserved()}
+        sizes["device_free"], sizes["device_total"] = cuda.mem_get_info()
+    return MemoryReport(**sizes)

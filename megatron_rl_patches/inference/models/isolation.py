@@ -1,7 +1,4 @@
-"""Building a model so that nobody else notices: random streams and other threads go on as before.
-
-Functions of torch and Megatron are replaced in one thread only. Parameters get memory after construction.
-"""
+"""Building a model so that nobody else notices: random streams and other threads go on as before."""
 
 from __future__ import annotations
 
@@ -33,15 +30,12 @@ _replaced: dict[tuple[int, str], _Replaced] = {}
 def replaced_in_this_thread(owner: Any, name: str, substitute: Callable[..., Any]) -> Iterator[None]:
     """Call ``substitute(original, ...)`` in place of ``owner.name(...)``, in the calling thread only.
 
-    The attribute itself belongs to all threads, so it holds a function that asks which thread is calling.
-    Blocks may overlap and nest: the first to begin installs that function, and the last to end puts back the
-    very object that was there before, which is the original of all of them.
+    The attribute belongs to all threads, so it gets a function that asks which thread is calling. Blocks may
+    overlap and nest: the last to end puts back what the first has found, which is the original of all.
     """
     place = id(owner), name
     with _lock:
-        if place not in _replaced:
-            _replaced[place] = _Replaced(owner, name)
-        replaced = _replaced[place]
+        replaced = _replaced[place] = _replaced.get(place) or _Replaced(owner, name)
         replaced.blocks += 1
     outer = getattr(replaced.thread, "substitute", None)
     replaced.thread.substitute = substitute
@@ -84,8 +78,8 @@ class _Replaced:
 def preserved_rng() -> Iterator[None]:
     """Put every random stream back at the end, also if the body raises.
 
-    These are the generators of Python, numpy and torch (of CUDA the current device, if it has a context), and
-    those of Megatron's RNG tracker. Numbers that another thread draws meanwhile are drawn again later.
+    These are the generators of Python, numpy, torch (of CUDA on the current device, if it has a context) and
+    Megatron's RNG tracker. Numbers that another thread draws meanwhile are drawn again later.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()
     tracked = {} if (tracker := cuda_rng_tracker()) is None else tracker.get_states()
@@ -116,8 +110,7 @@ def cuda_rng_tracker() -> Any:
 
 def rng_tracker_is_seeded() -> bool:
     """Return whether Megatron's RNG tracker has streams, without which it cannot fork."""
-    tracker = cuda_rng_tracker()
-    return tracker is not None and bool(tracker.get_states())
+    return (tracker := cuda_rng_tracker()) is not None and bool(tracker.get_states())
 
 
 @contextmanager
@@ -148,12 +141,12 @@ class NeedsValuesError(RuntimeError):
 def construction(*, on_meta: bool, use_cuda: bool) -> Iterator[list[Parameter]]:
     """Yield a list to which every ``Parameter`` is added that this thread creates inside.
 
-    With ``on_meta`` they are on the meta device from the start. Buffers and plain tensors are computed for
-    real, unlike in a context of ``torch.device("meta")``. Parameters of tensor subclasses (FP8 weights of
-    TransformerEngine) stay as they are. What needs a meta tensor's values raises :class:`NeedsValuesError`.
+    With ``on_meta`` they are on the meta device from the start, but for those of tensor subclasses (FP8
+    weights of TransformerEngine). Buffers and plain tensors are real, unlike under ``torch.device("meta")``.
+    What needs a meta tensor's values raises :class:`NeedsValuesError`.
 
-    Without ``use_cuda`` the current device is the CPU, and no CUDA context comes into being. The routers of
-    mixtures of experts are not on Megatron's list of the routers of the process.
+    Without ``use_cuda`` the current device is the CPU, and no CUDA context comes into being. Routers of
+    experts are not on Megatron's list of the routers of the process.
     """
     created: list[Parameter] = []
 
@@ -186,13 +179,10 @@ def construction(*, on_meta: bool, use_cuda: bool) -> Iterator[list[Parameter]]:
 
 
 def materialize(module: torch.nn.Module, device: torch.device) -> None:
-    """Give the module's meta parameters memory on ``device``.
+    """Give the module's meta parameters memory on ``device``; raise ``NeedsValuesError`` if that misses some.
 
     They are NaN, so that the first output shows if no checkpoint has filled one. A parameter stays the same
     object with the same attributes: modules share parameters, and some (Mamba's) hold references besides.
-
-    Raises:
-        NeedsValuesError: something else holds on to a meta tensor, which stays on the meta device.
     """
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
@@ -225,7 +215,7 @@ def _not_listed(original: Any, replay: Any, *args: Any, **kwargs: Any) -> None:
 
 
 class _CudaIfReal(TorchFunctionMode):
-    """Make ``tensor.cuda()`` return a meta tensor, and without ``use_cuda`` any tensor, as it is.
+    """Make ``tensor.cuda()`` do nothing to meta tensors, and without ``use_cuda`` to any.
 
     Another function that fails with a meta tensor raises :class:`NeedsValuesError`.
     """

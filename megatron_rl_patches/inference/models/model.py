@@ -1,7 +1,4 @@
-"""Megatron models that only score: no DDP, no gradient buffers, no optimizer.
-
-They stay frozen, and refuse what training loops call on them.
-"""
+"""Megatron models that only score: they have no DDP, stay frozen, and refuse to train."""
 
 from __future__ import annotations
 
@@ -62,7 +59,6 @@ def build_inference_model(
     Megatron's ``get_model(..., wrap_with_ddp=False)`` returns; they are in eval mode and frozen, and methods
     that training loops call on a chunk, such as ``no_sync()``, raise ``InferenceOnlyError``. Parameters get
     memory once, in their final dtype. They are **not initialized** but filled with NaN: load a checkpoint.
-
     Megatron's groups must exist. No collective is started. Random streams and other threads go on as before.
 
     Args:
@@ -77,8 +73,8 @@ def build_inference_model(
             ``torch.cuda.init()`` before, if a mixture of experts moves to a GPU later, as it keeps streams.
         pre_wrap: called with the bare chunks, in memory and in their dtype, before ``Float16Module``: for
             hooks that load Hugging Face weights. Returns the chunks to go on with, or ``None``.
-        perform_initialization: construct the parameters on ``device`` and initialize them, as ``get_model``
-            does, for a provider that needs their values. Collectives of constructors (tied embeddings) run.
+        perform_initialization: initialize the parameters on ``device``, as ``get_model`` does, for a provider
+            that needs their values. Collectives of constructors (tied embeddings) run.
         with_mtp: build the layers of multi-token prediction that ``config`` asks for; no score needs them.
 
     Returns:
@@ -156,8 +152,7 @@ def _constructed(
 ) -> list[Module]:
     """Call the provider for each virtual stage, with ``own``, the copy of the config.
 
-    The chunks have memory on the target, unless that is meta. Unless they are to be initialized, parameters
-    have no memory meanwhile: a checkpoint will overwrite them.
+    Parameters that are not to be initialized have no memory before all chunks are there.
     """
     changes: dict[str, Any] = {}
     if not initializes:
@@ -227,7 +222,7 @@ def freeze(model: Sequence[Module], role: str, setting: str) -> None:
     """Put the chunks in eval mode, freeze them, and have methods of training raise ``InferenceOnlyError``.
 
     Errors name the model's ``role``, and the ``setting`` or function because of which it only scores. Its
-    routers are taken off the list of routers of the process, which the policy's code reads.
+    routers leave the process's list of routers, which the policy's code reads.
     """
     router_replay.leave_out(model)
     for chunk in model:
@@ -254,10 +249,7 @@ def _refuse(role: str, setting: str, action: str, *args: Any, **kwargs: Any) -> 
 
 
 class _StayFrozen:
-    """``requires_grad_`` of a chunk that only scores.
-
-    It holds the chunk weakly: in a cycle, a deleted teacher would keep its memory until gc collects it.
-    """
+    """``requires_grad_`` of a chunk, without a cycle in which a deleted teacher would wait for gc."""
 
     def __init__(self, role: str, setting: str, chunk: Module) -> None:
         self._role, self._setting, self._chunk = role, setting, weakref.ref(chunk)

@@ -17,10 +17,8 @@ from ...errors import InferenceOnlyError, InvalidInputError
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # Fields of a config that training loops set, and that schedules act upon.
-_TRAINING_ONLY = (
-    *(*SYNC_FUNCTIONS, "finalize_model_grads_func", "timers"),
-    *("grad_scale_func", "moe_grad_scale_func", "mtp_grad_scale_func"),
-)
+_TRAINING_ONLY = {"finalize_model_grads_func", "timers", *SYNC_FUNCTIONS}
+_TRAINING_ONLY |= {"grad_scale_func", "moe_grad_scale_func", "mtp_grad_scale_func"}
 
 
 def without_training(config: Any) -> Any:
@@ -107,8 +105,8 @@ def require_new_parameters(chunk: Module, created: Sequence[Parameter], provider
 def give_own_config(chunk: Module, own: Any, original: Any, dtype: str) -> None:
     """Give the chunk a config that it shares with no policy.
 
-    A provider may ignore ``own``, the copy of the ``original`` config in its arguments, and make another one.
-    Whether another model holds that one, too, cannot be known, so the chunk gets a copy of it.
+    A provider may ignore ``own``, the copy of the ``original`` config, and make another one, which another
+    model may hold, too: the chunk gets a copy of that.
     """
     used = getattr(chunk, "config", None)
     if used is own:
@@ -126,8 +124,8 @@ def give_own_config(chunk: Module, own: Any, original: Any, dtype: str) -> None:
             f"the model provider does not build on the config that it is called with, but on one that {why}: "
             f"with a shared config the teacher would run inside the policy's sync functions; {advice}"
         )
-    fields = [name for name in ("bf16", "fp16", "params_dtype") if getattr(used, name) != getattr(own, name)]
-    if differing := [f"{name}: {getattr(used, name)}" for name in fields]:
+    values = {name: getattr(used, name) for name in ("bf16", "fp16", "params_dtype")}
+    if differing := [f"{name}: {x}" for name, x in values.items() if x != getattr(own, name)]:
         raise InferenceOnlyError(
             f"dtype is {dtype!r}, but the model provider builds on a config of its own, with "
             f"{', '.join(differing)}; {advice}"

@@ -65,11 +65,10 @@ def forward_log_probs(
               but the first token, which nothing predicts.
 
             With ``forward``, ``tokens`` may be ``[1, t]`` with the samples packed one after the other.
-        forward: runs a model chunk on one of ``microbatches`` and returns the chunk's output, which on the
-            last stage is the logits ``[b, s, vocabulary / tp]``, of whole sequences also under context
-            parallelism. Default: ``chunk(tokens, positions, None)``, in which Megatron's own layer specs
-            attend causally, so never to the padding; under context parallelism with the two chunks of each
-            sequence that Megatron gives this rank (zigzag).
+        forward: runs a model chunk on one of ``microbatches`` and returns its output; on the last stage
+            logits ``[b, s, vocabulary / tp]``, of whole sequences also under context parallelism. Default:
+            ``chunk(tokens, positions, None)``, in which Megatron's own layer specs attend causally, so never
+            to the padding; under context parallelism with this rank's two chunks of each sequence (zigzag).
         with_entropy: also return the entropy.
         temperature: logits are divided by it.
         vocab_size: ids from this number on are padding of the vocabulary and get probability zero. Default:
@@ -142,9 +141,8 @@ def forward_topk(
         most = plan.vocabulary
         if k is None:
             return _problem_with_ids(at_ids, plan)
-        if at is not None or not is_integer(k) or k < 1 or (most is not None and k > most):
-            return f"k is {k!r}. Expected: 1 to {most}, the vocabulary, and no `at`."
-        return None
+        is_valid = at is None and is_integer(k) and 1 <= k <= (most or k)
+        return None if is_valid else f"k is {k!r}. Expected: 1 to {most}, the vocabulary, and no `at`."
 
     def score(batch: ScoringBatch, logits_tv: torch.Tensor, how: Any) -> tuple[torch.Tensor, ...]:
         if k is not None:
@@ -183,8 +181,8 @@ def forward_hidden_states(
 
     Returns:
         Per sample ``[response_length, h]`` in the model's dtype; ``None`` on stages other than the last. In
-        host memory they are pinned if the model is on a GPU. Those of a microbatch are views of one tensor:
-        each keeps the memory of all, and takes all along when it is pickled, so clone what you send.
+        host memory they are pinned if the model is on a GPU. Those of a microbatch are views of one tensor,
+        whose memory each keeps, and takes along when it is pickled: clone what you send.
 
     Raises:
         InvalidInputError: also, after the last microbatch and on all stages, if the model's output layer is

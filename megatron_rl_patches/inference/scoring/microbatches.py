@@ -36,20 +36,16 @@ class ScoringBatch:
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """Options that the functions of scoring share; see :func:`~.forward.forward_log_probs`.
+    """Options that the functions of scoring share; see :func:`~.forward.forward_log_probs`."""
 
-    ``function`` is the one that was called. With ``every_token`` the result has a row for each token of a
-    sample, not of its response alone. ``of_last_stage`` are arguments that other stages do not read.
-    """
-
-    function: str
+    function: str  # the one that was called
     forward: Forward | None = None
     output_device: torch.device | str = "cpu"
     progress: bool = True
     vocab_size: int | None = None
     temperature: float = 1.0
-    of_last_stage: Mapping[str, Any] = field(default_factory=dict)
-    every_token: bool = False
+    of_last_stage: Mapping[str, Any] = field(default_factory=dict)  # arguments that other stages do not read
+    every_token: bool = False  # the result has a row for each token of a sample, not of its response alone
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class Limits:
 def parse_microbatches(
     mappings: Sequence[Mapping[str, Any]], options: ScoreOptions, limits: Limits
 ) -> list[ScoringBatch]:
-    """Parse and check the microbatches of :func:`~megatron_rl_patches.inference.forward_log_probs`."""
+    """Parse and check the microbatches of :func:`~.forward.forward_log_probs`."""
     if isinstance(mappings, Mapping) or not isinstance(mappings, Sequence):
         raise InvalidInputError(
             f"microbatches are a {type(mappings).__name__}. Expected: a list of mappings, also for one."
@@ -75,13 +71,12 @@ def parse_microbatches(
     if not mappings:
         raise InvalidInputError("there are no microbatches to score: pass at least one on every rank.")
     batches: list[ScoringBatch] = []
-    first = 0
     for number, mapping in enumerate(mappings):
+        first = batches[-1].first + len(batches[-1].samples) if batches else 0
         try:
             batches.append(_microbatch(mapping, first, options, limits))
         except InvalidInputError as error:
             raise InvalidInputError(f"microbatch {number}: {error}") from None
-        first += len(batches[-1].samples)
     return batches
 
 
@@ -149,8 +144,7 @@ def range_of_wrong_ids(ids: torch.Tensor, vocabulary: int | None) -> str:
 
 def described(value: Any) -> str:
     """Return dtype and shape of a tensor, or the type of anything else."""
-    is_tensor = isinstance(value, torch.Tensor)
-    return f"{value.dtype} {list(value.shape)}" if is_tensor else type(value).__name__
+    return f"{value.dtype} {[*value.shape]}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def data_of(batches: Sequence[ScoringBatch], options: ScoreOptions, is_last_stage: bool) -> dict[str, Any]:

@@ -1,8 +1,4 @@
-"""A model's pass over microbatches, forward only, through Megatron's pipeline schedules.
-
-A :class:`Plan` checks the model and the microbatches, and raises on all ranks if one of them has to refuse.
-:meth:`Plan.run` puts the model in eval mode, without gradients and sync functions, and restores it then.
-"""
+"""A model's pass over microbatches, forward only, through Megatron's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -39,8 +35,7 @@ from ..models.isolation import rng_tracker_is_seeded, rng_tracker_that_does_not_
 from .microbatches import Limits, ScoreOptions, ScoringBatch, data_of, described, parse_microbatches
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
-#: Computes ``[n, ...]`` for the ``n`` response tokens of a microbatch, from logits ``[T, V / tp]`` and from
-#: arguments that losses over logits share.
+#: Computes ``[n, ...]`` for ``n`` response tokens, from logits ``[T, V / tp]`` and arguments of losses.
 Score = Callable[[ScoringBatch, torch.Tensor, Mapping[str, Any]], tuple[torch.Tensor, ...]]
 # Classes whose attribute scales an auxiliary loss in backward.
 _LOSS_SCALERS = (
@@ -51,10 +46,9 @@ _LOSS_SCALERS = (
 
 
 class Plan:
-    """One checked forward-only pass over this rank's microbatches.
+    """One forward-only pass over this rank's microbatches; what a rank refuses is raised on all ranks.
 
     Attributes:
-        chunks, config: the model's.
         vocabulary: number of token ids; ``None`` if neither the options nor the model give it.
         batches: this rank's microbatches.
         rounds: number of microbatches that run; those after ``batches`` are dropped.
@@ -100,10 +94,9 @@ class Plan:
         self.rounds = self._agreed_rounds(experts)
 
     def _checked(self) -> Limits:
-        """Refuse chunks that are not this rank's part of a model of Megatron's, or cannot be scored now.
+        """Refuse options on all stages, and chunks that are no model of Megatron's or cannot be scored now.
 
-        Wrong options are refused on all stages, also on those that do not read them. Return what microbatches
-        must fit.
+        Return what microbatches must fit.
         """
         chunks, options = self.chunks, self.options
         virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
@@ -131,8 +124,8 @@ class Plan:
         except (RuntimeError, TypeError):
             problem = f"output_device is {options.output_device!r}. Expected: a device of torch."
             raise InvalidInputError(problem) from None
-        first, is_own = chunks[0], options.forward is not None
-        looks_up = not is_own and attribute_of(first, "position_embedding_type") == "learned_absolute"
+        is_own = options.forward is not None
+        looks_up = not is_own and attribute_of(chunks[0], "position_embedding_type") == "learned_absolute"
         tp_size = parallel_state.get_tensor_model_parallel_world_size()
         return Limits(
             vocabulary=self.vocabulary,
@@ -140,15 +133,15 @@ class Plan:
             # A forward of the caller's gets and returns whole sequences.
             cp_rank=0 if is_own else parallel_state.get_context_parallel_rank(),
             cp_size=1 if is_own else parallel_state.get_context_parallel_world_size(),
-            device=next(self.chunks[-1].parameters()).device,
-            positions=attribute_of(first, "max_sequence_length") if looks_up else None,
+            device=next(chunks[-1].parameters()).device,
+            positions=attribute_of(chunks[0], "max_sequence_length") if looks_up else None,
         )
 
     def _agreed_rounds(self, experts: torch.distributed.ProcessGroup | None) -> int:
         """Return how many microbatches this rank runs: whole groups if interleaved, as many as its replicas.
 
-        Experts are divided over data-parallel replicas. A replica with fewer microbatches would leave the
-        others waiting in the token dispatcher. One collective, if there are such replicas.
+        A replica with fewer would leave others that share its experts waiting in the token dispatcher. One
+        collective, if there are such replicas.
         """
         group_size = self.config.microbatch_group_size_per_vp_stage if len(self.chunks) > 1 else 1
         own = [tuple(batch.tokens_bs.shape) for batch in self.batches]
@@ -167,11 +160,10 @@ class Plan:
         return rounds
 
     def run(self, score: Score) -> list[tuple[torch.Tensor, ...]] | None:
-        """Score each microbatch on the last stage.
+        """Return for each sample its part of each tensor of ``score``; ``None`` but on the last stage.
 
         What is wrong with an output, and an ``InvalidInputError`` of ``score``, is raised on all stages after
-        the last microbatch. The result has, for each sample in order, its part of each tensor of ``score``;
-        it is ``None`` on stages other than the last.
+        the last microbatch.
         """
         problems: list[str] = []
         smallest = min(self.batches, key=lambda batch: batch.tokens_bs.numel())
@@ -195,7 +187,7 @@ class Plan:
                 forward_only=True,
                 collect_non_loss_data=True,
             )
-        device = next(self.chunks[-1].parameters()).device
+        device = torch.device(self._limits.device)
         if device.type == "cuda" and torch.device(self.options.output_device).type == "cpu":
             torch.cuda.current_stream(device).synchronize()  # once for all copies to host memory
         raise_on_all(problems[0] if problems else None, self.alike)
@@ -244,18 +236,13 @@ class Plan:
     def _forward(self, chunk: torch.nn.Module, fields: Mapping[str, Any]) -> Any:
         if self.options.forward is not None:
             return self.options.forward(chunk, fields)
-        device = next(chunk.parameters()).device
+        device, rank = next(chunk.parameters()).device, self._limits.cp_rank
         tokens_bs = on_device(fields["tokens"], device)
-        positions_bs = torch.arange(tokens_bs.shape[1], device=device).expand_as(tokens_bs)
-        return chunk(self._cut(tokens_bs), self._cut(positions_bs), None, **_without_float32_copy(chunk))
-
-    def _cut(self, values_bs: torch.Tensor) -> torch.Tensor:
-        """Return this rank's two chunks of each sequence, as Megatron's ``get_batch`` cuts it."""
-        rank, size = self._limits.cp_rank, self._limits.cp_size
-        if size == 1:
-            return values_bs
-        chunks = values_bs.chunk(2 * size, dim=1)
-        return torch.cat([chunks[rank], chunks[-1 - rank]], dim=1)
+        inputs = [tokens_bs, torch.arange(tokens_bs.shape[1], device=device).expand_as(tokens_bs)]
+        if self._limits.cp_size > 1:  # this rank's two pieces of each sequence, as ``get_batch`` cuts it
+            pieces = [values_bs.chunk(2 * self._limits.cp_size, dim=1) for values_bs in inputs]
+            inputs = [torch.cat([parts[rank], parts[-1 - rank]], dim=1) for parts in pieces]
+        return chunk(*inputs, None, **_without_float32_copy(chunk))
 
     @contextmanager
     def _scoring_state(self) -> Iterator[None]:
@@ -269,21 +256,18 @@ class Plan:
             stack.callback(_restore_modes, self.chunks, modes)
             for chunk in self.chunks:
                 chunk.eval()
-            # Megatron forks the RNG tracker for dropout, and an unseeded tracker cannot fork. There is no
-            # dropout in eval mode, so nothing is lost if the tracker does not fork.
+            # Megatron forks the RNG tracker for dropout, also in eval mode; an unseeded one cannot fork.
             if not rng_tracker_is_seeded():
                 stack.enter_context(rng_tracker_that_does_not_fork())
             for model in models:
                 stack.enter_context(deferring(model))
-            # A schedule calls the sync functions when it enters ``no_sync``, and some of them are only undone
-            # by a backward pass, which never comes here.
-            without = dict.fromkeys(("timers", *SYNC_FUNCTIONS))
-            stack.enter_context(replaced(self.config, **without, variable_seq_lengths=variable))
-            # Multi-token prediction is left out: megatron-core up to 0.16 needs labels to run its layers.
+                # Multi-token prediction is left out: megatron-core up to 0.16 needs labels to run its layers.
+                stack.enter_context(replaced(model, mtp_process=False))
             for config in configs:
                 stack.enter_context(replaced(config, mtp_num_layers=None))
-            for model in models:
-                stack.enter_context(replaced(model, mtp_process=False))
+            # Schedules call the sync functions in ``no_sync``; a backward pass undoes some, but none comes.
+            without = dict.fromkeys(("timers", *SYNC_FUNCTIONS))
+            stack.enter_context(replaced(self.config, **without, variable_seq_lengths=variable))
             # Schedules set these scales for the whole process, forward only, too: in place, if they exist.
             for module, name in _LOSS_SCALERS:
                 if (scaler := getattr(sys.modules.get(module), name, None)) is not None:

@@ -11,12 +11,10 @@ import re
 import warnings
 import zipfile
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from enum import Enum
 from functools import partial
 from pathlib import Path
-from types import FunctionType, MappingProxyType
 from typing import Any
 from unittest.mock import Mock
 
@@ -39,7 +37,6 @@ from megatron_rl_patches.inference.checkpoints.load import (
     read_iteration,
 )
 from megatron_rl_patches.inference.checkpoints.pickles import describe_tensor, read_metadata, unpickle_dict
-from megatron_rl_patches.inference.weights import describe, differences
 from tests.worlds.files import write
 
 
@@ -53,14 +50,6 @@ class _CreatesAFile:
         return os.system, (f"touch '{self.file}'",)
 
 
-class _OfAFramework:
-    value = 1
-
-
-class _Kind(Enum):
-    ONE = 1
-
-
 @pytest.fixture
 def evidence(tmp_path: Path) -> Path:
     return tmp_path / "code of the checkpoint ran"
@@ -70,36 +59,16 @@ def _load(file: Path) -> dict[str, Any]:
     return unpickle_dict(file.read_bytes(), file)
 
 
-def test_dicts_load_without_foreign_classes(evidence: Path, tmp_path: Path) -> None:
-    content = {
-        "args": Namespace(framework=_OfAFramework(), code=_CreatesAFile(evidence), kind=_Kind.ONE, sizes={1}),
-        "iteration": 3,
-        "content_metadata": {"chained_optim_avoid_prefix": True, "kind": "dp_reshardable"},
-        "weight": torch.arange(4.0),
-    }
-    torch.save(content, tmp_path / "common.pt")
-    loaded = _load(tmp_path / "common.pt")
-    assert loaded["iteration"] == 3
-    assert loaded["content_metadata"] == content["content_metadata"]
-    assert not evidence.exists()
-
-
 def test_what_is_no_dict_of_todays_torch_save(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    for number, content in enumerate((b"", b"garbage", b"PK\x03\x04 and no more", pickle.dumps({}))):
-        (tmp_path / f"{number}.pt").write_bytes(content)
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "cut.pt").write_bytes(b"PK\x03\x04 and no more")
     for file in tmp_path.iterdir():
         with pytest.raises(CheckpointError, match=rf"{file.name} is corrupt or truncated"):
             _load(file)
     torch.save((1, 2), tmp_path / "common.pt")
     with pytest.raises(CheckpointError, match="holds a tuple where Megatron saves a dict"):
         _load(tmp_path / "common.pt")
-
-
-def save_alone(state: dict[str, Any], folder: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
-        save(state, storage_writer=FileSystemWriter(folder))
 
 
 def _index(entries: Any, places: Any) -> Callable[[Path], bytes]:
@@ -111,8 +80,7 @@ def _of_size(size: Any, dtype: Any = torch.float32, chunks: Any = ()) -> metadat
 
 
 WITHOUT_SIZES = ChunkStorageMetadata((0,), None)  # type: ignore[arg-type]
-
-OF_MANY_DIMENSIONS = ChunkStorageMetadata(torch.Size([0] * 60), torch.Size([1] * 60))
+ONE_DIMENSION = ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))
 #: Whoever hashes or prints it does so 2**60 times.
 NESTED = functools.reduce(lambda inner, _: (inner, inner), range(60), ())
 
@@ -127,32 +95,22 @@ def _place(name: Any = "weight", file: Any = "__0_0.distcp", offset: Any = 0) ->
         (lambda file: pickle.dumps(_CreatesAFile(file)), r"it names posix\.system"),
         (lambda file: pickle.dumps(Metadata({}, _CreatesAFile(file))), r"it names posix\.system"),
         (lambda file: b"cpathlib\nPath.touch\n(Vtrue\ntR.", r"it names pathlib\.Path\.touch"),
-        (lambda file: b"\x80garbage", ""),
         (lambda file: b"", "EOFError"),
-        (lambda file: pickle.dumps({}), "it holds {}, no Metadata"),
-        (lambda file: pickle.dumps(MetadataIndex("a")), r"it holds torch\..*\.MetadataIndex, no Metadata"),
         (_index(None, {}), "AttributeError"),
-        (_index([], {}), "AttributeError"),
         (_index({1: metadata.BytesStorageMetadata()}, {}), "it holds 1 where torch saves a text"),
-        (_index({"weight": {}}, {}), "it holds {}, no TensorStorageMetadata"),
-        (_index({"weight": _of_size(None)}, {}), "TypeError"),
-        (_index({"weight": _of_size((2, None))}, {}), "TypeError"),
         (_index({"weight": _of_size((2, -2))}, {}), r"\[2, -2\] has negative numbers"),
         (_index({"weight": _of_size((2,), torch.Size)}, {}), "it holds the dtype Size"),
         (_index({"weight": _of_size((2,), chunks=[3])}, {}), "it holds 3, no ChunkStorageMetadata"),
         (_index({"weight": _of_size((2,), chunks=[WITHOUT_SIZES])}, {}), "TypeError"),
-        (_index({"weight": _of_size((2,), chunks=[OF_MANY_DIMENSIONS])}, {}), "have others"),
+        (_index({"weight": _of_size((2, 2), chunks=[ONE_DIMENSION])}, {}), "have others"),
         (_index({"weight": NESTED}, {}), r"it holds \(\("),
         (lambda file: b"\x80\x02}" + pickle.dumps(NESTED, 2)[2:-1] + b"Ns.", r"it holds \{\(\("),
         (lambda file: b"\x80\x02})" + b"2\x86" * 60 + b"Ns.", "KeyError: 50"),
-        (_index({}, None), "AttributeError"),
         (_index({}, {"weight": 3}), "it holds 3, no _StorageInfo"),
         (_index({}, _place(3)), "it holds 3 where torch saves a text"),
-        (_index({}, _place(file=3)), "it holds 3 where torch saves a text"),
         (_index({}, _place(file=".metadata")), r"it names the file '\.metadata', expected \*\.distcp"),
         (_index({}, _place(file="../__0_0.distcp")), r"it names the file '\.\./__0_0\.distcp'"),
         (_index({}, _place(offset=-1)), r"\[-1, 1\] has negative numbers"),
-        (_index({}, _place(offset=1.5)), "TypeError"),
     ],
 )
 def test_hostile_and_damaged_metadata(content: Any, reason: str, evidence: Path, tmp_path: Path) -> None:
@@ -191,30 +149,18 @@ def read_shard(content: bytes, folder: Path, read: Callable[[bytes, Path], Any] 
     read(changed.getvalue(), folder)
 
 
-def state_of(values: Iterable[Any]) -> list[Any]:
-    """Return what can be changed of our own class and of what a file names: of members and methods, too."""
-    watched: list[Any] = [pickles.Record]
-    for value in values:
-        watched.append(value)
-        if isinstance(value, type):
-            watched += value if issubclass(value, Enum) else ()
-            watched += [member for member in vars(value).values() if isinstance(member, FunctionType)]
-    # Reading annotations adds an empty dict, so they come first.
-    names = ("__annotations__", "__dict__", "__defaults__", "__kwdefaults__", "__code__", "__class__")
-    attributes = [getattr(value, name, None) for value in watched for name in names]
-    return [_items(one) if isinstance(one, (dict, MappingProxyType)) else one for one in attributes]
-
-
-def _items(values: Mapping[str, Any]) -> dict[str, Any]:
-    # Python itself adds these when it pickles the first object of a class.
-    return {name: value for name, value in values.items() if name != "__slotnames__"}
+def _attributes() -> list[Any]:
+    """Return what can be changed of our own class and of what the files name, members of enums included."""
+    kind: Any = metadata._MEM_FORMAT_ENCODING
+    watched = (pickles.Record, MetadataIndex, torch._utils._rebuild_tensor_v2, kind, *kind)
+    return [(dict(vars(one)), getattr(one, "__defaults__", None), type(one)) for one in watched]
 
 
 _REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
 _INDEX = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
 _MEMORY_FORMATS = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
 _ENTRY = b"(Va\nNdb"  # BUILD with {"a": None}
-STORAGE = b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nK\x01tQ"  # by its persistent id
+_STORAGE = b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nK\x01tQ"  # by its persistent id
 
 
 def _attribute(name: str) -> bytes:
@@ -232,7 +178,7 @@ HOSTILE: dict[str, tuple[Callable[[bytes, Path], None], bytes]] = {
     "attribute of a function": (read_shard, _REBUILD + _attribute("__defaults__")),
     "dict of a function": (read_shard, _REBUILD + _ENTRY),
     "attribute of a function's result": (read_shard, _REBUILD + b"(tR" + _attribute("__class__")),
-    "storage of the file": (read_shard, STORAGE + _ENTRY),
+    "storage of the file": (read_shard, _STORAGE + _ENTRY),
     "member of an enum": (read_index, _MEMORY_FORMATS + b"(K\x00tR" + _attribute("_value_")),
     "member of an enum, by its name": (read_index, _named("TORCH_CHANNELS_LAST") + _ENTRY),
     "new member of an enum": (read_index, b"\x80\x02" + _MEMORY_FORMATS + b"K\x00\x85\x81" + _ENTRY),
@@ -244,11 +190,10 @@ HOSTILE: dict[str, tuple[Callable[[bytes, Path], None], bytes]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_a_file_names_is_not_changed(name: str, tmp_path: Path) -> None:
     load, content = HOSTILE[name]
-    named = (MetadataIndex, torch._utils._rebuild_tensor_v2, metadata._MEM_FORMAT_ENCODING)
-    before = state_of(named)
+    before = _attributes()
     with pytest.raises(CheckpointError):
         load(content + b".", tmp_path)
-    assert state_of(named) == before
+    assert _attributes() == before
 
 
 def test_no_class_comes_from_the_registry_of_extensions(tmp_path: Path) -> None:
@@ -306,16 +251,13 @@ def test_root_leads_to_the_latest_iteration_or_to_the_step_of_the_caller(tmp_pat
         (read_iteration, {TRACKER: "7", "iter_0000006/x": ""}, "at iter_0000007, .* it has iter_0000006"),
         (step(8), {TRACKER: "7", "iter_0000007/x": ""}, "=8 asks for iter_0000008, .* it has iter_0000007"),
         (read_iteration, {TRACKER: "seven"}, "holds 'seven'; expected an iteration or 'release'"),
-        (read_iteration, {TRACKER: "-1"}, "holds '-1'; expected"),
         (read_iteration, {TRACKER: "1" * 400}, "holds '1{40}'; expected"),
-        (read_iteration, {TRACKER: "1" * 5000}, "holds '1{40}'; expected"),
         (read_iteration, {"iter_0000003/x": ""}, f"no {TRACKER}, .*it has iter_0000003: pass the folder of"),
         (read_iteration, HUGGING_FACE, r"is a Hugging Face checkpoint.*\(pre_wrap=\.\.\.\)"),
         (step(3), {META: "{}"}, "ckpt_step=3 chooses among the iterations of a checkpoint root"),
         (check_format, {META: '{"sharded_backend": "zarr"}'}, "format zarr, expected torch_dist; convert it"),
         (check_format, {META: "{}"}, "metadata.json is corrupt: KeyError"),
         (check_format, {META: "{"}, "metadata.json is corrupt: JSONDecodeError"),
-        (check_format, {META: '"torch_dist"'}, "metadata.json is corrupt"),
         (check_format, {".metadata": "", "__0_0.distcp": ""}, "format torch_dcp or fsdp_dtensor"),
         (check_format, {"mp_rank_00": ""}, "format torch, expected torch_dist; .*convert-format torch_dist"),
         (check_format, {"__0_0.distcp": ""}, "is a part of a torch_dist checkpoint"),
@@ -328,7 +270,7 @@ def test_what_is_there_instead(look: Any, files: dict[str, str], message: str, t
 
 def test_without_a_process_group_the_iteration_of_a_bare_folder_is_read(tmp_path: Path) -> None:
     folder = _one_rank_checkpoint(tmp_path / "teacher")
-    assert read_iteration(folder) == 7
+    assert read_iteration(folder) == 7 and not (folder / "code ran").exists()
     with pytest.raises(InvalidInputError, match="init_process_group"):
         load_inference_checkpoint(_Embedding(), folder)
     for no_number in ("abc", "1" * 5000, [3], float("inf")):
@@ -346,8 +288,12 @@ def group() -> Iterator[None]:
 
 
 def _one_rank_checkpoint(folder: Path, weight: torch.Tensor | None = None) -> Path:
-    save_alone({"weight": torch.ones(6, 2) if weight is None else weight}, _torch_dist(folder))
-    torch.save({"iteration": 7}, folder / "common.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        weights = {"weight": torch.ones(6, 2) if weight is None else weight}
+        save(weights, storage_writer=FileSystemWriter(_torch_dist(folder)))
+    foreign = Namespace(code=_CreatesAFile(folder / "code ran"))
+    torch.save({"iteration": 7, "args": foreign, "rng": torch.ones(2)}, folder / "common.pt")
     return folder
 
 
@@ -478,13 +424,6 @@ def test_pieces_in_any_memory_layout_and_none_in_the_bytes_of_another(folder: Pa
     refuse(folder, r"__0_0\.distcp: pieces overlap")
 
 
-def test_a_tensor_of_many_dimensions_takes_no_time(folder: Path) -> None:
-    index = read_metadata(folder)
-    index.state_dict_metadata["weight"] = _of_size(OF_MANY_DIMENSIONS.sizes, chunks=[OF_MANY_DIMENSIONS])
-    (folder / ".metadata").write_bytes(pickle.dumps(index))
-    refuse(folder, r"weight is \[1, 1, 1, .* and \[6, 2\] in the model")
-
-
 @pytest.mark.parametrize(
     ("size", "reason"),
     [
@@ -494,34 +433,20 @@ def test_a_tensor_of_many_dimensions_takes_no_time(folder: Path) -> None:
     ],
 )
 def test_tensors_that_their_storage_does_not_hold(size: bytes, reason: str, tmp_path: Path) -> None:
-    content = b"\x80\x02" + _REBUILD + b"(" + STORAGE + b"K\x00" + size + b"\x89NtR."
+    content = b"\x80\x02" + _REBUILD + b"(" + _STORAGE + b"K\x00" + size + b"\x89NtR."
     with pytest.raises((ValueError, CheckpointError), match=reason):
         read_shard(content, tmp_path, described)
 
 
 @pytest.mark.usefixtures("group")
-def test_weights_of_another_kind_of_number(tmp_path: Path) -> None:
-    for dtype in (torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64):
-        folder = _one_rank_checkpoint(tmp_path / str(dtype) / "iter_0000007", torch.ones(6, 2).to(dtype))
-        refuse(folder, f"weight is {dtype} in the checkpoint and torch.float32")
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.complex64])
+def test_weights_of_another_kind_of_number(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = _one_rank_checkpoint(tmp_path / "iter_0000007", torch.ones(6, 2).to(dtype))
+    refuse(folder, f"weight is {dtype} in the checkpoint and torch.float32")
 
 
 @pytest.mark.parametrize("name", ["metadata.json", "__0_0.distcp", "common.pt", ".metadata"])
 def test_a_pipe_is_not_read(name: str, folder: Path) -> None:
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    refuse(folder, re.escape(name))
-
-
-def test_differences_show_the_first_ten_of_each_kind_and_their_number() -> None:
-    model = {f"m{n:02}": torch.ones(1) for n in range(12)} | {"s": torch.ones(2, 4)}
-    differing = differences({"u": torch.ones(1), "s": torch.ones(2, 3)}, model, "the checkpoint")
-    text = describe(differing)
-    names = ", ".join(f"m{n:02}" for n in range(10))
-    assert f"missing in the checkpoint (12): {names} and 2 more;" in text
-    assert "unexpected in the checkpoint (1): u" in text
-    assert "s is [2, 3] in the checkpoint and [2, 4] in the model" in text
-    assert describe(differences(model, model, "the checkpoint")) == ""
-    halves = {name: value.half() for name, value in model.items()}
-    assert not differences(halves, model, "the checkpoint", dtypes=False)
-    assert len(differences(halves, model, "the checkpoint")) == len(model)
+    refuse(folder, rf"{re.escape(name)}.* is missing")

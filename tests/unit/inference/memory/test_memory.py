@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import mmap
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +16,9 @@ from pytest import MonkeyPatch
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import estimate_memory, memory_report
-from megatron_rl_patches.inference.memory import estimate, report
+from megatron_rl_patches.inference.memory import report
 from megatron_rl_patches.inference.memory.estimate import Memory, OptimizerSettings, StageEstimate
 from megatron_rl_patches.inference.memory.huggingface import fields_from_hf_config
-from megatron_rl_patches.inference.memory.report import DeviceMemory, HostMemory, MemoryReport, TeacherMemory
 
 
 def dense(model_type: str, *sizes: int, **more: Any) -> dict[str, Any]:
@@ -47,12 +45,6 @@ def latent(q_lora_rank: int | None) -> dict[str, Any]:
     return {"q_lora_rank": q_lora_rank, "kv_lora_rank": 512, **heads}
 
 
-def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
-    kinds = ["sliding_attention", "full_attention"] * (layers // 2)
-    more = {"head_dim": 64, "attention_bias": True, "num_local_experts": experts, "layer_types": kinds}
-    return dense("gpt_oss", layers, 2880, 2880, 64, 8, 201088, **more)
-
-
 LLAMA = dense("llama", 32, 4096, 14336, 32, 8, 128256, attention_bias=False)  # Llama-3.1-8B
 QWEN3_MOE = dense("qwen3_moe", 48, 2048, 6144, 32, 4, 151936, head_dim=128, attention_bias=False)
 QWEN3_MOE |= sparse(128, 768, mlp_only_layers=[])  # Qwen3-30B-A3B
@@ -68,13 +60,14 @@ QWEN_MOE |= sparse(60, 1408, shared_expert_intermediate_size=5632)
 DEEPSEEK_LITE = dense("deepseek_v2", 27, 2048, 10944, 16, 16, 102400) | latent(None) | routed(64, 1408, 2, 1)
 MISTRAL = dense("mistral", 40, 5120, 32768, 32, 8, 131072, head_dim=128)
 GLM = dense("glm4", 40, 4096, 13696, 32, 2, 151552, head_dim=128, attention_bias=True)
+GPT_OSS = dense("gpt_oss", 36, 2880, 2880, 64, 8, 201088, head_dim=64, attention_bias=True)
+GPT_OSS |= {"num_local_experts": 128, "layer_types": ["sliding_attention", "full_attention"] * 18}
 PHI = dense("phi3", 32, 3072, 8192, 32, 32, 32064, pad_token_id=32000)
 #: Parameters as transformers counts them on the meta device; docs/memory.md shows most of them.
 MODELS = {
     "GLM-4-9B-0414": (GLM, 9_400_279_040 - 40 * 2 * 4096),  # without its two post-norms per layer
     "GLM-4.5-Air": (GLM_AIR, 106_852_245_504),
-    "gpt-oss-120b": (gpt_oss(36, 128), 116_829_156_672),
-    "gpt-oss-20b": (gpt_oss(24, 32), 20_914_757_184),
+    "gpt-oss-120b": (GPT_OSS, 116_829_156_672),
     "Qwen1.5-MoE-A2.7B": (QWEN_MOE, 14_315_784_192),
     "DeepSeek-V2-Lite": (DEEPSEEK_LITE, 15_706_484_224),
     "Phi-3-mini-4k": (PHI, 3_821_079_552),
@@ -86,12 +79,9 @@ MODELS = {
 }
 
 
-def test_layers_are_dense_where_the_configuration_says_so() -> None:
+def test_layers_that_the_configuration_makes_dense_or_adds_for_multi_token_prediction() -> None:
     sparse = {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     assert fields_from_hf_config(sparse)["moe_layer_freq"] == [0, 1, 0, 0]
-
-
-def test_layers_for_multi_token_prediction_are_counted_unless_set_to_0() -> None:
     published = DEEPSEEK_V3 | {"num_nextn_predict_layers": 1}
     assert fields_from_hf_config(published)["mtp_num_layers"] == 1
     assert fields_from_hf_config(published, mtp_num_layers=0)["mtp_num_layers"] == 0
@@ -131,27 +121,15 @@ def test_null_in_the_text_part_hides_nothing_outside(inside: dict[str, Any], bri
     ("config", "message"),
     [
         ({**LLAMA, "model_type": "bert"}, "model_type is 'bert'; known are deepseek_v2"),
-        ({}, "model_type is 'None'"),
         ([LLAMA], "a JSON object, not a list"),
         ({**LLAMA, "hidden_size": "64"}, "hidden_size is '64' in the configuration; expected a whole number"),
-        ({**LLAMA, "hidden_size": [1]}, "hidden_size is "),
-        ({**LLAMA, "hidden_size": True}, "hidden_size is True"),
-        (
-            {**LLAMA, "tie_word_embeddings": "false"},
-            "tie_word_embeddings is 'false' .* expected true or false",
-        ),
-        ({**LLAMA, "attention_bias": "false"}, "attention_bias is 'false'"),
-        ({**LLAMA, "mlp_bias": 0.0}, "mlp_bias is 0.0"),
-        ({**LLAMA, "hidden_size": math.inf}, "hidden_size is inf"),
+        ({**LLAMA, "mlp_bias": 0.0}, "mlp_bias is 0.0 in the configuration; expected true or false"),
         ({**QWEN3_MOE, "decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
-        ({"text_config": [LLAMA]}, "another type"),
         ({**QWEN3_MOE, "mlp_only_layers": 1}, "another type"),
         ({**LLAMA, "mlp_bias": True}, "mlp_bias"),
         ({**LLAMA, "attention_bias": True}, "attention_bias"),
         ({**LLAMA, "model_type": "qwen3", "layer_types": ["linear"] * 32}, "linear: Megatron's GPTModel has"),
         ({**LLAMA, "model_type": "qwen3"}, r"head_dim \(--set kv_channels=...\)"),
-        ({name: value for name, value in LLAMA.items() if name != "hidden_size"}, "hidden_size"),
-        ({name: value for name, value in QWEN3_MOE.items() if name != "num_experts"}, "num_experts"),
     ],
 )
 def test_what_cannot_be_described(config: dict[str, Any], message: str) -> None:
@@ -270,8 +248,8 @@ def test_settings_of_a_gpu_do_not_change_the_parameters() -> None:
     from megatron.core.transformer import TransformerConfig
 
     shape = MOE | {"add_bias_linear": False, "normalization": "RMSNorm", "moe_ffn_hidden_size": 64}
-    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 2}
-    config = TransformerConfig(**shape, **sizes, **OF_A_GPU)
+    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    config = TransformerConfig(**shape, **sizes, **OF_A_GPU, pipeline_dtype=torch.bfloat16)
     assert estimate_memory(config, vocab_size=100) == estimate_memory(shape, vocab_size=100, **sizes)
 
 
@@ -338,10 +316,6 @@ def test_distributed_optimizer_pads() -> None:
     three = torch.nn.Sequential(*(torch.nn.Linear(1, 10, bias=False, device="meta") for _ in range(3)))
     # Each starts at a multiple of 64, and so the third ends at 138.
     assert one_stage(three, optimizer=DISTRIBUTED).training.parameters == 4 * 256
-    three_replicas = one_stage(bias, data_parallel_size=3, optimizer=DISTRIBUTED)
-    assert three_replicas.training.parameters == 2 * 3 * 128
-    stage = one_stage(bias)
-    assert stage.training.parameters == stage.inference_only.parameters == 2 * 20
 
 
 def test_dtypes_chunks_and_teachers_add_up() -> None:
@@ -384,23 +358,6 @@ def test_objections_of_the_child_process(model: dict[str, Any], message: str) ->
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:megatron")
-def test_a_transformer_config_brings_its_groups(monkeypatch: MonkeyPatch) -> None:
-    from megatron.core.transformer import TransformerConfig
-
-    calls: list[Any] = []
-    monkeypatch.setattr(estimate, "count_parameters", lambda *arguments: calls.append(arguments) or [])
-    layers = {"add_bias_linear": False, "bias_activation_fusion": False, "gated_linear_unit": True}
-    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-    config = TransformerConfig(**MOE, **layers, **sizes, pipeline_dtype=torch.bfloat16)
-    estimate_memory(config, vocab_size=100, share_embeddings_and_output_weights=False)
-    [(fields, dtype)] = calls
-    expected = {**MOE, "ffn_hidden_size": 256, "gated_linear_unit": True, "expert_tensor_parallel_size": 2}
-    expected |= {"vocab_size": 100, "share_embeddings_and_output_weights": False}
-    assert fields.items() >= expected.items()
-    assert dtype == "bf16"
-
-
 EP_8: dict[str, Any] = {"expert_model_parallel_size": 8}
 
 
@@ -436,38 +393,25 @@ def test_units_fit_the_size() -> None:
 GIB = 2**30
 
 
-def test_host() -> None:
-    size = 64 * 2**20
-    before = memory_report().host
-    with mmap.mmap(-1, size) as ballast:  # not from the heap, which may have pages to spare
-        for page in range(0, size, mmap.PAGESIZE):
-            ballast[page] = 1
-        after = memory_report().host
-    assert after.rss - before.rss == pytest.approx(size, rel=0.1)
-    assert after.total == psutil.virtual_memory().total
-    assert 0 < after.available < after.total
-
-
-def test_device(monkeypatch: MonkeyPatch) -> None:
+def test_report(monkeypatch: MonkeyPatch) -> None:
     for is_available in (False, True):  # and no context
         monkeypatch.setattr(torch.cuda, "is_available", lambda value=is_available: value)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-        assert memory_report().device is None and str(memory_report()).startswith("host: ")
+        host = memory_report()
+        assert host.device is None and str(host).startswith("host: ")
+    assert host.rss == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
+    assert 0 < host.host_available < host.host_total == psutil.virtual_memory().total
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda _: SimpleNamespace(rss=GIB))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * GIB, total=4 * GIB))
     for name, value in {"is_available": True, "is_initialized": True, "current_device": 1}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 * GIB, 80 * GIB))
-    for name, value in {"memory_allocated": 2, "max_memory_allocated": 3, "memory_reserved": 4}.items():
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (6 * GIB, 80 * GIB))
+    for name, value in {"memory_allocated": 2, "max_memory_allocated": 3, "memory_reserved": 5}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value * GIB)
-    expected = DeviceMemory(1, 2 * GIB, 3 * GIB, 4 * GIB, free=1 * GIB, total=80 * GIB)
-    assert memory_report().device == expected
-
-
-def test_one_line() -> None:
-    host = HostMemory(rss=GIB, available=2 * GIB, total=4 * GIB)
-    report = MemoryReport(DeviceMemory(0, GIB, 2 * GIB, 3 * GIB, 4 * GIB, 5 * GIB), host)
-    assert str(report) == (
-        "cuda:0: 1.00 GiB allocated, peak 2.00 GiB, 3.00 GiB reserved, 4.00 GiB of 5.00 GiB free; "
+    line = (
+        "cuda:1: 2.00 GiB allocated, peak 3.00 GiB, 5.00 GiB reserved, 6.00 GiB of 80.00 GiB free; "
         "host: 1.00 GiB in this process, 2.00 GiB of 4.00 GiB free"
     )
-    with_teachers = dataclasses.replace(report, teachers=TeacherMemory(2, 3 * GIB, GIB))
-    assert str(with_teachers) == f"{report}; 2 teachers: 3.00 GiB in host memory, output layers 1.00 GiB"
+    assert str(memory_report()) == line
+    with_teachers = replace(memory_report(), teachers=2, teacher_weights=3 * GIB, teacher_heads=GIB)
+    assert str(with_teachers) == f"{line}; 2 teachers: 3.00 GiB in host memory, output layers 1.00 GiB"

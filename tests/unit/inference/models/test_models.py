@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import random
 import threading
 from collections.abc import Callable
@@ -13,83 +14,36 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron.core import ModelParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.tensor_parallel import random as megatron_random
 from pytest import MonkeyPatch
-from torch.nn import Linear, Module, Parameter
+from torch.nn import Linear, Parameter
 
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.inference.models import provider as _provider
 from megatron_rl_patches.inference.models.isolation import (
-    NeedsValuesError,
     construction,
     materialize,
     preserved_rng,
     replaced_in_this_thread,
 )
-from megatron_rl_patches.inference.models.provider import call_provider, inference_copy, without_training
+from megatron_rl_patches.inference.models.provider import call_provider
 from megatron_rl_patches.testing import cpu_backend
 
 ARGUMENTS = {"pre_process": True, "post_process": False, "config": "own", "pg_collection": "groups"}
 
 
-ENDS = {"pre_process", "post_process"}
+def _provide(config: Any, pre_process: bool, *, post_process: bool = True, other: int = 0) -> Any:
+    return {"config": config, "pre_process": pre_process, "post_process": post_process}
 
 
-def _only_ends(pre_process: bool = True, post_process: bool = True) -> Any:
-    return {"pre_process": pre_process, "post_process": post_process}
-
-
-def _with_config(config: Any, pre_process: bool, *, post_process: bool, other: int = 0) -> Any:
-    return {"config": config, **_only_ends(pre_process, post_process)}
-
-
-@pytest.mark.parametrize(
-    ("provider", "gets"),
-    [
-        (_only_ends, ENDS),
-        (type("Callable", (), {"__call__": staticmethod(_only_ends)})(), ENDS),
-        (functools.wraps(_only_ends)(lambda *args, **kwargs: _only_ends(*args, **kwargs)), ENDS),
-        (_with_config, {*ENDS, "config"}),
-        (functools.partial(_with_config, config="a policy's"), {*ENDS, "config"}),
-        (lambda **kwargs: kwargs, set(ARGUMENTS)),
-    ],
-)
-def test_a_provider_gets_what_it_takes(provider: Callable[..., Any], gets: set[str]) -> None:
-    assert call_provider(provider, ARGUMENTS) == {name: ARGUMENTS[name] for name in gets}
-
-
-def test_virtual_stages_by_argument() -> None:
-    assert call_provider(lambda vp_stage: vp_stage, {"vp_stage": 1}) == 1
-    with pytest.raises(InvalidInputError, match="takes no vp_stage"):
-        call_provider(_only_ends, {**ARGUMENTS, "vp_stage": 1})
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("was", [{}, {"bf16": True, "params_dtype": torch.bfloat16}])
-def test_the_dtype_is_the_copys(dtype: str, was: dict[str, Any]) -> None:
-    own = inference_copy(ModelParallelConfig(**was), dtype)
-    assert (own.bf16, own.fp16) == (dtype == "bf16", dtype == "fp16")
-    assert own.params_dtype == own.pipeline_dtype == own.autocast_dtype == _provider.DTYPES[dtype]
-    own.lock = threading.Lock()  # which cannot be copied
-    assert without_training(own).lock is own.lock
-
-
-class _Model(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = Linear(3, 3)
-        weight = Parameter(torch.empty(2, 3))
-        self.weight = weight
-        weight.partition_dim = 1  # on the object that it made, not on the one that is registered
-        self.tied = self.weight
-        self.held_elsewhere = {"weight": self.weight}
-        self.register_buffer("counts", torch.ones(4))
-        self.inv_freq = 1.0 / torch.arange(1, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.tied @ x
+def test_a_provider_gets_what_it_takes() -> None:
+    expected = {name: ARGUMENTS[name] for name in ("config", "pre_process", "post_process")}
+    wrapped = functools.wraps(_provide)(lambda *args, **kwargs: _provide(*args, **kwargs))
+    for provider in (_provide, functools.partial(_provide, config="a policy's"), wrapped):
+        assert call_provider(provider, ARGUMENTS) == expected
+        with pytest.raises(InvalidInputError, match="takes no vp_stage"):
+            call_provider(provider, {**ARGUMENTS, "vp_stage": 1})
+    assert call_provider(lambda **kwargs: kwargs, ARGUMENTS | {"vp_stage": 1}) == ARGUMENTS | {"vp_stage": 1}
 
 
 def _replaced() -> dict[str, Any]:
@@ -104,21 +58,6 @@ def _replaced() -> dict[str, Any]:
         "DDP": vars(_BaseDataParallel)["__init__"],
         "tracker": megatron_random._CUDA_RNG_STATE_TRACKER,
     }
-
-
-def test_parameters_are_on_meta_and_the_rest_is_real() -> None:
-    before, state = _replaced(), torch.get_rng_state()
-    with construction(on_meta=True, use_cuda=False):
-        model = _Model()
-        assert model.weight.cuda() is model.weight
-        torch.distributed.all_reduce(model.weight.data)  # would raise: there is no process group
-        assert torch.cuda.current_device() == torch.device("cpu")
-        torch.cuda.Stream()
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert model.counts.sum() == 4 and model.inv_freq[0] == 1
-    assert torch.equal(torch.get_rng_state(), state)
-    assert _replaced() == before
-    assert not Parameter(torch.ones(1)).is_meta
 
 
 def _behavior() -> list[str]:
@@ -139,11 +78,12 @@ def _behavior() -> list[str]:
 
 
 def test_another_thread_sees_nothing_of_a_build() -> None:
-    expected = _behavior()
+    expected, before = _behavior(), _replaced()
     with construction(on_meta=True, use_cuda=False):
         with ThreadPoolExecutor() as pool:
             assert pool.submit(_behavior).result() == expected
-        assert _behavior() != expected
+        assert all(map(operator.ne, _behavior(), expected))
+    assert _behavior() == expected and _replaced() == before
 
 
 @pytest.fixture
@@ -176,29 +116,18 @@ def test_overlapping_builds_are_undone(first_to_end: int, no_tracker: None) -> N
     assert _replaced() == before
 
 
-def test_materialized_parameters_are_the_same_objects() -> None:
+def test_parameters_get_memory_later_and_stay_the_same_objects() -> None:
     with construction(on_meta=True, use_cuda=False):
-        model = _Model()
-        model.linear.bfloat16()
+        model = Linear(3, 2).bfloat16()
+        model.held_elsewhere = {"weight": model.weight}
+        model.weight.partition_dim = 1
+        model.register_buffer("counts", torch.ones(4))
     weight = model.weight
+    assert weight.is_meta and model.counts.sum() == 4
     materialize(model, torch.device("cpu"))
-    assert model.weight is weight is model.tied is model.held_elsewhere["weight"]
+    assert model.weight is weight is model.held_elsewhere["weight"]
     assert weight.partition_dim == 1 and type(weight) is Parameter and weight.requires_grad
-    assert weight.shape == (2, 3) and weight.isnan().all()
-    assert model.linear.weight.dtype is torch.bfloat16
-    with torch.no_grad():
-        weight.fill_(1)
-    assert model(torch.ones(3)).sum() == 6
-
-
-def test_tensors_made_from_a_weight_are_found() -> None:
-    for container in (None, list, dict):
-        with construction(on_meta=True, use_cuda=False):
-            model = _Model()
-            view = model.weight.detach().view(-1)
-            model.linear.views = container([(1, view)]) if container else view
-        with pytest.raises(NeedsValuesError, match=r"makes linear\.views from a weight"):
-            materialize(model, torch.device("cpu"))
+    assert weight.shape == (2, 3) and weight.dtype == torch.bfloat16 and weight.isnan().all()
 
 
 def _drawn() -> tuple[float, ...]:
@@ -219,20 +148,14 @@ def test_generators_of_the_process(no_tracker: None) -> None:
 def test_megatrons_tracker(no_tracker: None) -> None:
     tracker = megatron_random.get_cuda_rng_tracker()
     tracker.add("dropout", 123)
-
-    def drawn() -> float:
+    with preserved_rng():
         with tracker.fork("dropout"):
-            return torch.rand(()).item()
-
-    for seeded_anew in (False, True):
-        with preserved_rng():
-            expected = drawn()
-            if seeded_anew:
-                tracker.reset()
-                tracker.add("dropout", 7)
-                tracker.add("another", 8)
-        assert drawn() == expected
-        assert set(tracker.get_states()) == {"dropout"}
+            expected = torch.rand(())
+        tracker.reset()
+        tracker.add("another", 8)
+    with tracker.fork("dropout"):
+        assert torch.rand(()) == expected
+    assert set(tracker.get_states()) == {"dropout"}
     generator = torch.Generator().manual_seed(5)  # as for CUDA graphs: it moves in place
     tracker.set_states({"dropout": generator})
     with preserved_rng():
@@ -245,22 +168,22 @@ def test_megatrons_tracker(no_tracker: None) -> None:
     assert not tracker.is_initialized()
 
 
-@pytest.mark.parametrize("is_initialized", [True, False])
-def test_the_cuda_device_that_was_current(is_initialized: bool, monkeypatch: MonkeyPatch) -> None:
+@pytest.mark.parametrize(("is_initialized", "after"), [(True, "before"), (False, "moved on")])
+def test_the_cuda_device_that_was_current(is_initialized: bool, after: str, monkeypatch: MonkeyPatch) -> None:
     """Where there is no context, none is created."""
-    states, current = {0: "a", 1: "b"}, 1
+    states = {1: "before"}
     functions: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: is_initialized,
-        "current_device": is_initialized and (lambda: current),
-        "get_rng_state": is_initialized and (lambda device: states[device]),
-        "set_rng_state": is_initialized and (lambda state, device: states.update({device: state})),
+        "current_device": is_initialized and (lambda: 1),
+        "get_rng_state": states.get,
+        "set_rng_state": lambda state, device: states.update({device: state}),
     }
     for name, function in functions.items():
         monkeypatch.setattr(torch.cuda, name, function)
     with preserved_rng():
-        states[1], current = "moved on", 0
-    assert states == {0: "a", 1: "b" if is_initialized else "moved on"}
+        states[1] = "moved on"
+    assert states == {1: after}
 
 
 def test_a_function_that_somebody_has_wrapped_meanwhile_can_be_replaced_again() -> None:
