@@ -251,7 +251,7 @@ docs-version: $(INSTALLED)-docs
 	PATH="$(abspath $(BIN)):$$PATH" mike deploy --update-aliases $(DOCS_VERSION) latest
 	PATH="$(abspath $(BIN)):$$PATH" mike set-default latest
 
-# Draws what docs/images has of the command line and of the estimate.
+# Draws what docs/images has of the command line, of the estimate and of benchmarks, whose records it reads.
 #: screenshots          draw the pictures of the pages                           a minute
 screenshots: venv
 	$(BIN)/python docs/screenshots.py
