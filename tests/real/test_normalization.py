@@ -1,11 +1,10 @@
-"""``check_normalization`` on losses with known faults, on this package's own losses, and on a train step.
+"""``check_normalization`` on losses with known faults, and on this package's own losses.
 
 Losses import Megatron when they are called, as that of a framework may have to be found first.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from itertools import product
 from typing import Any
@@ -124,29 +123,6 @@ def of_nothing(microbatch: Microbatch, logits: torch.Tensor) -> Any:
     return 0 * logits.sum(), {}
 
 
-def train_step(model: list[Any], microbatches: list[Microbatch]) -> None:
-    """Right: a training loop of its own, with the labels shifted."""
-    from megatron.core.distributed import finalize_model_grads
-
-    tokens = sum(int(sample["loss_mask"].sum()) for sample in microbatches[0].batch)
-    tokens /= microbatches[0].split.dp  # Megatron averages over replicas
-    for microbatch in microbatches:
-        for sample in microbatch.samples:
-            length = len(sample["tokens"])
-            mask_ss = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-            logits_sv = model[0](sample["tokens"][None], torch.arange(length)[None], mask_ss)[0]
-            log_probs = logits_sv[:-1].log_softmax(-1).gather(1, sample["tokens"][1:, None]).squeeze(1)
-            response = log_probs[-len(sample["loss_mask"]) :]
-            (-(response * sample["loss_mask"]).sum() / tokens).backward()
-    finalize_model_grads(model)
-
-
-def half_a_train_step(model: list[Any], microbatches: list[Microbatch]) -> None:
-    """Wrong: it takes the average over the first microbatch for that over the step."""
-    kept = microbatches[:1]
-    train_step(model, [dataclasses.replace(kept[0], batch=kept[0].samples)])
-
-
 ONLY_CP = {"CP 2": SPLITS["CP 2"]}
 ONE_RANK = {name: SPLITS[name] for name in ("2 microbatches", "uneven microbatches")}
 
@@ -183,15 +159,6 @@ def test_context_parallelism_that_is_forgotten() -> None:
     loss_func = counted_on_each_cp_rank
     report = check_normalization(loss_func, global_batch(), ONLY_CP, calculate_per_token_loss=True)
     assert report.differences == {"CP 2": pytest.approx(0.5, rel=1e-4)}
-
-
-@pytest.mark.slow
-def test_a_train_step() -> None:
-    """One that forgets microbatches after the first, so that some samples have no weight."""
-    splits = {name: SPLITS[name] for name in ("2 microbatches", "DP 2, uneven")}
-    for step, same in ((train_step, True), (half_a_train_step, False)):
-        report = check_normalization(step, global_batch(), splits, is_train_step=True)
-        assert report.same is same, report
 
 
 def test_a_loss_of_nothing() -> None:
