@@ -144,7 +144,7 @@ def test_marks_are_compared_with_those_of_an_installation(
     vars(layers)["Linear"] = linear
     assert parameter_marks.main() == 1
     *_, last = capsys.readouterr().out.splitlines()
-    assert "partition_stride=2" in last.partition("; the stand-in")[0]
+    assert "'partition_stride': 2" in last.partition("; the stand-in")[0]
 
 
 def test_layers_on_the_device_meta_get_values_and_marks_later(te: Any) -> None:
