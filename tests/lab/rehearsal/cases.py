@@ -60,13 +60,13 @@ HEADS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = {
 # --- what the head takes
 
 
-def count(setup: Setup, head: str, compiling_fails: bool = False) -> tuple[Recorder, int, int]:
+def count(setup: Setup, head: str) -> tuple[Recorder, int, int]:
     """Count log-probabilities and entropies at a temperature, forward and backward, of all rows.
 
     Return the record, the bytes of the inputs, and those at the peak beyond inputs and gradients.
     """
     make, options = HEADS[head]
-    with recording(compiling_fails=compiling_fails) as recorder:
+    with recording() as recorder:
         hidden, weight = layer(setup.dtype, setup.hidden, rows=setup.rows, vocabulary=setup.vocabulary)
         targets = ids(setup.rows)  # which the caller holds until the end
         options = {"temperature": 0.8, **options}
@@ -95,13 +95,6 @@ def heads() -> dict[str, list[dict[str, str]]]:
             row = {"set-up": str(setup), "products, deferred": shapes, "how often": str(number)}
             products.append(row)
     return {"heads": memory, "products": products}
-
-
-def where_compiling_fails() -> list[tuple[int, dict[str, int]]]:
-    """Return peak and row passes where the compiler fails, and those of plain operators."""
-    ways: tuple[tuple[str, bool], ...] = (DEFERRED, True), (PLAIN_OPERATORS, False)
-    counts = [count(SETUPS[-1], *way) for way in ways]
-    return [(peak, record.row_passes) for record, _, peak in counts]
 
 
 def with_64_ids() -> dict[str, dict[str, int]]:
@@ -343,7 +336,6 @@ def records() -> dict[str, dict[str, Any]]:
 PARTS: dict[str, Callable[[], Any]] = {
     "losses": records,
     "counted": heads,
-    "compiling fails": where_compiling_fails,
     "with 64 ids": with_64_ids,
 }
 

@@ -250,7 +250,7 @@ def raise_at_once(block: object, error: Exception) -> None:
 
 
 @contextmanager
-def recording(conditions_hold: bool = False, compiling_fails: bool = False) -> Iterator[Recorder]:
+def recording(conditions_hold: bool = False) -> Iterator[Recorder]:
     """Let the code inside make fake tensors on the device ``cuda``; the stand-ins must be loaded."""
     recorder = Recorder(conditions_hold)
     call, buffered_statistics = compiling.BlockFunction.__call__, softmax.buffered_statistics
@@ -276,9 +276,6 @@ def recording(conditions_hold: bool = False, compiling_fails: bool = False) -> I
         if not recorder.is_compiled:
             recorder.count_pass(block_gradient.__name__, is_compiled=False)
         return block_gradient(*args)
-
-    def fail(*args: Any) -> None:
-        raise RuntimeError("there is no C compiler")
 
     def waiting(owner: Any) -> Any:
         function = owner.synchronize
@@ -312,11 +309,7 @@ def recording(conditions_hold: bool = False, compiling_fails: bool = False) -> I
             (compiling.BlockFunction, "__call__", row_pass),
             *((module, "buffered_statistics", buffered) for module in (log_probs, at_ids)),
             *((module, "block_gradient", gradient) for module in (log_probs, at_ids, tiles)),
-            (compiling, "_no_retry_before", 0.0),
-            # Where it need not fail, do not go on with plain operators.
-            (compiling, "_call_compiled", fail)
-            if compiling_fails
-            else (compiling.BlockFunction, "_give_up", raise_at_once),
+            (compiling.BlockFunction, "_give_up", raise_at_once),
             # A fake parameter is a FakeTensor, which the output layer would not take for a parameter.
             (output_layer, "type", lambda x: Tensor if isinstance(x, FakeTensor) else type(x)),
         ):

@@ -66,12 +66,6 @@ def test_the_page_of_the_head_has_what_is_counted() -> None:
     )
 
 
-def test_where_compiling_fails_memory_and_blocks_are_those_of_plain_operators() -> None:
-    (peak, passes), plain = rehearsed("compiling fails")
-    assert passes.pop("block_statistics") == 1  # the one that fails
-    assert [peak, passes] == plain
-
-
 def test_ids_are_few_operations() -> None:
     """With 64 ids per row; plain operators on blocks of 64 MiB were 9,472 and 1,479, with 80 and 34 GB."""
     counts = rehearsed("with 64 ids")
