@@ -68,9 +68,8 @@ class CudaToCpu(TorchFunctionMode):
 class _Engine(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """Wraps the autograd engine, so that backward passes run with the redirect on.
 
-    ``Tensor.backward`` is itself a torch function, and torch switches a function mode off while the mode
-    handles one. Custom backward functions run within it, and those of sequence parallelism allocate CUDA
-    buffers, which would then not be redirected.
+    torch switches a function mode off while it handles a torch function, as ``Tensor.backward`` is, within
+    which custom backward functions run. Those of sequence parallelism allocate CUDA buffers.
     """
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:

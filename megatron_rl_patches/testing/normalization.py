@@ -79,7 +79,7 @@ class Microbatch:
     Attributes:
         samples: the whole samples of this microbatch, the same on all context-parallel ranks.
         batch: all samples of the step, for numbers that belong to the global batch.
-        num_microbatches: number of microbatches of this replica in this step.
+        num_microbatches: of this replica in this step.
         split: sizes of the parallel groups.
         calculate_per_token_loss: as in the model's config.
     """
@@ -104,7 +104,7 @@ class NormalizationReport:
 
     @property
     def different(self) -> list[str]:
-        """The splits whose gradient is another than that of the undivided batch."""
+        """The splits whose gradient is not that of the undivided batch."""
         return [name for name, difference in self.differences.items() if not difference < _TOLERANCE]
 
     @property

@@ -23,8 +23,7 @@ from .rank_pool import RankPool, send
 class RanksFailed(MegatronRLPatchesError):
     """Some rank raised, died or did not finish in time.
 
-    The message holds the traceback of every failed rank, the first to fail first, and the stacks of the
-    ranks that were still running.
+    The message has the traceback of every failed rank, and the stacks of the ranks that were still running.
 
     Attributes:
         ranks: the failed ranks, the first to fail first; empty if ranks hang and none has failed.
@@ -114,7 +113,7 @@ def call_on_ranks(
     if outcome.went_well:
         return [sent[rank] for rank in range(size)]
     if failed := outcome.failed:
-        message = f"rank {failed[0]} failed" + (" first" if len(failed) > 1 else "")
+        message = f"rank {failed[0]} failed{' first' * (len(failed) > 1)}"
     else:
         message = f"no result after {timeout:g} s; still running: rank {', '.join(map(str, outcome.stacks))}"
     for rank in failed:
