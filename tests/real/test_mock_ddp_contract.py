@@ -2,15 +2,13 @@
 
 Both wrap the same model on one gloo rank, with one parameter per module, so one bucket group per module, and
 the second module may be an expert. After each call both give its outcome and their whole observable state.
-Scripts also call the functions of ``reentry``, so a loop that works with them on the mock works on the real
-class.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from itertools import product
 from typing import Any
 
@@ -22,8 +20,6 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 
 from megatron_rl_patches import applied
-from megatron_rl_patches.reentry import forward_pre_hooks as hooks
-from megatron_rl_patches.reentry import preserved_hooks, reentrant_train
 from megatron_rl_patches.testing import MockDDP, MockOptimizer
 from tests.ranks import everywhere, on_ranks
 
@@ -44,16 +40,6 @@ def calls_of(script: str) -> list[str]:
 
 
 THREE_CALLS = " ".join(["disable_without_sync STEP enable STEP STEP disable"] * 3)
-TWICE = "guarded_disable guarded_disable STEP guarded_disable guarded_enable guarded_enable forward"
-FIRST_BATCH = "zero_grad_buffer forward backward_of_last_module interrupted guarded_rollout"
-GUARDED = {
-    "two_guarded_rollouts": "guarded_rollout STEP guarded_rollout",
-    "a_gather_in_flight_is_interrupted": "STEP guarded_disable start_param_sync interrupted guarded_entry",
-    "a_first_batch_is_interrupted": FIRST_BATCH,
-    "a_reduction_in_flight_is_interrupted": "STEP TO_BACKWARD interrupted guarded_rollout",
-    "disabling_and_enabling_twice": TWICE,
-    "hooks_are_preserved": "preserved_hooks guarded_disable preserved_hooks synchronize",
-}
 SCRIPTS = {
     "three_training_calls": THREE_CALLS,
     "gradient_accumulation": "zero_grad_buffer ACCUMULATE forward backward finish_grad_sync STEP",
@@ -71,7 +57,6 @@ SCRIPTS = {
     "a_first_batch_cut_short": "zero_grad_buffer forward backward_of_last_module zero_grad_buffer",
     "a_gather_left_outstanding": "STEP forward_first_module STEP",
     "no_sync_left_open": "STEP enter_no_sync forward backward finish_grad_sync zero_grad_buffer",
-    **GUARDED,
 }
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
 # Options of DDP for each kind of case.
@@ -132,46 +117,18 @@ class Run:
             "force_param_sync": lambda: ddp.start_param_sync(force_sync=True),
             "enter_no_sync": lambda: self._no_sync.enter_context(ddp.no_sync()) and None,
             "exit_no_sync": self._no_sync.close,
-            "guarded_enable": lambda: hooks.enable(ddp.enable_forward_pre_hook, ddp),
-            "guarded_disable": lambda: hooks.disable(ddp.disable_forward_pre_hook, ddp),
-            "synchronize": lambda: hooks.synchronize(ddp),
-            "preserved_hooks": self._save,
-            "guarded_entry": lambda: reentrant_train(ddp, installs=False).__enter__(),
-            "guarded_rollout": self._rollout,
-            "interrupted": self._be_interrupted,
         }
 
     def _cut_short(self) -> None:
         self._activations.pop()
         self.ddp.module[2](torch.ones(1, WIDTH)).sum().backward()
 
-    def _save(self) -> None:
-        with preserved_hooks(self.ddp):
-            self._calls["guarded_disable"]()
-            self._calls["guarded_enable"]()
-
-    def _rollout(self) -> None:
-        with reentrant_train(self.ddp):
-            assert self.ddp.config.no_sync_func is None
-            self.ddp.config.no_sync_func = self.ddp.no_sync
-            for call in calls_of("STEP"):
-                self._call(call)
-
-    def _be_interrupted(self) -> None:
-        with suppress(ZeroDivisionError), reentrant_train(self.ddp):
-            self.ddp.eval()
-            self.ddp.force_all_reduce = True
-            raise ZeroDivisionError
-
-    def _call(self, name: str) -> object:
-        return (self._calls.get(name) or getattr(self.ddp, name))()
-
     def play(self, script: str) -> list[tuple[str, object, State]]:
         return [(call, self._outcome(call), self._state()) for call in calls_of(script)]
 
     def _outcome(self, call: str) -> object:
         try:
-            return self._call(call)
+            return (self._calls.get(call) or getattr(self.ddp, call))()
         except KeyError as error:
             # The key is a module: say which.
             return "KeyError", list(self.ddp.module.modules()).index(error.args[0])
@@ -185,9 +142,6 @@ class Run:
             "groups": [self._group_state(group) for group in self.ddp.bucket_groups],
             "expert groups": [self._group_state(group) for group in self.ddp.expert_parallel_bucket_groups],
             "uses hooks": self.ddp.use_forward_hook,
-            "training": {module.training for module in self.ddp.modules()},
-            "reduces everywhere": self.ddp.force_all_reduce,
-            "installed": self.ddp.config.no_sync_func == self.ddp.no_sync,
         }
 
     @staticmethod
@@ -226,7 +180,7 @@ def test_same_outcomes() -> None:
                 found = {outcome for _, outcome, _ in outcomes}
                 if kind == "overlapped" and name in FAILING:
                     assert FAILING[name] in found, name
-                if kind == "patched" or (kind == "overlapped" and name in GUARDED):
+                if kind == "patched":
                     assert found == {None} | {ALWAYS_FAILING.get(name)}, (kind, name)
 
 
