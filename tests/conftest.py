@@ -39,9 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark as slow what is ``nightly``, and select suites."""
-    recording.select_suites(config, items)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what is ``nightly``."""
     for item in items:
         if item.get_closest_marker("nightly"):
             item.add_marker("slow")

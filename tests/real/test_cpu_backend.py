@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo import eval_frame
 from torch.distributed import distributed_c10d
 from torch.utils.checkpoint import DefaultDeviceType
 
 from megatron_rl_patches.testing import TinyModel, cpu_backend
 from megatron_rl_patches.testing.transformer_engine.functions import FusedAdam
 from tests.ranks import on_ranks
-
-STEPS = 4
 
 
 @on_ranks(2)
@@ -48,29 +48,6 @@ def test_models_of_one_layout_share_process_groups() -> None:
         TinyModel(pp=2, vpp=2).initialize()
         assert parallel_state.get_pipeline_model_parallel_world_size() == 2
         assert parallel_state.get_virtual_pipeline_model_parallel_rank() == 0
-
-
-@on_ranks(1, megatron=False)
-def test_one_rank_agrees_bit_for_bit_with_and_without_overlap() -> None:
-    """Megatron is imported before; the backend is entered, left, and entered again."""
-    from torch._dynamo.eval_frame import _stance
-
-    from tests.references import tiny_gpt
-    from tests.worlds.model import NO_OVERLAP, World
-
-    for bf16 in (False, True):
-        results = []
-        for overlap in ({}, NO_OVERLAP):
-            with cpu_backend(), tiny_gpt.counting_overlap() as counts:
-                world = World(bf16=bf16, **overlap)
-                losses = world.train(STEPS)
-                results.append((losses, world.checksum()))
-            assert all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 0.2
-            assert any(vars(counts).values()) is not bool(overlap)
-            # The first step of a call runs without hooks, as upstream has it.
-            assert overlap or (counts.param_gathers >= STEPS - 1 and counts.grad_reduces >= STEPS - 1)
-        assert results[0] == results[1]
-    assert _stance.stance == "default"
 
 
 @pytest.mark.parametrize("import_first", [False, True])
@@ -196,12 +173,13 @@ def _differences(before: dict[Any, object], after: dict[Any, object]) -> list[An
 
 @pytest.mark.parametrize("body_raises", [False, True])
 def test_everything_is_undone(body_raises: bool) -> None:
+    assert "torch._dynamo" in sys.modules  # what the import of Megatron has compiled runs eagerly inside
     before, modes = _snapshot(), torch._C._len_torch_function_stack()
     with suppress(LookupError), cpu_backend(), cpu_backend():
-        assert len(_differences(before, _snapshot())) > 50
+        assert len(_differences(before, _snapshot())) > 50 and eval_frame._stance.stance == "force_eager"
         if body_raises:
             raise LookupError
-    assert _differences(before, _snapshot()) == []
+    assert _differences(before, _snapshot()) == [] and eval_frame._stance.stance == "default"
     assert torch._C._len_torch_function_stack() == modes
 
 
