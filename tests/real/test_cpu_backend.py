@@ -244,7 +244,6 @@ def test_the_accelerator_is_the_gpu() -> None:
         assert torch.accelerator.is_available()
         assert accelerator is not None and accelerator.type == DefaultDeviceType.get_device_type() == "cuda"
         assert torch.ones(1, device=accelerator).device.type == "cpu"
-        torch.accelerator.set_device_index(0)
         assert torch.accelerator.current_device_index() == 0
         stream = torch.Stream(device=accelerator)
         torch.accelerator.set_stream(stream)
@@ -255,12 +254,8 @@ def test_the_accelerator_is_the_gpu() -> None:
         assert isinstance(stream, torch.Stream) and isinstance(event, torch.Event) and event.query()
         if hasattr(torch.accelerator, "get_memory_info"):  # in newer releases of torch
             with torch.accelerator.device_index(0):
-                torch.accelerator.empty_cache()
-                torch.accelerator.reset_peak_memory_stats()
-            assert torch.accelerator.max_memory_allocated() == torch.accelerator.memory_reserved() == 0
-            assert torch.accelerator.memory_stats()["allocated_bytes.all.current"] == 0
-            free, total = torch.accelerator.get_memory_info()
-            assert 0 < free <= total
+                free, total = torch.accelerator.get_memory_info()
+            assert 0 < free <= total and torch.accelerator.memory_reserved() == 0
     assert torch.accelerator.is_available() == before
 
 

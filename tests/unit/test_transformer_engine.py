@@ -39,7 +39,7 @@ def _marks(parameter: torch.nn.Parameter) -> tuple[object, ...]:
     return tuple(getattr(parameter, name, None) for name in NAMES)
 
 
-def test_it_is_in_place_inside_of_the_block_alone() -> None:
+def test_it_is_in_place_inside_of_the_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with cpu_backend(transformer_engine="2.8.0"):
         assert find_spec("transformer_engine") and find_spec("transformer_engine.pytorch.ops")
         assert metadata.version("transformer-engine") == "2.8.0"
@@ -61,12 +61,8 @@ def test_it_is_in_place_inside_of_the_block_alone() -> None:
         metadata.version("transformer-engine")
     with cpu_backend(transformer_engine=True):
         assert metadata.version("transformer-engine") == refusals.DEFAULT
-
-
-def test_it_stays_if_megatron_was_imported_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with cpu_backend(transformer_engine=True):
         monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
-    assert find_spec("transformer_engine")
+    assert find_spec("transformer_engine")  # it stays if Megatron was imported with it
     with cpu_backend(transformer_engine=True):
         monkeypatch.delitem(sys.modules, "megatron.core")
 

@@ -40,11 +40,9 @@ def test_a_module_of_torch_trains_and_keeps_its_names() -> None:
 
 
 def test_buckets() -> None:
-    ddp_config = MockDDPConfig(overlap_grad_reduce=True, overlap_param_gather=True)
-    for last in (False, True):  # as set-up code builds it
-        ddp = MockDDP(MockConfig(), ddp_config, module=MockModule.tiny(), disable_bucketing=last)
-        assert len(ddp.bucket_groups) == (1 if last else 4)
-    assert len(MockDDP(overlap_grad_reduce=False).bucket_groups) == 1
+    for groups, options in ((4, {}), (1, {"disable_bucketing": True}), (1, {"overlap_grad_reduce": False})):
+        ddp = MockDDP(MockConfig(), MockDDPConfig(), MockModule.tiny(), **options)
+        assert len(ddp.bucket_groups) == groups
     frozen = MockModule(MockModule(params=1), MockModule(params=1))
     next(frozen.parameters()).requires_grad = False
     assert len(MockDDP(module=frozen).bucket_groups) == 1
