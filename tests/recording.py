@@ -35,17 +35,12 @@ class Run(TypedDict):
 
 
 def add_option(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--record", type=Path, metavar="FILE", help="note in FILE which suites passed on which source"
-    )
-    parser.addoption(
-        "--record-models", type=Path, metavar="FILE", help="note in FILE which models kept which promise"
-    )
-    parser.addoption(
-        "--record-stand-in",
-        metavar="FILE",
-        help="note in FILE how the stand-in's layers differ from local ones",
-    )
+    for option, what in (
+        ("--record", "which suites passed on which source"),
+        ("--record-models", "which models kept which promise"),
+        ("--record-stand-in", "how the stand-in's layers differ from local ones"),
+    ):
+        parser.addoption(option, type=Path, metavar="FILE", help=f"note in FILE {what}")
 
 
 def configure(config: pytest.Config) -> None:

@@ -58,10 +58,6 @@ def one_rank_dies() -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def unpicklable_result() -> object:
-    return lambda: None
-
-
 def child(start_new_session: bool) -> int:
     return subprocess.Popen(["sleep", "600"], start_new_session=start_new_session).pid
 
@@ -153,11 +149,6 @@ def test_a_death_comes_before_the_failures_that_it_causes() -> None:
         spawn_ranks(one_rank_dies, 2, timeout=240)
     first = str(error.value).split("--- rank ")[1]
     assert "Segmentation fault" in first and "in one_rank_dies" in first
-
-
-def test_a_result_that_cannot_travel() -> None:
-    with pytest.raises(RanksFailed, match="pickle"):
-        spawn_ranks(unpicklable_result, 1, timeout=240)
 
 
 def test_nothing_outlives_a_caller_that_is_killed(tmp_path: Path) -> None:
