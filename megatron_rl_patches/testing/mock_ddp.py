@@ -30,7 +30,7 @@ from .mock_modules import (
 
 
 class _BaseDataParallel(torch.nn.Module):
-    """Stands for Megatron's class of this name, by which data-parallel wrappers are recognized."""
+    """Stands for Megatron's class of this name, by which wrappers are recognized."""
 
 
 class MockDDP(_BaseDataParallel):
