@@ -197,9 +197,9 @@ def replacements() -> list[Replacements]:
         (torch.Tensor, tensor_methods),
         (torch.nn.Module, {"cuda": _itself}),
         (Variable, {"_execution_engine": _Engine(Variable._execution_engine)}),
-        (torch, {"is_autocast_enabled": _of_cpu(torch.is_autocast_enabled)}),
-        (torch, {"get_autocast_dtype": autocast_dtype, "get_autocast_gpu_dtype": autocast_dtype}),
-        (torch, {"compile": _eager, "Generator": _Generator, "Stream": Stream, "Event": Event}),
+        (torch, dict.fromkeys(("get_autocast_dtype", "get_autocast_gpu_dtype"), autocast_dtype)),
+        (torch, {"is_autocast_enabled": _of_cpu(torch.is_autocast_enabled), "compile": _eager}),
+        (torch, {"Generator": _Generator, "Stream": Stream, "Event": Event}),
     ]
 
 

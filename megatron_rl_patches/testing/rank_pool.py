@@ -123,10 +123,9 @@ class _Rank(NamedTuple):
 
 @dataclass
 class RankPool:
-    """The processes of ranks.
+    """The processes of ``size`` ranks.
 
     Attributes:
-        size: how many ranks there are.
         folder: for the files of the ranks.
         work: called in each rank as ``work(pipe, folder)``, after which the rank ends; the folder is new, and
             the same for all ranks. It calls :func:`send` for each value, and sends ``None`` when it is done.

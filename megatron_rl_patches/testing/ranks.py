@@ -49,9 +49,9 @@ def spawn_ranks(
     runs do not disturb each other. No process outlives the call, or a caller that is killed, except one that
     a rank has started in a session of its own before the rank died.
 
-    With ``forkserver`` as the program's start method (``multiprocessing.set_start_method``) and
-    ``set_forkserver_preload(["megatron_rl_patches.testing.preload"])``, a rank is a fork of a process that
-    has imported Megatron once, with the stand-in of TransformerEngine, unless ``env`` is given.
+    If ``multiprocessing.set_start_method("forkserver")`` was called, a rank is a fork, unless ``env`` is
+    given: of a process that has imported what ``set_forkserver_preload`` was told to, such as
+    ``megatron_rl_patches.testing.preload``, which imports Megatron with TransformerEngine's stand-in.
 
     Args:
         function: a picklable function, and so are its arguments and results. As with any spawned process, a
