@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_rl_patches.inference.memory.estimate import OptimizerSettings, StageEstimate
 from tests.references import memory_cases
@@ -99,30 +98,8 @@ def _by_part(result: Result) -> dict[str, str]:
     return {**cells, "largest difference": f"{largest:.3%}"}
 
 
-def plot(results: Sequence[Result], figure: Any) -> None:
-    """Draw what rank 0 holds while training, what inference-only, and where the estimates lie."""
-    axes = figure.subplots()
-    first = [result for result in results if result.account.rank == 0]
-    positions = list(range(len(first)))
-    lefts = [0.0] * len(first)
-    for part in PARTS:
-        widths = [getattr(result.account.training, part) / 1e6 for result in first]
-        axes.barh([p - 0.18 for p in positions], widths, 0.34, lefts, label=part.replace("_", " "))
-        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
-    inference = [result.account.live_inference / 1e6 for result in first]
-    axes.barh([p + 0.2 for p in positions], inference, 0.34, color="gray", label="inference-only, all of it")
-    for shift, use, label in ((-0.18, "training", "estimate"), (0.2, "inference-only", None)):
-        estimated = [result.pairs()[use][1] / 1e6 for result in first]
-        axes.plot(estimated, [p + shift for p in positions], "|r", markersize=14, label=label)
-    axes.set_yticks(positions, [result.name.removesuffix(", rank 0") for result in first])
-    axes.invert_yaxis()
-    axes.set(xlabel="MB on rank 0")
-    figure.suptitle("Training, and the same model inference-only")
-    figure.legend(loc="outside lower left", ncols=2)
-
-
 def _is_met(results: Sequence[Result]) -> bool:
     return all(abs(_difference(*pair)) <= TOLERANCE for result in results for pair in result.pairs().values())
 
 
-BENCHMARK = Benchmark(measure, parts, plot, image="inference_memory.svg", height=6.5, is_met=_is_met)
+BENCHMARK = Benchmark(measure, parts, is_met=_is_met)

@@ -260,7 +260,7 @@ def claims(results: Sequence[Result]) -> Iterator[dict[str, str]]:
         reached = "yes" if measured <= most else "no"
         return {"claim": claim, "set-up": f"{result.setup}, {of}", **numbers, "met": reached}
 
-    for result in _in_float32(results):
+    for result in (r for r in results if r.setup.dtype == torch.float32 and r.setup.tp_size == 1):
         for mode, (name, most) in product(MODES, MEMORY.items()):
             yield row(f"{name}: memory, × logits", result, mode, result.memory(mode, name), most)
         for (name, other), of_modes in TIME.items():
@@ -268,11 +268,6 @@ def claims(results: Sequence[Result]) -> Iterator[dict[str, str]]:
                 if result.cost(mode, other):
                     ratio = result.duration(mode, name) / result.duration(mode, other)
                     yield row(f"{name}: time, × {other}", result, mode, ratio, most)
-
-
-def _in_float32(results: Sequence[Result]) -> list[Result]:
-    """Return those of float32 logits on one rank."""
-    return [r for r in results if r.setup.dtype == torch.float32 and r.setup.tp_size == 1]
 
 
 def parts(results: Sequence[Result]) -> Parts:
@@ -284,35 +279,6 @@ def parts(results: Sequence[Result]) -> Parts:
     }
 
 
-def plot(results: Sequence[Result], figure: Any) -> None:
-    """Draw the last float32 set-up of one rank, which has the largest vocabulary."""
-    result = _in_float32(results)[-1]
-    names = [candidate.name for candidate in CANDIDATES if candidate.name != MINIMAL]
-    memory, duration = figure.subplots(2, 1)
-    _draw(memory, "extra memory, × logits", names, result.memory)
-    _draw(duration, "forward + backward, × one copy of the logits", names, result.duration)
-    duration.axvline(result.duration(ENTROPY_GRAD, MINIMAL), color="black", linestyle=":", label=MINIMAL)
-    figure.legend(*duration.get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    figure.suptitle(f"Log-probabilities and entropy\n{result.setup}")
-
-
-def _draw(axes: Any, label: str, names: list[str], length: Callable[[str, str], float]) -> None:
-    """Draw a bar for each mode of each name, the first name on top; none for what was not measured."""
-    names = [name for name in names if not all(math.isnan(length(mode, name)) for mode in MODES)]
-    height = 0.8 / len(MODES)
-    for place, mode in enumerate(MODES):
-        places = [index + (place + 0.5) * height - 0.4 for index in range(len(names))]
-        axes.barh(places, [length(mode, name) for name in names], height, label=mode)
-    axes.set_yticks(range(len(names)), names)
-    axes.set(xlabel=label, ylim=(len(names) - 0.4, -0.6))
-    axes.grid(axis="x", alpha=0.3)
-
-
 BENCHMARK = Benchmark(
-    measure,
-    parts,
-    plot,
-    image="loss_memory_and_time.svg",
-    height=9,
-    is_met=lambda results: all(claim["met"] == "yes" for claim in claims(results)),
+    measure, parts, is_met=lambda results: all(claim["met"] == "yes" for claim in claims(results))
 )

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined, unused-ignor
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl_patches.testing import spawn_ranks
-from tests.references.live_bytes import live_bytes
+from tests.references.live_bytes import peak_bytes
 
 from .page import Table, number
 
@@ -123,7 +124,7 @@ class Result:
             try:
                 details[name] = call.details()
                 call.run(call.prepare())  # compiles
-                peaks[name] = _peak(call) - call.results_bytes
+                peaks[name] = peak_bytes(partial(call.run, call.prepare()), ON_GPU) - call.results_bytes
             except Exception as error:  # out of memory, or a kernel for another GPU
                 self.left_out[name] = why(error)
             gc.collect()
@@ -245,19 +246,6 @@ def kernels(call: Call) -> tuple[int, dict[str, tuple[int, float]]]:
             number, milliseconds = totals.get(event.name, (0, 0.0))
             totals[event.name] = number + 1, milliseconds + event.time_range.elapsed_us() / 1e3
     return sum(number for number, _ in totals.values()), totals
-
-
-def _peak(call: Call) -> int:
-    prepared = call.prepare()
-    if not ON_GPU:
-        return live_bytes(lambda: call.run(prepared)).peak
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = call.run(prepared)
-    torch.cuda.synchronize()
-    del result
-    return torch.cuda.max_memory_allocated() - before
 
 
 def _time(call: Call, clock: Callable[[], float]) -> tuple[float, int]:

@@ -1,9 +1,8 @@
-"""What a benchmark consists of, and the parts of its page and of its plot."""
+"""What a benchmark consists of, and the parts of its page."""
 
 from __future__ import annotations
 
 import datetime
-import io
 import json
 import math
 import os
@@ -20,24 +19,6 @@ import torch
 from tests.references.pages import fill as fill
 from tests.references.pages import join as join
 from tests.references.pages import table as table
-
-#: Inches: a page on a phone is hardly wider, so nothing shrinks there.
-WIDTH = 5.4
-STYLE: dict[Any, Any] = {
-    "axes.facecolor": "none",
-    "axes.prop_cycle": "cycler('color', ['4c8fd0', 'e8833a', '3fa66b', 'd9534f', '9a7bc4', '8f7a6c'])",
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlesize": "large",
-    "figure.facecolor": "none",
-    "legend.frameon": False,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "",
-}
-_THEMES = """
-   svg { color: #1c2733 } text { fill: currentColor }
-   @media (prefers-color-scheme: dark) { svg { color: #e3e9ef } }
-  </style>"""
 
 
 class Table(NamedTuple):
@@ -101,17 +82,11 @@ class Benchmark:
         measure: takes whether to be quick, that is, to measure next to nothing; returns the result.
         parts: the result for the JSON file, tables and sentences by name. The page shows some of them, in the
             places with their names (see :func:`filled`), and of the tables the rows and columns that it has.
-        plot: draws the result on a matplotlib figure.
-        image: the file of the plot, in ``docs/images``.
-        height: of the plot, in inches.
         is_met: whether the result is what is claimed.
     """
 
     measure: Callable[[bool], Any]
     parts: Callable[[Any], Parts]
-    plot: Callable[[Any, Any], None] | None = None
-    image: str = ""
-    height: float = 6
     is_met: Callable[[Any], bool] = lambda result: True
 
 
@@ -143,21 +118,3 @@ def machine() -> str:
 def number(value: float, form: str) -> str:
     """Return the formatted value; a dash for what is not a number."""
     return "–" if math.isnan(value) else format(value, form)
-
-
-def new_figure(height: float) -> Any:
-    """Return a figure of the width of a page, in the style of the pages."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    matplotlib.rcParams.update(STYLE)
-    return Figure(figsize=(WIDTH, height), layout="constrained")
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write the figure as SVG; what is black in it has the color of the text of the reader's theme."""
-    file = io.StringIO()
-    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    text = re.sub(r"#000000|(?<=: )black(?=[;\"])", "currentColor", file.getvalue())
-    text = text.replace("</style>", _THEMES, 1)
-    path.write_text(re.sub(r" +$", "", text, flags=re.MULTILINE), encoding="utf-8")

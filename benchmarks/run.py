@@ -1,4 +1,4 @@
-"""Measure what this package claims, and write it into the pages in docs, with plots and JSON files.
+"""Measure what this package claims, and write it into the pages in docs, and JSON files.
 
     python -m benchmarks.run [NAME ...] [--quick]
 
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .page import Benchmark, Parts, as_json, filled, machine, new_figure, save
+from .page import Benchmark, Parts, as_json, filled, machine
 
 DOCS = Path(__file__).parents[1] / "docs"
 NAMES = (
@@ -55,15 +55,11 @@ def run(name: str, quick: bool) -> bool:
     parts: Parts = {"machine": f"{machine()}.", **benchmark.parts(result)}
     print(as_json(parts))  # before anything else can go wrong
     file = DOCS / "benchmarks" / f"{name}.md"
-    page, figure = filled(file.read_text(), parts), new_figure(benchmark.height)
-    if benchmark.plot is not None:
-        benchmark.plot(result, figure)
+    page = filled(file.read_text(), parts)
     if quick:
         return True
     file.write_text(page)
     file.with_suffix(".json").write_text(as_json(parts))
-    if benchmark.plot is not None:
-        save(figure, DOCS / "images" / benchmark.image)
     return benchmark.is_met(result)
 
 

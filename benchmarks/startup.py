@@ -61,8 +61,7 @@ def environments(folder: Path) -> tuple[Path, Path]:
 
 
 def compare(case: str, bare: Path, with_package: Path, variables: dict[str, str], pairs: int) -> Result:
-    others = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLE)}
-    environment = others | variables
+    environment = {name: x for name, x in os.environ.items() if not name.startswith(VARIABLE)} | variables
     for python in (bare, with_package):  # write and read the byte code once
         start_ms(python, environment)
     bare_ms, differences = added(

@@ -6,7 +6,6 @@ import itertools
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -78,18 +77,4 @@ def parts(runs: Sequence[Run]) -> Parts:
     return {"students": Table(3, rows)}
 
 
-def plot(runs: Sequence[Run], figure: Any) -> None:
-    both = figure.subplots(2, 1)
-    for axes, target in zip(both, ROLLOUTS, strict=True):
-        for run in (run for run in runs if run.target == target):
-            rollouts = range(WINDOW, WINDOW + len(run.lowest))
-            style = "--" if run.way == "top-k" else "-"
-            axes.plot(rollouts, run.lowest, style, label=f"{run.layout}, {run.way}")
-        axes.axhline(GOAL, color="gray", linestyle=":")
-        axes.set(title=target, xlabel="rollout", ylim=(0, 1.02))
-        axes.grid(alpha=0.3)
-        axes.set_ylabel("score / the teacher's, lower of two orders")
-    figure.legend(*both[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-
-
-BENCHMARK = Benchmark(measure, parts, plot, image="students.svg", height=7.5)
+BENCHMARK = Benchmark(measure, parts)

@@ -34,15 +34,13 @@ def pytest_configure(config: pytest.Config) -> None:
     releases.configure(config)
     layers.configure(config)
     recording.configure(config)
-    config.pluginmanager.register(_RememberFailures(config))
     # A shell starts background processes with SIGINT ignored, and ranks would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark as slow what is ``nightly``, and select suites."""
-    recording.select_suites(config, items)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what is ``nightly``."""
     for item in items:
         if item.get_closest_marker("nightly"):
             item.add_marker("slow")
@@ -61,16 +59,3 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     # Checkouts of frameworks come with a Megatron of their own, so these ranks import everything anew.
     method = "spawn" if item.get_closest_marker("frameworks") else "forkserver"
     multiprocessing.set_start_method(method, force=True)
-
-
-class _RememberFailures:
-    """Write down each failure when it happens, so that ``--lf`` works after a run that was killed, too."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self.config = config
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        plugin = self.config.pluginmanager.get_plugin("lfplugin")
-        if report.failed and plugin is not None and not hasattr(self.config, "workerinput"):
-            self.config.cache.set("cache/lastfailed", {str(test): True for test in plugin.lastfailed})

@@ -4,7 +4,6 @@ A test of a suite carries ``@pytest.mark.runs(SUITE)``. It has a parameter ``ran
 numbers of ranks: ``runs(SUITE, ranks=[1, 2])``. Its fixtures call :func:`ran_on` with the source; a test that
 does not runs on the megatron-core that is imported. A checkout is identified by its commit, so that one with
 changes is refused. A suite is recorded for those numbers of ranks with which all of its tests passed.
-``--suite NAME`` selects the tests of one suite.
 """
 
 from __future__ import annotations
@@ -36,18 +35,12 @@ class Run(TypedDict):
 
 
 def add_option(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--record", type=Path, metavar="FILE", help="note in FILE which suites passed on which source"
-    )
-    parser.addoption("--suite", action="append", help="run only the tests of this suite; may be repeated")
-    parser.addoption(
-        "--record-models", type=Path, metavar="FILE", help="note in FILE which models kept which promise"
-    )
-    parser.addoption(
-        "--record-stand-in",
-        metavar="FILE",
-        help="note in FILE how the stand-in's layers differ from local ones",
-    )
+    for option, what in (
+        ("--record", "which suites passed on which source"),
+        ("--record-models", "which models kept which promise"),
+        ("--record-stand-in", "how the stand-in's layers differ from local ones"),
+    ):
+        parser.addoption(option, type=Path, metavar="FILE", help=f"note in FILE {what}")
 
 
 def configure(config: pytest.Config) -> None:
@@ -105,14 +98,6 @@ def note_differences(name: str, differences: Sequence[float]) -> None:
         release = importlib.metadata.version("megatron-core")
         record.setdefault(release, {})[name] = [f"{value:.0e}" for value in differences]
         file.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-
-
-def select_suites(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of the suites that ``--suite`` names."""
-    if suites := config.getoption("--suite"):
-        items[:] = [
-            item for item in items if (mark := item.get_closest_marker("runs")) and mark.args[0] in suites
-        ]
 
 
 class _Recorder:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -58,35 +58,22 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     return outcomes
 
 
-def test_steps_that_run_again_keep_what_the_others_measured(
+def test_steps_that_run_later_or_again_keep_what_the_others_measured(
     outcomes: dict[str, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcomes["demo"] = outcomes["topk"] = {"status": "failed", "log": "ValueError: no such kernel"}
-    arguments = ["--dry", "--folder", str(tmp_path), "--only"]
-    assert gpu.main([*arguments, "demo", "head", "topk"]) == 1
-    again = f"make gpu DRY=1 'GPU_ARGS=--only topk demo --folder {tmp_path}'"
-    assert capsys.readouterr().out.endswith(f"failed: topk, demo; to run them again: {again}\n")
-
-    del outcomes["demo"]
-    assert gpu.main([*arguments, "demo"]) == 1
-    assert "failed: topk; to run" in capsys.readouterr().out
-    del outcomes["topk"]
-    assert gpu.main([*arguments, "topk"]) == 0
-    steps = json.loads((tmp_path / "gpu.json").read_text())["steps"]
-    ends = {name: step["status"] for name, step in steps.items()}
-    assert ends == dict.fromkeys(("head", "topk", "demo"), "ok")
-    assert (tmp_path / "gpu.md").read_text().count("- answer: 42") == 3
-
-
-def test_the_second_command_keeps_what_the_first_measured(
-    outcomes: dict[str, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert gpu.main(["--dry", "--folder", str(tmp_path)]) == 0
+    arguments = ["--dry", "--folder", str(tmp_path)]
+    assert gpu.main(arguments) == 0
     [command] = re.findall("^next: (.*)$", capsys.readouterr().out, re.MULTILINE)
     assert command == f"make gpu DRY=1 'GPU_ARGS=--second --folder {tmp_path}'"
-    assert gpu.main(["--dry", "--second", "--folder", str(tmp_path)]) == 0
+    outcomes["demo"] = outcomes["topk"] = {"status": "failed", "log": "ValueError: no such kernel"}
+    assert gpu.main([*arguments, "--second"]) == 1
+    again = f"make gpu DRY=1 'GPU_ARGS=--only topk demo --folder {tmp_path}'"
+    assert capsys.readouterr().out.endswith(f"failed: topk, demo; to run them again: {again}\n")
+    outcomes.clear()
+    assert gpu.main([*arguments, "--only", "demo", "topk"]) == 0
     steps = Outcome(tmp_path / "gpu.json", "").of_all_steps()
-    assert list(steps) == [step.name for step in gpu.STEPS]
+    assert {name: step["status"] for name, step in steps.items()} == {step.name: "ok" for step in gpu.STEPS}
+    assert (tmp_path / "gpu.md").read_text().count("- answer: 42") == len(gpu.STEPS)
 
 
 @pytest.mark.parametrize("steps", [gpu.FIRST, gpu.SECOND])
@@ -121,38 +108,48 @@ def test_times_stand_beside_those_of_the_fastest_that_is_not_ours() -> None:
     assert re.search(r"^\| slow \| [\d.]+ \| 1\.00 \|", page, re.MULTILINE)
 
 
+def succeed(save: Any) -> None:
+    save(StepResult(figures={"answer": 42}))
+
+
+def fail(save: Any) -> None:
+    succeed(save)
+    raise ValueError("no such kernel")
+
+
+def die(save: Any) -> None:
+    succeed(save)
+    os._exit(9)
+
+
+def hang(save: Any) -> None:
+    """Print the number of a process with a session of its own, which no interrupt ends, and wait."""
+    succeed(save)
+    stubborn = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
+    print(subprocess.Popen([sys.executable, "-c", stubborn], start_new_session=True).pid, flush=True)
+    time.sleep(600)
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_other_steps_run_after_those_that_fail_die_and_hang_and_nothing_measured_is_lost(
     tmp_path: Path,
 ) -> None:
     seconds = {"fail": 100, "die": 100, "hang": 30, "succeed": 100}
-    steps = [Step(name, name, most, "benchmarks.tests.steps") for name, most in seconds.items()]
+    steps = [Step(name, name, most, __name__) for name, most in seconds.items()]
     assert gpu.run(steps, dry=False, folder=tmp_path) == ["fail", "die", "hang"]
-    outcomes = json.loads((tmp_path / "gpu.json").read_text())["steps"]
+    outcomes = Outcome(tmp_path / "gpu.json", "").of_all_steps()
     ends = [outcome["status"] for outcome in outcomes.values()]
     assert ends == ["failed", "failed", "not done in 30 s", "ok"]
     assert all(outcome["result"]["figures"] == {"answer": 42} for outcome in outcomes.values())
     assert outcomes["fail"]["log"].endswith("ValueError: no such kernel\n")
     log = outcomes["hang"]["log"]
     assert "in hang\n" in log and "Current thread" in log and log.endswith("KeyboardInterrupt\n")
+    assert "ValueError: no such kernel" in (tmp_path / "gpu.md").read_text()
     [number] = (line for line in log.splitlines() if line.isdigit())
-    assert _ends(int(number))
-    page = (tmp_path / "gpu.md").read_text()
-    assert "ValueError: no such kernel" in page
-    assert page.count("- answer: 42") == len(steps)
-
-
-def _ends(number: int) -> bool:
-    """Return whether a process is gone, or is soon."""
-    for _ in range(100):
-        try:
-            if psutil.Process(number).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.1)
-    return False
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(int(number)).status() != psutil.STATUS_ZOMBIE:  # until the test's time is up
+            time.sleep(0.1)
 
 
 def test_there_must_be_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,10 +178,8 @@ def test_a_dry_run_succeeds_in_every_step(tmp_path: Path) -> None:
         command = ["make", "gpu", *variables[:-1], arguments]
         done = subprocess.run(command, timeout=600, **options)
         assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "gpu.json").read_text())
-    failed = {name: outcome for name, outcome in report["steps"].items() if outcome["status"] != "ok"}
-    assert not failed, failed
-    assert list(report["steps"]) == [step.name for step in gpu.STEPS]
-    claims = [claim for step in report["steps"].values() for claim in step["result"]["claims"]]
+    steps = Outcome(tmp_path / "gpu.json", "").of_all_steps()
+    assert {name: step["status"] for name, step in steps.items()} == {step.name: "ok" for step in gpu.STEPS}
+    claims = [claim for step in steps.values() for claim in step["result"]["claims"]]
     assert any("parity <= 57" in claim["targets"] for claim in claims)
     assert "no measurement" in (tmp_path / "gpu.md").read_text()

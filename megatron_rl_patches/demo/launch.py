@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from multiprocessing.context import SpawnContext
@@ -26,9 +27,9 @@ from ..errors import MegatronRLPatchesError
 from ..testing import RanksFailed, cpu_backend
 from ..testing.ranks import call_on_ranks
 
+_say: Callable[[str], None] = partial(print, flush=True)
 _TRAIN_FUNCTION = "megatron_rl_patches.demo.program:train"
 _PATIENCE_SECONDS = 7 * 24 * 3600.0
-
 _UPSTREAM_ERROR = "AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None"
 _EXPLANATION = """
 This is what the patches are for. The first train() left the model's own
@@ -78,13 +79,6 @@ def run_demo(*, rollouts: int, ranks: int, seed: int, without_patches: bool = Fa
         return 1
     _say(_EXPLANATION)
     return 0
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
-# --- on each rank
 
 
 def _run_program(rollouts: int, seed: int) -> str | None:

@@ -29,8 +29,7 @@ from ..losses import PolicyBatch, PolicyOptions, SequenceLayout, make_loss_func,
 DIGITS = 3
 PROMPT = DIGITS + 1
 LENGTH = PROMPT + DIGITS
-ASCENDING, DESCENDING = 10, 11
-VOCABULARY = 12
+ASCENDING, DESCENDING, VOCABULARY = 10, 11, 12
 
 # Numbers per rank and rollout.
 _PROMPTS, _ANSWERS_PER_PROMPT = 64, 8
@@ -40,10 +39,6 @@ _OPTIONS = PolicyOptions(kl_coef=0.005)
 _LEARNING_RATE = 2e-3
 # Parameters per bucket. With a single bucket no communication would overlap with computation.
 _BUCKET = 25_000
-
-# ``tokens`` [b, LENGTH], and per digit of the answers, [b, DIGITS]: ``advantages``, ``old_log_probs`` under
-# the policy that wrote them, and ``ref_log_probs`` under the reference.
-Batch = dict[str, torch.Tensor]
 
 
 class Rollout(NamedTuple):
@@ -202,7 +197,7 @@ def _solved(prompts_bp: torch.Tensor) -> torch.Tensor:
     return torch.where(prompts_bp[:, -1:] == ASCENDING, ascending_bd, ascending_bd.flip(1))
 
 
-def _forward_step(data_iterator: Iterator[Batch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+def _forward_step(data_iterator: Iterator[Any], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """Return the logits of a microbatch, and the function that computes the loss from them."""
     batch = next(data_iterator)
     tokens_bs, count = batch["tokens"], len(batch["tokens"])

@@ -65,9 +65,8 @@ def _gloo_by_default(call: Arguments) -> None:
 
 
 def _sending_a_view(call: Arguments) -> None:
-    # Pipeline schedules free ``tensor.data`` right after an asynchronous send. NCCL's stream keeps the memory
-    # alive until it is sent. Gloo would send what has replaced it (NaN in interleaved runs), unless it holds
-    # a view of its own.
+    # Pipeline schedules free ``tensor.data`` right after an asynchronous send. NCCL's stream keeps the data;
+    # gloo would send what has replaced it (NaN in interleaved runs), unless it holds a view of its own.
     call["tensor"] = call["tensor"].detach()
 
 

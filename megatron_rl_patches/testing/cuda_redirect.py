@@ -68,9 +68,8 @@ class CudaToCpu(TorchFunctionMode):
 class _Engine(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """Wraps the autograd engine, so that backward passes run with the redirect on.
 
-    ``Tensor.backward`` is itself a torch function, and torch switches a function mode off while the mode
-    handles one. Custom backward functions run within it, and those of sequence parallelism allocate CUDA
-    buffers, which would then not be redirected.
+    torch switches a function mode off while it handles a torch function, as ``Tensor.backward`` is, within
+    which custom backward functions run. Those of sequence parallelism allocate CUDA buffers.
     """
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,9 +197,9 @@ def replacements() -> list[Replacements]:
         (torch.Tensor, tensor_methods),
         (torch.nn.Module, {"cuda": _itself}),
         (Variable, {"_execution_engine": _Engine(Variable._execution_engine)}),
-        (torch, {"is_autocast_enabled": _of_cpu(torch.is_autocast_enabled)}),
-        (torch, {"get_autocast_dtype": autocast_dtype, "get_autocast_gpu_dtype": autocast_dtype}),
-        (torch, {"compile": _eager, "Generator": _Generator, "Stream": Stream, "Event": Event}),
+        (torch, dict.fromkeys(("get_autocast_dtype", "get_autocast_gpu_dtype"), autocast_dtype)),
+        (torch, {"is_autocast_enabled": _of_cpu(torch.is_autocast_enabled), "compile": _eager}),
+        (torch, {"Generator": _Generator, "Stream": Stream, "Event": Event}),
     ]
 
 

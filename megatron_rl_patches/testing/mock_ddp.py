@@ -1,9 +1,8 @@
 """Megatron's distributed data parallelism without communication, for unit tests of the code around it.
 
 ``MockDDP`` keeps what a pipeline can observe: which call raises what, which hooks are installed, which
-collectives would be outstanding, and whether a forward pass would have used stale parameters, as in
-megatron-core 0.16 to 0.19. While the patch ``reentrant-train`` is applied, the hook methods behave as those
-of the patched class do.
+collectives would be outstanding, and which parameters are stale, as in megatron-core 0.16 to 0.19. While the
+patch ``reentrant-train`` is applied, the hook methods behave as those of the patched class do.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from .mock_modules import (
 
 
 class _BaseDataParallel(torch.nn.Module):
-    """Stands for Megatron's class of this name, by which data-parallel wrappers are recognized."""
+    """Stands for Megatron's class of this name, by which wrappers are recognized."""
 
 
 class MockDDP(_BaseDataParallel):

@@ -6,7 +6,7 @@ The real schedule, ``DistributedDataParallel`` and ``finalize_model_grads`` run 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -79,7 +79,7 @@ class Microbatch:
     Attributes:
         samples: the whole samples of this microbatch, the same on all context-parallel ranks.
         batch: all samples of the step, for numbers that belong to the global batch.
-        num_microbatches: number of microbatches of this replica in this step.
+        num_microbatches: of this replica in this step.
         split: sizes of the parallel groups.
         calculate_per_token_loss: as in the model's config.
     """
@@ -96,15 +96,15 @@ class NormalizationReport:
     """The result of :func:`check_normalization`; ``str()`` of it is a table.
 
     Attributes:
-        differences: by the name of the split, the norm of the difference between its gradient and that of
-            the undivided batch, relative to the latter. With twice the gradient it is 1.
+        differences: by the name of the split, the norm of its gradient minus that of the undivided batch,
+            relative to the latter. With twice the gradient it is 1.
     """
 
     differences: Mapping[str, float]
 
     @property
     def different(self) -> list[str]:
-        """The splits whose gradient is another than that of the undivided batch."""
+        """The splits whose gradient is not that of the undivided batch."""
         return [name for name, difference in self.differences.items() if not difference < _TOLERANCE]
 
     @property
@@ -118,12 +118,11 @@ class NormalizationReport:
 
 
 def check_normalization(
-    loss_func_or_train_step: Callable[..., Any],
+    loss_func: Callable[..., Any],
     batch: Sequence[Sample],
     splits: Mapping[str, Split] = SPLITS,
     *,
     calculate_per_token_loss: bool = False,
-    is_train_step: bool = False,
     timeout: float = 300.0,
 ) -> NormalizationReport:
     """Say whether the gradient of a global batch is the same, however the batch is cut.
@@ -133,21 +132,17 @@ def check_normalization(
     ranks, and assert ``report.same``.
 
     Args:
-        loss_func_or_train_step: a module-level loss function ``(microbatch, logits) -> (loss, metrics)`` or
+        loss_func: a module-level function ``(microbatch, logits) -> (loss, metrics)`` or
             ``(loss, num_tokens, metrics)``, of which Megatron's schedule gets ``partial(loss_func,
             microbatch)``. It finds its process groups in ``parallel_state``. Logits are ``[1, rows,
             vocabulary]`` in float32, the packed samples of a :class:`Microbatch` as Megatron's ``thd`` has
             them: under context parallelism each sample is padded to a multiple of ``2 * cp``, and a rank has
             a piece from either end; padding is at no other place. The vocabulary has 32 ids, or as many as
             the tokens of the batch need.
-            With ``is_train_step`` it is ``(model, microbatches) -> None``: it gets the chunks in
-            ``DistributedDataParallel`` and the :class:`Microbatch` es of this replica, and runs forward,
-            backward and ``finalize_model_grads`` itself.
         batch: samples, each with the int64 ``tokens`` ``[total_length]``, the ``loss_mask``
             ``[response_length]`` of the response that ends it, and whatever else the loss function reads.
         splits: names and splits to compare. A split of four ranks is ``Split(dp=2, cp=2)``.
         calculate_per_token_loss: as in the model's config, and in :class:`Microbatch`.
-        is_train_step: the function is a train step.
         timeout: seconds for the ranks of one size.
 
     Raises:
@@ -156,21 +151,20 @@ def check_normalization(
         RanksFailed: the function raised, or the ranks hang.
     """
     _check(batch, splits)
-    train_step = loss_func_or_train_step if is_train_step else partial(_train_step, loss_func_or_train_step)
-    chosen = [Split(), *splits.values()]
-    gradients: dict[int, Tensor] = {}
-    for ranks in sorted({split.dp * split.cp for split in chosen}):  # splits on as many ranks share these
-        numbers = [i for i, split in enumerate(chosen) if split.dp * split.cp == ranks]
-        arguments = train_step, batch, [chosen[i] for i in numbers], calculate_per_token_loss
-        results = spawn_ranks(_gradients, ranks, *arguments, timeout=timeout)
-        gradients.update(zip(numbers, results[0], strict=True))
-    whole = gradients[0]
-    if not 0 < whole.norm() < math.inf:
+    by_ranks: dict[int, list[Split]] = {}
+    for split in (Split(), *splits.values()):
+        by_ranks.setdefault(split.dp * split.cp, []).append(split)
+    gradients: dict[Split, Tensor] = {}
+    for ranks, chosen in by_ranks.items():
+        arguments = loss_func, batch, chosen, calculate_per_token_loss
+        gradients |= spawn_ranks(_gradients, ranks, *arguments, timeout=timeout)[0]
+    whole, norm = gradients[Split()], gradients[Split()].norm()
+    if not 0 < norm < math.inf:
         raise InvalidInputError(
-            f"the gradient of the undivided batch has the norm {whole.norm():g}; pass a batch with a loss"
+            f"the gradient of the undivided batch has the norm {norm:g}; pass a batch with a loss"
         )
-    differences = [((gradients[i] - whole).norm() / whole.norm()).item() for i in range(1, len(chosen))]
-    return NormalizationReport(dict(zip(splits, differences, strict=True)))
+    differences = {name: (gradients[split] - whole).norm() / norm for name, split in splits.items()}
+    return NormalizationReport({name: difference.item() for name, difference in differences.items()})
 
 
 def _check(batch: Sequence[Sample], splits: Mapping[str, Split]) -> None:
@@ -193,15 +187,16 @@ def _check(batch: Sequence[Sample], splits: Mapping[str, Split]) -> None:
 
 
 def _gradients(
-    train_step: Callable[..., None], batch: Sequence[Sample], splits: Sequence[Split], per_token: bool
-) -> list[Tensor]:
+    loss_func: Callable[..., Any], batch: Sequence[Sample], splits: Sequence[Split], per_token: bool
+) -> dict[Split, Tensor]:
     """Return on a rank the whole gradient of each split, float64 ``[parameters]``."""
     with cpu_backend():
         from megatron.core import parallel_state
         from megatron.core.distributed import finalize_model_grads
+        from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.utils import get_model_config
 
-        gradients = []
+        gradients = {}
         for split in splits:
             tiny = TinyModel(
                 cp=split.cp,
@@ -216,28 +211,24 @@ def _gradients(
             get_model_config(model[0]).finalize_model_grads_func = finalize_model_grads
             mine = split.cut(batch)[parallel_state.get_data_parallel_rank()]
             model[0].zero_grad_buffer()
-            train_step(model, [Microbatch(samples, batch, len(mine), split, per_token) for samples in mine])
+            get_forward_backward_func()(
+                forward_step_func=partial(_forward_step, loss_func),
+                data_iterator=(Microbatch(part, batch, len(mine), split, per_token) for part in mine),
+                model=model,
+                num_microbatches=len(mine),
+                seq_length=1,
+                micro_batch_size=1,
+            )
             main_grads = [parameter.main_grad for parameter in model[0].parameters()]
-            gradients.append(torch.cat([gradient.double().flatten() for gradient in main_grads]))
+            gradients[split] = torch.cat([gradient.double().flatten() for gradient in main_grads])
         return gradients
 
 
-def _train_step(loss_func: Callable[..., Any], model: list[Any], microbatches: list[Microbatch]) -> None:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    def forward_step(data_iterator: Any, chunk: torch.nn.Module) -> tuple[Tensor, Any]:
-        microbatch = next(data_iterator)
-        return _packed_logits(chunk, microbatch), partial(loss_func, microbatch)
-
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(microbatches),
-        model=model,
-        num_microbatches=len(microbatches),
-        seq_length=1,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+def _forward_step(
+    loss_func: Callable[..., Any], microbatches: Iterator[Microbatch], chunk: torch.nn.Module
+) -> tuple[Tensor, Any]:
+    microbatch = next(microbatches)
+    return _packed_logits(chunk, microbatch), partial(loss_func, microbatch)
 
 
 def _packed_logits(chunk: torch.nn.Module, microbatch: Microbatch) -> Tensor:

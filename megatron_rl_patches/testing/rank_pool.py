@@ -37,7 +37,7 @@ class Outcome:
         sent: pairs of a rank and a value that it has sent, in the order of arrival.
         died: ranks whose process ended, with what is known of it.
         stacks: ranks that were cut off, with the stacks of their threads.
-        failed_at: when ranks that have sent a failure or died did so first.
+        failed_at: when ranks first sent a failure, or died.
     """
 
     sent: list[tuple[int, Any]] = field(default_factory=list)
@@ -55,12 +55,8 @@ class Outcome:
 
         A death is noticed late, and other ranks fail since they lose their connection to the dead one.
         """
-        sent = dict(self.sent)
-
-        def order(rank: int) -> tuple[bool, float]:
-            return bool(_LOST_CONNECTION.search(str(sent.get(rank, "")))), self.failed_at[rank]
-
-        return sorted(self.failed_at, key=order)
+        lost = {rank for rank, value in dict(self.sent).items() if _LOST_CONNECTION.search(str(value))}
+        return sorted(self.failed_at, key=lambda rank: (rank in lost, self.failed_at[rank]))
 
 
 def group_variables(size: int, port: int) -> dict[str, str]:
@@ -127,10 +123,9 @@ class _Rank(NamedTuple):
 
 @dataclass
 class RankPool:
-    """The processes of ranks.
+    """The processes of ``size`` ranks.
 
     Attributes:
-        size: how many ranks there are.
         folder: for the files of the ranks.
         work: called in each rank as ``work(pipe, folder)``, after which the rank ends; the folder is new, and
             the same for all ranks. It calls :func:`send` for each value, and sends ``None`` when it is done.
@@ -230,10 +225,7 @@ def send(pipe: connection.Connection, value: Any, is_failure: bool) -> None:
 
 
 def _end_with_parent(folder: Path) -> None:
-    """End this process group when the process that started it has ended, and remove the folder.
-
-    A parent that is killed can do neither.
-    """
+    """End this process group and remove the folder when the parent has ended, which may have been killed."""
     if (parent := parent_process()) is not None:
         connection.wait([parent.sentinel])
         shutil.rmtree(folder, ignore_errors=True)
@@ -252,10 +244,7 @@ def _kill_children(pid: int) -> None:
 
 
 def _free_port() -> int:
-    """Return a port for a rendezvous, which the rank that listens on it binds seconds later.
-
-    It lies below the ports that systems give to connections, one of which may be opened in the meantime.
-    """
+    """Return a port for a rendezvous, below those that systems give to connections in the meantime."""
     while True:
         port = 10_000 + secrets.randbelow(22_000)
         with socket.socket() as probe:

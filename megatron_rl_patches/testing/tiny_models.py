@@ -1,7 +1,7 @@
 """Tiny real models of megatron-core, with the process groups, DDP and optimizer that a framework gives them.
 
 They are for tests of training loops: on a CPU inside ``cpu_backend()``, or on a GPU. Megatron is imported
-when they are used, so that files import this module before the stand-in of TransformerEngine is in place.
+when they are used, since the stand-in of TransformerEngine has to be in place before.
 """
 
 from __future__ import annotations
@@ -126,10 +126,7 @@ class TinyModel:
         return torch.bfloat16 if self.bf16 else torch.float32
 
     def initialize(self) -> None:
-        """Initialize Megatron's process groups over the whole world, and its random number generators.
-
-        The groups stay if the last call initialized the same layout: models that use them go on training.
-        """
+        """Initialize Megatron's random numbers, and its process groups unless the last call made the same."""
         from megatron.core import parallel_state, tensor_parallel
 
         layout = self._sizes, torch.distributed.group.WORLD

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_patches import losses
+from megatron_rl_patches.inference import TeacherPool, build_inference_model, forward_hidden_states
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
 from megatron_rl_patches.losses.vocab.output_layer import add_product
 from megatron_rl_patches.testing import TinyModel
@@ -27,14 +27,15 @@ from tests.lab.rehearsal.test_rehearsal import WAITS
 from tests.ranks import on_ranks
 from tests.real.test_reentry import check_rollouts
 from tests.references.dense import dense_divergence, dense_log_probs_and_entropy, relative_error, selected
-from tests.references.live_bytes import live_bytes
+from tests.references.live_bytes import peak_bytes
 from tests.references.losses import Inputs, measure
 from tests.references.one_device import gpu_or_cpu
+from tests.worlds.model import fill_at_random
 
 IS_DRY = bool(os.environ.get("GPU_DRY_RUN"))
 #: Cases of the rehearsal in which nothing waits; one divergence of many, since each takes long to compile.
 LEFT_OUT = {*WAITS, *DIVERGENCES} - {"jensen_shannon"}
-WITHOUT_WAITS = [case for case in cases.LOSSES if case not in LEFT_OUT]
+WITHOUT_WAITS = [case for case in cases.CASES if case not in LEFT_OUT]
 DEVICE = torch.device("cpu" if IS_DRY else "cuda")
 
 pytestmark = [
@@ -48,18 +49,6 @@ TEMPERATURE = 0.8
 log_probs_and_entropy = partial(losses.vocab_parallel_log_probs_and_entropy, temperature=TEMPERATURE)
 # Gradients in bfloat16 have eight significant bits; those of hidden states and weight are sums of such.
 ROUNDING, OF_SUMS = 2**-8, 0.02
-
-
-def peak_bytes(call: Callable[[], object]) -> int:
-    """Return the most bytes that a call has allocated at once, beyond those allocated before it."""
-    if DEVICE.type == "cpu":
-        return live_bytes(call).peak
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -168,7 +157,7 @@ def test_kept_and_recomputed_tiles_have_the_same_bits() -> None:
 
 @pytest.mark.parametrize("case", WITHOUT_WAITS)
 def test_nothing_waits_for_the_gpu(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, _ = cases.LOSSES[case]
+    run, _ = cases.CASES[case]
     if IS_DRY:
         for name, value in {"GPU": DEVICE, "ROWS": 64, "HIDDEN": 32, "VOCABULARY": 2048}.items():
             monkeypatch.setattr(cases, name, value)
@@ -224,7 +213,7 @@ def test_losses_take_little_beyond_logits_and_gradients() -> None:
 
     step()  # compiles
     gradients = hidden.nbytes + weight.nbytes
-    assert peak_bytes(step) - gradients < 0.5 * rows * vocabulary * hidden.element_size()
+    assert peak_bytes(step, not IS_DRY) - gradients < 0.5 * rows * vocabulary * hidden.element_size()
 
     logits = torch.randn(rows // 2, vocabulary, **of_device).requires_grad_() * 1
 
@@ -234,14 +223,14 @@ def test_losses_take_little_beyond_logits_and_gradients() -> None:
 
     materialized()  # compiles
     # A block of a GPU is 64 MiB or more, so that it counts beside logits of 1 GiB.
-    assert peak_bytes(materialized) < 1.25 * logits.nbytes
+    assert peak_bytes(materialized, not IS_DRY) < 1.25 * logits.nbytes
 
 
 def test_a_product_is_added_in_float32_without_a_second_sum() -> None:
     rows, columns = (4096, 64) if IS_DRY else (131072, 1024)  # of a weight's gradient
     a, b = random(rows, 16), random(16, columns, seed=1)
     total = torch.ones(rows, columns, device=DEVICE)
-    assert peak_bytes(lambda: add_product(total, a, b)) < 0.5 * total.nbytes
+    assert peak_bytes(lambda: add_product(total, a, b), not IS_DRY) < 0.5 * total.nbytes
     expected = 1 + a[:512].cpu().double() @ b.cpu().double()
     total.fill_(1.0)
     add_product(total, a, b)
@@ -260,3 +249,24 @@ def test_rollouts_equal_one_uninterrupted_run() -> None:
 def test_parameters_carry_what_transformer_engines_do() -> None:
     """Without TransformerEngine there is nothing to compare with, and the test passes."""
     assert parameter_marks.main() == 0
+
+
+@on_ranks(1, megatron=False, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+def test_teachers_in_host_memory_take_turns() -> None:
+    with gpu_or_cpu() as device:
+        tiny = TinyModel(bf16=True)
+        tiny.initialize()
+        pool = TeacherPool(build_inference_model(tiny.provider, tiny.transformer_config(), dtype="bf16"))
+        for seed, name in enumerate(("math", "code")):
+            pool.add(name, partial(fill_at_random, seed=seed, scale=1.0))
+        microbatches = [{"tokens": torch.arange(32).view(2, 16), "lengths": [16, 10]}] * 2
+        results = []
+        for name in ("math", "code", "math"):
+            with pool.use(name) as teacher:
+                results.append(forward_hidden_states(teacher, microbatches, progress=False))
+        of_math, of_code, again = (torch.cat(hidden) for hidden in results)
+        assert torch.equal(of_math, again) and not torch.equal(of_math, of_code)
+        distribution = losses.FullDistribution.from_hidden(of_code, pool.head("code", "cpu")).to(device)
+        student = torch.zeros(len(of_code), tiny.vocab_size, device=device, requires_grad=True)
+        losses.full_vocabulary_divergence(student, distribution.logits()).sum().backward()
+        assert student.grad is not None and student.grad.abs().sum() > 0

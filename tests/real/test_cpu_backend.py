@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo import eval_frame
 from torch.distributed import distributed_c10d
 from torch.utils.checkpoint import DefaultDeviceType
 
@@ -20,11 +22,9 @@ from megatron_rl_patches.testing import TinyModel, cpu_backend
 from megatron_rl_patches.testing.transformer_engine.functions import FusedAdam
 from tests.ranks import on_ranks
 
-STEPS = 4
-
 
 @on_ranks(2)
-def test_models_of_one_layout_share_process_groups_and_all_train() -> None:
+def test_models_of_one_layout_share_process_groups() -> None:
     """Each set of gloo groups starts fifty threads."""
     from megatron.core import parallel_state
 
@@ -33,67 +33,43 @@ def test_models_of_one_layout_share_process_groups_and_all_train() -> None:
     def groups() -> set[Any]:
         return {group for group in distributed_c10d._world.pg_map if group is not None}
 
-    first = World(tp=2)
-    of_first = groups()
+    first, of_first = World(tp=2), groups()
     second = World(tp=2)
-    assert groups() == of_first
-    losses = first.train(2)
-    assert second.train(2) == losses and losses[1] < losses[0]
-    # Another layout has groups of its own, and so has what is initialized after somebody else's.
+    assert groups() == of_first and first.train(2) == second.train(2)
     World(pp=2, vpp=2)
-    assert groups() > of_first and parallel_state.get_pipeline_model_parallel_world_size() == 2
-    parallel_state.set_virtual_pipeline_model_parallel_rank(1)
-    TinyModel(pp=2, vpp=2).initialize()
-    assert parallel_state.get_virtual_pipeline_model_parallel_rank() == 0
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(1)
-    TinyModel(pp=2, vpp=2).initialize()
-    assert parallel_state.get_pipeline_model_parallel_world_size() == 2
-
-
-@on_ranks(1, megatron=False)
-def test_one_rank_agrees_bit_for_bit_with_and_without_overlap() -> None:
-    """Megatron is imported before; the backend is entered, left, and entered again."""
-    from torch._dynamo.eval_frame import _stance
-
-    from tests.references import tiny_gpt
-    from tests.worlds.model import NO_OVERLAP, World
-
-    for bf16 in (False, True):
-        results = []
-        for overlap in ({}, NO_OVERLAP):
-            with cpu_backend(), tiny_gpt.counting_overlap() as counts:
-                world = World(bf16=bf16, **overlap)
-                losses = world.train(STEPS)
-                results.append((losses, world.checksum()))
-            assert all(map(math.isfinite, losses)) and losses[-1] < losses[0] - 0.2
-            assert any(vars(counts).values()) is not bool(overlap)
-            # The first step of a call runs without hooks, as upstream has it.
-            assert overlap or (counts.param_gathers >= STEPS - 1 and counts.grad_reduces >= STEPS - 1)
-        assert results[0] == results[1]
-    assert _stance.stance == "default"
+    assert groups() > of_first
+    # The groups of somebody else in between are no reason to take them for those of the layout.
+    for somebody_else in (False, True):
+        if somebody_else:
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel(1)
+        else:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(1)
+        TinyModel(pp=2, vpp=2).initialize()
+        assert parallel_state.get_pipeline_model_parallel_world_size() == 2
+        assert parallel_state.get_virtual_pipeline_model_parallel_rank() == 0
 
 
 @pytest.mark.parametrize("import_first", [False, True])
 @on_ranks(1, megatron=False)
 def test_gaps_of_megatron_are_filled_meanwhile(import_first: bool) -> None:
     """The router of experts expects TransformerEngine's name to exist, and optimizers a fused Adam."""
-    names = [f"megatron.core.{name}" for name in ("transformer.moe.moe_utils", "optimizer.distrib_optimizer")]
+    names = [f"megatron.core.{name}" for name in ("transformer.moe.moe_utils", "optimizer", "utils")]
     if import_first:
         for name in names:
             importlib.import_module(name)
     with cpu_backend():
-        moe_utils, distributed = map(importlib.import_module, names)
-        assert importlib.import_module("megatron.core.optimizer").Adam is distributed.Adam is FusedAdam
+        moe_utils, optimizer, utils = map(importlib.import_module, names)
+        distributed = optimizer.distrib_optimizer
+        assert optimizer.Adam is distributed.Adam is FusedAdam
         assert distributed.USING_TE_OPTIMIZER and distributed.HAVE_APEX_OR_TE
         tokens, weight = torch.ones(3, 4, requires_grad=True), torch.ones(2, 4, requires_grad=True)
         logits = moe_utils.router_gating_linear(tokens, weight, None, torch.float32)
         logits.sum().backward()
         assert logits.tolist() == [[4.0, 4.0]] * 3 and weight.grad is not None
-        assert not importlib.import_module("megatron.core.utils").is_te_min_version("1.0")
+        assert not utils.is_te_min_version("1.0")
     assert not hasattr(moe_utils, "te_general_gemm")
-    assert distributed.Adam in (torch.optim.Adam, torch.optim.AdamW) and not distributed.HAVE_APEX_OR_TE
-    assert importlib.import_module("megatron.core.optimizer").Adam is torch.optim.AdamW
+    assert optimizer.Adam is torch.optim.AdamW and not distributed.HAVE_APEX_OR_TE
 
 
 def main_parameters(optimizer: Any) -> torch.Tensor:
@@ -115,7 +91,7 @@ def test_adam_in_host_memory(tmp_path: Path) -> None:
     ordinary.train()
     expected = main_parameters(ordinary.optimizer)
     ordinary.train(3)
-    for share, overlap in ((0.0, False), (0.3, False), (0.3, True), (1.0, False), (1.0, True)):
+    for share, overlap in ((0.0, False), (0.3, True), (1.0, False)):
         host = {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}
         host |= {"optimizer_offload_fraction": share, "overlap_cpu_optimizer_d2h_h2d": overlap}
         world = built(**host)
@@ -148,11 +124,10 @@ def test_collectives_written_for_nccl() -> None:
     sent = [1, 2] if rank == 0 else [3, 4]
     received = [1, 3] if rank == 0 else [2, 4]
     output = torch.empty(sum(received), device="cuda")
-    dist.all_to_all_single(output, torch.full((sum(sent),), float(rank)), received, sent, group=group)
-    assert output.tolist() == [0.0] * received[0] + [1.0] * received[1]
-    splits = [torch.tensor(sizes) for sizes in (received, sent)]
-    dist.all_to_all_single(output.zero_(), torch.full((sum(sent),), float(rank)), *splits, group=group)
-    assert output.tolist() == [0.0] * received[0] + [1.0] * received[1]
+    for kind in (list, torch.tensor):
+        sizes = kind(received), kind(sent)
+        dist.all_to_all_single(output.zero_(), torch.full((sum(sent),), float(rank)), *sizes, group=group)
+        assert output.tolist() == [0.0] * received[0] + [1.0] * received[1]
 
     scaled_sum = dist._make_nccl_premul_sum(0.5)
     values = torch.full((2,), 2.0 + rank)
@@ -176,7 +151,7 @@ def test_collectives_written_for_nccl() -> None:
         message.data = torch.empty(1)
         reused = [torch.full((4096,), math.nan) for _ in range(8)]
     request.wait()
-    assert reused if rank == 0 else bool((message == 7.0).all())
+    assert reused if rank == 0 else message.eq(7.0).all()
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group()  # without a name torch would make a group of NCCL's, too
@@ -198,12 +173,13 @@ def _differences(before: dict[Any, object], after: dict[Any, object]) -> list[An
 
 @pytest.mark.parametrize("body_raises", [False, True])
 def test_everything_is_undone(body_raises: bool) -> None:
+    assert "torch._dynamo" in sys.modules  # what the import of Megatron has compiled runs eagerly inside
     before, modes = _snapshot(), torch._C._len_torch_function_stack()
     with suppress(LookupError), cpu_backend(), cpu_backend():
-        assert len(_differences(before, _snapshot())) > 50
+        assert len(_differences(before, _snapshot())) > 50 and eval_frame._stance.stance == "force_eager"
         if body_raises:
             raise LookupError
-    assert _differences(before, _snapshot()) == []
+    assert _differences(before, _snapshot()) == [] and eval_frame._stance.stance == "default"
     assert torch._C._len_torch_function_stack() == modes
 
 
@@ -245,24 +221,19 @@ def test_files_load_to_where_the_gpu_would_be(tmp_path: Path) -> None:
     assert [(state["weight"].device.type, state["weight"].sum()) for state in loaded] == [("cpu", 2)] * 4
 
 
-def test_queries_and_contexts_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+def test_queries_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ranks in (1, 4):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        with cpu_backend():
+            assert torch.cuda.device_count() == torch.accelerator.device_count() == ranks
+            assert torch.cuda.default_generators == [torch.default_generator] * ranks
     with cpu_backend():
-        assert torch.cuda.device_count() == torch.accelerator.device_count() == 1
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with cpu_backend():
-        assert torch.cuda.device_count() == len(torch.cuda.default_generators) == 4
-        assert torch.cuda.default_generators[3] is torch.default_generator
         assert torch.cuda.nccl.version() >= (2, 0) and torch.cuda.power_draw() == 0
         with torch.device(torch.cuda.current_device()):
             assert torch.ones(2).device.type == "cpu"
         torch.set_default_device("cuda")
         assert torch.ones(2).device == torch.get_default_device() == torch.device("cpu")
         torch.set_default_device(None)
-        context = torch.cuda.stream(torch.cuda.Stream())
-        for _ in range(2):
-            with context:
-                pass
 
 
 def test_the_accelerator_is_the_gpu() -> None:
@@ -273,7 +244,6 @@ def test_the_accelerator_is_the_gpu() -> None:
         assert torch.accelerator.is_available()
         assert accelerator is not None and accelerator.type == DefaultDeviceType.get_device_type() == "cuda"
         assert torch.ones(1, device=accelerator).device.type == "cpu"
-        torch.accelerator.set_device_index(0)
         assert torch.accelerator.current_device_index() == 0
         stream = torch.Stream(device=accelerator)
         torch.accelerator.set_stream(stream)
@@ -284,12 +254,8 @@ def test_the_accelerator_is_the_gpu() -> None:
         assert isinstance(stream, torch.Stream) and isinstance(event, torch.Event) and event.query()
         if hasattr(torch.accelerator, "get_memory_info"):  # in newer releases of torch
             with torch.accelerator.device_index(0):
-                torch.accelerator.empty_cache()
-                torch.accelerator.reset_peak_memory_stats()
-            assert torch.accelerator.max_memory_allocated() == torch.accelerator.memory_reserved() == 0
-            assert torch.accelerator.memory_stats()["allocated_bytes.all.current"] == 0
-            free, total = torch.accelerator.get_memory_info()
-            assert 0 < free <= total
+                free, total = torch.accelerator.get_memory_info()
+            assert 0 < free <= total and torch.accelerator.memory_reserved() == 0
     assert torch.accelerator.is_available() == before
 
 
@@ -301,11 +267,10 @@ def test_the_generators_are_one_and_new_ones_are_of_the_cpu() -> None:
         torch.cuda.set_rng_state(state)
         assert torch.equal(drawn, torch.rand(4))
         for device in (torch.cuda.current_device(), "cuda", torch.device("cuda", 0)):
-            generator = torch.Generator(device=device)
+            generator = torch.Generator(device=device).manual_seed(1)
             assert isinstance(generator, torch.Generator)
-            numbers = torch.rand(3, device="cuda", generator=generator.manual_seed(1))
+            numbers = torch.rand(3, device="cuda", generator=generator)
             assert torch.equal(numbers, torch.rand(3, generator=torch.Generator().manual_seed(1)))
-        assert isinstance(torch.default_generator, torch.Generator)
         assert not isinstance(torch, torch.Generator)
     assert type(torch.default_generator) is torch.Generator
 

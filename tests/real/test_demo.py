@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import ast
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -91,31 +88,6 @@ def test_a_failing_rank_surfaces(capfd: pytest.CaptureFixture[str], monkeypatch:
     _, err = run(capfd, code=1)
     assert UPSTREAM in err
     assert err.endswith("see the root cause above\n")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "end", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.nightly)], ids=lambda end: end.name
-)
-def test_the_ranks_end_with_the_command(end: signal.Signals, tmp_path: Path) -> None:
-    # Whoever started the tests may have had interrupts ignored, which is inherited.
-    script = (
-        "import signal, tempfile; signal.signal(signal.SIGINT, signal.default_int_handler);"
-        f"tempfile.tempdir = {str(tmp_path)!r};"
-        "from megatron_rl_patches.cli import main; main(['demo', '--rollouts=1000'])"
-    )
-    command, errors = [sys.executable, "-c", script], tmp_path / "errors"
-    with (
-        errors.open("w") as file,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True) as demo,
-    ):
-        assert demo.stdout is not None
-        assert any(line.startswith("rollout   1") for line in demo.stdout), errors.read_text()
-        demo.send_signal(end)
-        # The ranks hold the other end of the pipe: it closes when the last of them is gone.
-        demo.communicate(timeout=60)
-    assert demo.returncode != 0
-    assert not list(tmp_path.glob("demo-*"))
 
 
 def test_a_variable_without_effect_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,10 @@
-"""``check_normalization`` on losses with known faults, on this package's own losses, and on a train step.
+"""``check_normalization`` on losses with known faults, and on this package's own losses.
 
 Losses import Megatron when they are called, as that of a framework may have to be found first.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from itertools import product
 from typing import Any
@@ -25,7 +24,8 @@ from megatron_rl_patches.losses import (
     make_loss_func,
     mean_count,
 )
-from megatron_rl_patches.testing import SPLITS, Microbatch, check_normalization
+from megatron_rl_patches.testing import SPLITS, Microbatch, NormalizationReport, Split, check_normalization
+from megatron_rl_patches.testing import normalization as module
 
 pytestmark = pytest.mark.runs("losses", ranks=[1, 2])
 
@@ -124,29 +124,6 @@ def of_nothing(microbatch: Microbatch, logits: torch.Tensor) -> Any:
     return 0 * logits.sum(), {}
 
 
-def train_step(model: list[Any], microbatches: list[Microbatch]) -> None:
-    """Right: a training loop of its own, with the labels shifted."""
-    from megatron.core.distributed import finalize_model_grads
-
-    tokens = sum(int(sample["loss_mask"].sum()) for sample in microbatches[0].batch)
-    tokens /= microbatches[0].split.dp  # Megatron averages over replicas
-    for microbatch in microbatches:
-        for sample in microbatch.samples:
-            length = len(sample["tokens"])
-            mask_ss = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-            logits_sv = model[0](sample["tokens"][None], torch.arange(length)[None], mask_ss)[0]
-            log_probs = logits_sv[:-1].log_softmax(-1).gather(1, sample["tokens"][1:, None]).squeeze(1)
-            response = log_probs[-len(sample["loss_mask"]) :]
-            (-(response * sample["loss_mask"]).sum() / tokens).backward()
-    finalize_model_grads(model)
-
-
-def half_a_train_step(model: list[Any], microbatches: list[Microbatch]) -> None:
-    """Wrong: it takes the average over the first microbatch for that over the step."""
-    kept = microbatches[:1]
-    train_step(model, [dataclasses.replace(kept[0], batch=kept[0].samples)])
-
-
 ONLY_CP = {"CP 2": SPLITS["CP 2"]}
 ONE_RANK = {name: SPLITS[name] for name in ("2 microbatches", "uneven microbatches")}
 
@@ -185,15 +162,64 @@ def test_context_parallelism_that_is_forgotten() -> None:
     assert report.differences == {"CP 2": pytest.approx(0.5, rel=1e-4)}
 
 
-@pytest.mark.slow
-def test_a_train_step() -> None:
-    """One that forgets microbatches after the first, so that some samples have no weight."""
-    splits = {name: SPLITS[name] for name in ("2 microbatches", "DP 2, uneven")}
-    for step, same in ((train_step, True), (half_a_train_step, False)):
-        report = check_normalization(step, global_batch(), splits, is_train_step=True)
-        assert report.same is same, report
-
-
 def test_a_loss_of_nothing() -> None:
     with pytest.raises(InvalidInputError, match="gradient of the undivided batch has the norm 0"):
         check_normalization(of_nothing, global_batch(), ONLY_CP)
+
+
+# --- without ranks
+
+
+def samples(*lengths: tuple[int, int]) -> list[dict[str, Any]]:
+    return [
+        {"tokens": torch.zeros(prompt + response).long(), "loss_mask": torch.ones(response)}
+        for prompt, response in lengths
+    ]
+
+
+SAMPLES = samples((2, 9), (1, 7), (5, 1), (1, 4), (1, 2), (2, 1))
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        (Split(dp=3, microbatches=2), [[[11], [8]], [[6], [5]], [[3], [3]]]),
+        (Split(dp=2, microbatches=2, even=False), [[[11], [8]], [[6], [5, 3, 3]]]),
+        (Split(microbatches=6, even=False), [[[11], [8], [6], [5], [3], [3]]]),
+    ],
+)
+def test_cuts(split: Split, expected: list[list[list[int]]]) -> None:
+    cut = [[[len(one["tokens"]) for one in piece] for piece in replica] for replica in split.cut(SAMPLES)]
+    assert cut == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": []}, "batch and splits must not be empty"),
+        ({"splits": {}}, "batch and splits must not be empty"),
+        ({"batch": [{"tokens": torch.zeros(3)}]}, r"sample 0 of the batch needs .* loss_mask"),
+        ({"batch": samples((0, 3))}, "sample 0 of the batch needs .* one token of a prompt"),
+        ({"batch": samples((2, 3), (4, 3))}, "same number of unmasked tokens"),
+        ({"splits": {"none": Split(dp=0)}}, "sizes must be positive, and they are .*dp=0"),
+        ({"splits": {"many": Split(dp=2, microbatches=2)}}, "6 samples, and .*dp=2.* needs a multiple of 4"),
+        ({"splits": {"more": Split(microbatches=7, even=False)}}, "a multiple of 7, or as many at least"),
+    ],
+)
+def test_bad_input_starts_no_rank(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "spawn_ranks", lambda *args: pytest.fail("a rank has started"))
+    with pytest.raises(InvalidInputError, match=message):
+        check_normalization(of_nothing, **{"batch": SAMPLES, **changes})
+
+
+def test_a_report_is_a_table() -> None:
+    report = NormalizationReport({"DP 2": 1e-7, "nothing": float("nan")})
+    assert str(report).splitlines() == [
+        "split                   relative difference from the undivided batch",
+        "DP 2                    1.0e-07",
+        "nothing                 nan",
+    ]
+    assert not report.same and report.different == ["nothing"]
+    assert NormalizationReport({"DP 2": 1e-7}).same

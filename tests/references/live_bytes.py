@@ -56,3 +56,16 @@ def _reachable_bytes() -> int:
                 continue
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def peak_bytes(call: Callable[[], object], on_gpu: bool) -> int:
+    """Return the most bytes that a call has allocated at once, beyond those allocated before it."""
+    if not on_gpu:
+        return live_bytes(call).peak
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call()
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated() - before

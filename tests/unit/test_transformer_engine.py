@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from itertools import product
@@ -16,7 +16,7 @@ import torch
 
 from megatron_rl_patches.errors import MegatronRLPatchesError
 from megatron_rl_patches.testing import cpu_backend
-from megatron_rl_patches.testing.transformer_engine import layers, refusals
+from megatron_rl_patches.testing.transformer_engine import refusals
 from tests.gpu import parameter_marks
 
 NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
@@ -39,7 +39,7 @@ def _marks(parameter: torch.nn.Parameter) -> tuple[object, ...]:
     return tuple(getattr(parameter, name, None) for name in NAMES)
 
 
-def test_it_is_in_place_inside_of_the_block_alone() -> None:
+def test_it_is_in_place_inside_of_the_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with cpu_backend(transformer_engine="2.8.0"):
         assert find_spec("transformer_engine") and find_spec("transformer_engine.pytorch.ops")
         assert metadata.version("transformer-engine") == "2.8.0"
@@ -61,17 +61,19 @@ def test_it_is_in_place_inside_of_the_block_alone() -> None:
         metadata.version("transformer-engine")
     with cpu_backend(transformer_engine=True):
         assert metadata.version("transformer-engine") == refusals.DEFAULT
-
-
-def test_it_stays_if_megatron_was_imported_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with cpu_backend(transformer_engine=True):
         monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
-    assert find_spec("transformer_engine")
+    assert find_spec("transformer_engine")  # it stays if Megatron was imported with it
     with cpu_backend(transformer_engine=True):
         monkeypatch.delitem(sys.modules, "megatron.core")
 
 
-def test_a_real_one_is_never_shadowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_comes_neither_after_a_real_one_nor_after_megatron(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
+        with pytest.raises(MegatronRLPatchesError, match="before"), cpu_backend(transformer_engine=True):
+            pass
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
@@ -80,30 +82,25 @@ def test_a_real_one_is_never_shadowed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "transformer_engine" not in sys.modules
 
 
-def test_megatron_without_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
-    with pytest.raises(MegatronRLPatchesError, match="imported before"), cpu_backend(transformer_engine=True):
-        pass
-
-
 def test_what_it_does_not_have_is_refused_by_name(te: Any) -> None:
     with te.fp8_autocast(enabled=False), te.fp8_model_init(enabled=False):
         pass
-    with pytest.raises(MegatronRLPatchesError, match="FP8"):
-        te.fp8_autocast(enabled=True)
-    with pytest.raises(MegatronRLPatchesError, match="fp8_model_init"):
-        te.fp8_model_init(enabled=True)
-    with pytest.raises(MegatronRLPatchesError, match="use_transformer_engine_op_fuser"):
-        te.ops.Sequential(named=True)
-    with pytest.raises(MegatronRLPatchesError, match="moe_router_fusion"):
-        te.router.fused_moe_aux_loss()
-    with pytest.raises(MegatronRLPatchesError, match="padding for FP8"):
-        te.Fp8Padding(num_gemms=2)
-    with pytest.raises(MegatronRLPatchesError, match="without an attention_mask"):
-        te.DotProductAttention(1, 4)(*(torch.ones(3, 1, 1, 4),) * 3, attn_mask_type="padding")
-    assert te.DotProductAttention(2, 4).window_size == (-1, 0)
-    fp8 = te.fp8
-    assert not fp8.check_fp8_support()[0] and not fp8.FP8GlobalStateManager.is_mxfp8_available()[0]
+    attention = te.DotProductAttention(2, 4)
+    refused: dict[str, Callable[[], Any]] = {
+        "FP8": lambda: te.fp8_autocast(enabled=True),
+        "fp8_model_init": lambda: te.fp8_model_init(enabled=True),
+        "use_transformer_engine_op_fuser": lambda: te.ops.Sequential(named=True),
+        "moe_router_fusion": te.router.fused_moe_aux_loss,
+        "padding for FP8": lambda: te.Fp8Padding(num_gemms=2),
+        "without an attention_mask": lambda: attention(
+            *(torch.ones(3, 1, 2, 4),) * 3, attn_mask_type="padding"
+        ),
+    }
+    for message, call in refused.items():
+        with pytest.raises(MegatronRLPatchesError, match=message):
+            call()
+    assert attention.window_size == (-1, 0)
+    assert not te.fp8.check_fp8_support()[0] and not te.fp8.FP8GlobalStateManager.is_mxfp8_available()[0]
 
 
 @pytest.mark.parametrize(("release", "marked"), [("2.12.0", True), ("2.13.0", False)])
@@ -124,41 +121,26 @@ def test_what_parameters_carry(release: str, marked: bool) -> None:
         assert _marks(grouped.weight0) == _marks(grouped.weight1) == expected
 
 
-class _Changed(layers.Linear):
-    """A layer whose bias carries another mark than the stand-in's."""
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        super().reset_parameters(defer_init)
-        if self.use_bias:
-            vars(self.bias)["partition_stride"] = 2
-
-
-@pytest.mark.parametrize("release", ["2.9.0", "2.14.1+7a3e6f2"])
-@pytest.mark.parametrize("change", [{}, {"Linear": _Changed}])
 def test_marks_are_compared_with_those_of_an_installation(
-    release: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real, layers = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
-    vars(real)["__version__"] = release
-    vars(layers).update({**vars(parameter_marks.STAND_IN), **change})
-    monkeypatch.setitem(sys.modules, real.__name__, real)
-    monkeypatch.setitem(sys.modules, layers.__name__, layers)
-    assert parameter_marks.main() == bool(change)
-    first, *wrong = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"TransformerEngine {release}") and len(wrong) == (12 if change else 0)
-    if change:
-        assert "tp_size=2, sequence_parallel=True, bias=True, return_bias=True).bias: " in wrong[-1]
-        assert "partition_stride=2" in wrong[-1].partition("; the stand-in")[0]
-
-
-def test_marks_of_the_stand_in_are_shown_without_an_installation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(refusals, "current", refusals.DEFAULT)
+    real, layers = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
+    vars(real)["__version__"] = "2.14.1+7a3e6f2"
+    vars(layers).update(vars(parameter_marks.STAND_IN))
+    monkeypatch.setitem(sys.modules, real.__name__, real)
+    monkeypatch.setitem(sys.modules, layers.__name__, layers)
     assert parameter_marks.main() == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("TransformerEngine is not installed")
-    assert "weight1: partition_dim=1, partition_stride=1, shape=[16, 8], tensor_model_parallel=True" in shown
+
+    def linear(*sizes: int, **options: Any) -> Any:
+        layer = parameter_marks.STAND_IN.Linear(*sizes, **options)
+        if layer.use_bias:
+            layer.bias.partition_stride = 2
+        return layer
+
+    vars(layers)["Linear"] = linear
+    assert parameter_marks.main() == 1
+    *_, last = capsys.readouterr().out.splitlines()
+    assert "'partition_stride': 2" in last.partition("; the stand-in")[0]
 
 
 def test_layers_on_the_device_meta_get_values_and_marks_later(te: Any) -> None:
@@ -176,44 +158,29 @@ def test_layers_on_the_device_meta_get_values_and_marks_later(te: Any) -> None:
     assert norm.weight.eq(1).all() and norm.bias.eq(0).all() and vars(norm.bias)
 
 
-def test_permutation_with_probabilities(te: Any) -> None:
-    """Rows of an expert lie together; padding has no token, and what is not routed gets zeros."""
-    x, probs = torch.randn(4, 3), torch.rand(4, 2)
-    routes = torch.tensor([[1, 1], [0, 1], [1, 0], [0, 0]])
-    rows, of_rows, row_map = te.permutation.moe_permute_with_probs(x, probs, routes, num_out_tokens=4)
-    back = te.permutation.moe_unpermute(rows, row_map, probs, restore_shape=x.shape)
-    chunks = te.permutation.moe_sort_chunks_by_index(rows, torch.tensor([1, 3]), torch.tensor([1, 0]))
-    with pytest.raises(MegatronRLPatchesError, match="map_type"):
-        te.permutation.moe_permute(x, routes, map_type="index")
-    assert torch.equal(rows, x[[0, 2, 0, 1]]) and torch.equal(of_rows, probs.t()[routes.t().bool()])
-    assert torch.equal(chunks, rows[[1, 2, 3, 0]])
-    torch.testing.assert_close(back, x * (probs * routes).sum(1, keepdim=True))
-
-
-@pytest.mark.parametrize("mask_type", ["causal", "no_mask", "causal_bottom_right", "padding", "arbitrary"])
-def test_attention_is_that_of_torch(te: Any, mask_type: str) -> None:
+@pytest.mark.parametrize(
+    ("mask_type", "window"),
+    [
+        *product(["causal", "no_mask", "causal_bottom_right", "padding", "arbitrary"], [None]),
+        *product(["causal", "no_mask"], [(1, 0)]),
+    ],
+)
+def test_attention_is_that_of_torch(te: Any, mask_type: str, window: tuple[int, int] | None) -> None:
+    """Windows lie at the end of the keys, but for a causal mask."""
     q, k, v = (torch.randn(size, 2, 4, 8) for size in (5, 7, 7))
     ahead = torch.arange(7)[None] - torch.arange(5)[:, None]
     seen = {"causal": ahead <= 0, "causal_bottom_right": ahead <= 2}.get(mask_type, ahead < 9)
     mask = None
+    if window:
+        start = ahead if mask_type == "causal" else ahead - 2
+        seen = (start <= 0) & (start >= -1)
     if mask_type in ("padding", "arbitrary"):
         seen = (torch.arange(7) < 6).expand(5, 7)
         mask = ~(seen[:1] if mask_type == "padding" else seen)[None, None].expand(2, -1, -1, -1)
-    attention = te.DotProductAttention(4, 8)
-    found = attention(q, k, v, mask, attn_mask_type=mask_type)
+    found = te.DotProductAttention(4, 8)(q, k, v, mask, attn_mask_type=mask_type, window_size=window)
     by_head = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
     expected = torch.nn.functional.scaled_dot_product_attention(*by_head, attn_mask=seen)
     torch.testing.assert_close(found, expected.permute(2, 0, 1, 3).flatten(2))
-
-
-def test_windows_of_masks(te: Any) -> None:
-    """They lie at the end of the keys, but for a causal mask."""
-    q, k, v = (torch.randn(size, 1, 1, 4) for size in (1, 5, 5))
-    attention = te.DotProductAttention(1, 4)
-    for mask_type, keys in (("no_mask", slice(3, 5)), ("causal", slice(0, 1))):
-        found = attention(q, k, v, attn_mask_type=mask_type, window_size=(1, 0))
-        expected = attention(q, k[keys], v[keys], attn_mask_type="no_mask", window_size=(-1, -1))
-        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("poisoned", [0, 1])  # queries, keys
@@ -308,16 +275,3 @@ def test_fused_adam_counts_its_steps_in_the_group(te: Any, adam_w: bool, dtype: 
     moments = {name: x for name, x in reference.state[expected].items() if name != "step"}
     torch.testing.assert_close(fused.state[parameter], moments, rtol=0, atol=0)
     assert fused.param_groups[0]["step"] == 3
-
-
-def test_padding_between_packed_samples_is_zero(te: Any) -> None:
-    edges, padded = torch.tensor([0, 2, 5]).int(), torch.tensor([0, 4, 8]).int()
-    x = torch.randn(10, 2, 4)
-    attention = te.DotProductAttention(2, 4)
-    lengths = {"cu_seqlens_q": edges, "cu_seqlens_kv": edges}
-    starts = {"cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded}
-    kind = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
-    found = attention(x, x, x, **kind, **lengths, **starts)
-    one = attention(*(x[None, 4:7],) * 3, qkv_format="bshd", attn_mask_type="causal")
-    assert found[[2, 3, 7, 8, 9]].eq(0).all()
-    torch.testing.assert_close(found[4:7], one[0])

@@ -136,13 +136,12 @@ class DotProductAttention(TransformerEngineBaseModule):
 
         With ``return_max_logit`` the largest score of each head is the second result.
         """
-        others = {name: value for name, value in arguments.items() if name not in _FIELDS}
-        check_options("DotProductAttention.forward", others)
         own = {name: getattr(self, name) for name in ("qkv_format", "attn_mask_type", "window_size")}
-        passed = {name: x for name, x in arguments.items() if x is not None and name in _FIELDS}
-        values = {"attention_mask": attention_mask} | own | passed
+        passed = {name: arguments.pop(name) for name in arguments.keys() & _FIELDS}
+        check_options("DotProductAttention.forward", arguments)
+        values = own | {name: x for name, x in passed.items() if x is not None}
         mask_and_window = _mask_and_window(values.pop("attn_mask_type"), values.pop("window_size"))
-        batch = _Batch(*mask_and_window, **values)
+        batch = _Batch(*mask_and_window, attention_mask=attention_mask, **values)
         qkv = query_layer, key_layer, value_layer
         self._check(qkv, batch)
         self._peaks = []
@@ -225,9 +224,9 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     @torch.autocast("cpu", enabled=False)  # type: ignore[untyped-decorator]
     def _attend(self, qkv: _QKV, batch: _Batch, index: int | None, lengths: Any = None) -> Tensor:
-        """Return the attention of one sample of a batch, ``[queries, heads, channels]``.
+        """Return the attention of one sample, ``[queries, heads, channels]``; packed ones have no index.
 
-        Packed samples have no index. ``lengths`` are the queries and keys of all ranks, without padding.
+        ``lengths`` are the queries and keys of all ranks, without padding.
         """
         q, k, v = qkv
         hidden = self._hidden(len(q), len(k), lengths, batch).to(q.device)
@@ -257,10 +256,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         return torch.einsum("hst,thd->shd", weights_hst.to(v.dtype), v)
 
     def _hidden(self, queries: int, keys: int, lengths: Any, batch: _Batch) -> Tensor:
-        """Return which keys of all ranks a query of this rank does not see, ``[queries, all keys]``.
-
-        They are padding, later than the query, or outside of its window, in which -1 is no limit.
-        """
+        """Return which keys of all ranks a query of this rank does not see, ``[queries, all keys]``."""
         rank = 0 if self.cp_group is None else self.cp_group.rank()
         q_s = positions_of(rank, self.cp_size, queries)
         k_t = torch.cat([positions_of(other, self.cp_size, keys) for other in range(self.cp_size)])

@@ -6,7 +6,7 @@ Sequences lie along the first dimension. Megatron must not be imported before th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,13 +79,6 @@ def checkpoint(
             tracker.set_states(now)
 
     return torch.utils.checkpoint.checkpoint(call, *args, use_reentrant=use_reentrant)
-
-
-def activation_recompute_forward(
-    activation_recompute: bool = False, recompute_phase: bool = False
-) -> AbstractContextManager[None]:
-    """Do nothing: FP8 alone has something to do in recomputations."""
-    return nullcontext()
 
 
 def positions_of(rank: int, size: int, rows: int) -> Tensor:

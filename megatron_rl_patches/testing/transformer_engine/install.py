@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
@@ -19,7 +19,7 @@ from ...errors import MegatronRLPatchesError
 from . import functions, refusals
 from .attention import DotProductAttention
 from .base import TransformerEngineBaseModule, add_to_main_grad, get_dummy_wgrad
-from .distributed import CudaRNGStatesTracker, activation_recompute_forward, checkpoint
+from .distributed import CudaRNGStatesTracker, checkpoint
 from .layers import GroupedLinear, LayerNorm, LayerNormLinear, Linear, RMSNorm
 
 _NAME = "transformer_engine"
@@ -139,7 +139,8 @@ def _contents() -> dict[str, dict[str, Any]]:
     pytorch = {
         "attention": _named(DotProductAttention) | rope,
         "attention.rope": rope,
-        "distributed": tracker | _named(activation_recompute_forward),
+        # FP8 alone has something to do in recomputations.
+        "distributed": {**tracker, "activation_recompute_forward": lambda **unused: nullcontext()},
         "float8_tensor": {"Float8Tensor": refusals.QuantizedTensor},
         "fp8": fp8,
         "quantization": fp8,
@@ -164,7 +165,7 @@ def _contents() -> dict[str, dict[str, Any]]:
         },
         **{f"{_NAME}.pytorch.{name}": values for name, values in pytorch.items()},
         # Of apex: with it, Megatron's own layers add gradients of weights to main_grad, too.
-        "fused_weight_gradient_mlp_cuda": dict.fromkeys(
-            ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"), add_to_main_grad
-        ),
+        "fused_weight_gradient_mlp_cuda": {
+            f"wgrad_gemm_accum_{dtype}": add_to_main_grad for dtype in ("fp32", "fp16")
+        },
     }

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import distributed
 from .base import LinearBase, ResettableModule, activation_dtype
 from .refusals import check_options, is_at_least, refuse, require
 
@@ -45,15 +44,12 @@ class LayerNormLinear(LinearBase):
         eps: float = 1e-5,
         normalization: str = "LayerNorm",
         zero_centered_gamma: bool = False,
-        return_layernorm_output: bool = False,
-        return_layernorm_output_gathered: bool = False,
         **options: Any,
     ) -> None:
         super().__init__("LayerNormLinear", in_features, out_features, **options)
         require((normalization in ("LayerNorm", "RMSNorm"), f"normalization is {normalization!r}"))
-        self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        self.normalization, self.return_layernorm_output = normalization, return_layernorm_output
+        self.normalization = normalization
         self.layer_norm_bias: Any = None  # that of an RMSNorm
         self._add_norm("layer_norm_", in_features, normalization == "LayerNorm", zero_centered_gamma)
         self._add_product()
@@ -69,14 +65,7 @@ class LayerNormLinear(LinearBase):
         inp, weight = self._prepared(inp), self.layer_norm_weight
         normed = normalized(inp, weight, self.layer_norm_bias, self.eps, self.zero_centered_gamma)
         y, bias = self._product(normed, is_first_microbatch, mode=self.parallel_mode)
-        results = [y, bias] if self.return_bias else [y]
-        if self.return_layernorm_output and self.return_layernorm_output_gathered:
-            # The backward pass of the real layer drops the gradient of what it has gathered, from 2.4 on.
-            normed = normed.detach()
-            if self.sequence_parallel and self.parallel_mode == "column":
-                normed = distributed.enter(normed, self.tp_group, True)
-        results += [normed] if self.return_layernorm_output else []
-        return results[0] if len(results) == 1 else tuple(results)
+        return (y, bias) if self.return_bias else y
 
 
 class GroupedLinear(LinearBase):

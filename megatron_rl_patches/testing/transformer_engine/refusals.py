@@ -25,9 +25,11 @@ def is_at_least(release: str) -> bool:
 
 #: Options that signatures here do not name. Those before the bar may have any value: layers follow it, or no
 #: result on a CPU depends on it. The others must be off. The release after ``>`` is the first with an option.
+_LINEAR = "ub_name name | ub_overlap_ag ub_overlap_rs delay_wgrad_compute ub_overlap_rs_dgrad ub_bulk_dgrad "
+_LINEAR += "ub_bulk_wgrad parameters_split symmetric_ar_type"
 _OPTIONS = {
-    "LayerNormLinear": "ub_name name | ub_overlap_ag ub_overlap_rs delay_wgrad_compute ub_overlap_rs_dgrad "
-    "ub_bulk_dgrad ub_bulk_wgrad parameters_split symmetric_ar_type",
+    "Linear": f"rng_tracker_name save_original_input {_LINEAR}",
+    "LayerNormLinear": f"{_LINEAR} return_layernorm_output return_layernorm_output_gathered",
     "GroupedLinear": "ub_name name>2.11 rng_tracker_name save_original_input | "
     "ub_overlap_ag ub_overlap_rs delay_wgrad_compute use_grouped_tensor>2.19",  # 2.19 is the main branch
     "Norm": "device dtype sm_margin |",
@@ -40,7 +42,6 @@ _OPTIONS = {
     "moe_unpermute": "| map_type probs pad_offsets>2.12",
     "apply_rotary_pos_emb": "fused | start_positions",
 }
-_OPTIONS["Linear"] = f"rng_tracker_name save_original_input {_OPTIONS['LayerNormLinear']}"
 #: What options are if they are off. Others are ``None`` or ``False`` then.
 _OFF: dict[str, Any] = {"bias_correction": True, "set_grad_none": None, "bottom_right_diagonal": None}
 _OFF |= dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype"), torch.float32)

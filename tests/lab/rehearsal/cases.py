@@ -1,8 +1,8 @@
 """What is rehearsed: ``python -m tests.lab.rehearsal.cases PART`` prints a part of :data:`PARTS` as JSON.
 
 A case gets a dtype, and runs forward and backward. In those of :data:`CONDITIONS_HOLD` the GPU's answer is
-that conditions hold: there are ties, an id is ruled out, tokens count, or another rank was interrupted. What
-the head takes at sizes that others have published is counted, as a file beside its page.
+that conditions hold: there are ties, an id is ruled out, or tokens count. What the head takes at sizes that
+others have published is counted, as a file beside its page.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ HEADS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = {
 # --- what the head takes
 
 
-def count(setup: Setup, head: str, compiling_fails: bool = False) -> tuple[Recorder, int, int]:
+def count(setup: Setup, head: str) -> tuple[Recorder, int, int]:
     """Count log-probabilities and entropies at a temperature, forward and backward, of all rows.
 
     Return the record, the bytes of the inputs, and those at the peak beyond inputs and gradients.
     """
     make, options = HEADS[head]
-    with recording(compiling_fails=compiling_fails) as recorder:
+    with recording() as recorder:
         hidden, weight = layer(setup.dtype, setup.hidden, rows=setup.rows, vocabulary=setup.vocabulary)
         targets = ids(setup.rows)  # which the caller holds until the end
         options = {"temperature": 0.8, **options}
@@ -95,13 +95,6 @@ def heads() -> dict[str, list[dict[str, str]]]:
             row = {"set-up": str(setup), "products, deferred": shapes, "how often": str(number)}
             products.append(row)
     return {"heads": memory, "products": products}
-
-
-def where_compiling_fails() -> list[tuple[int, dict[str, int]]]:
-    """Return peak and row passes where the compiler fails, and those of plain operators."""
-    ways: tuple[tuple[str, bool], ...] = (DEFERRED, True), (PLAIN_OPERATORS, False)
-    counts = [count(SETUPS[-1], *way) for way in ways]
-    return [(peak, record.row_passes) for record, _, peak in counts]
 
 
 def with_64_ids() -> dict[str, dict[str, int]]:
@@ -281,15 +274,9 @@ def tensor_parallel(dtype: torch.dtype) -> None:
         dist.destroy_process_group()
 
 
-def on_model(dtype: torch.dtype, case: str) -> None:
-    from tests.lab.rehearsal import models  # which needs megatron-core, and not only to name the cases
-
-    getattr(models, case)(dtype)
-
-
 #: What is run, and how many products of all rows and columns it takes, with that of materialized logits and
 #: its two in backward. Small tiles multiply more often in float32, and an old torch twice for ``main_grad``.
-LOSSES: dict[str, tuple[Case, int | None]] = {
+CASES: dict[str, tuple[Case, int | None]] = {
     "log-probs and entropy": (log_probs, 3),
     "log-probs and entropy, in place": (partial(log_probs, inplace_backward=True), 3),
     "log-probs and entropy, plain operators": (partial(log_probs, fused=False), 3),
@@ -323,27 +310,18 @@ LOSSES: dict[str, tuple[Case, int | None]] = {
     "distillation, whole vocabulary": (partial(distillation, is_full=True), 8),
     "tensor parallel": (tensor_parallel, 3 + 1 + 3 + 6),
 }
-MODELS: dict[str, tuple[Case, int | None]] = {
-    "lean-head, main_grad of DDP": (partial(on_model, case="lean_head"), None),
-    "re-entry": (partial(on_model, case="re_entry"), None),
-    "re-entry, another rank broke off": (partial(on_model, case="re_entry"), None),
-    "TeacherPool": (partial(on_model, case="teachers"), None),
-}
-CASES = LOSSES | MODELS
-#: In these nothing is compiled; a model of the tests has too few logits.
-PLAIN = {"log-probs and entropy, plain operators", "lean-head, main_grad of DDP", "TeacherPool"}
+PLAIN = "log-probs and entropy, plain operators"  # the case in which nothing is compiled
 CONDITIONS_HOLD = {
     "top-k, ties",
     "mixture of top-k",
     "reverse_kl, ids ruled out",
     "distillation, whole vocabulary",
-    "re-entry, another rank broke off",
 }
 
 
-def records(cases: dict[str, tuple[Case, int | None]]) -> dict[str, dict[str, Any]]:
+def records() -> dict[str, dict[str, Any]]:
     found = {}
-    for (name, (case, _)), (key, dtype) in product(cases.items(), DTYPES.items()):
+    for (name, (case, _)), (key, dtype) in product(CASES.items(), DTYPES.items()):
         error = ""
         with recording(name in CONDITIONS_HOLD) as recorder:
             try:
@@ -356,10 +334,8 @@ def records(cases: dict[str, tuple[Case, int | None]]) -> dict[str, dict[str, An
 
 
 PARTS: dict[str, Callable[[], Any]] = {
-    "losses": partial(records, LOSSES),
-    "models": partial(records, MODELS),
+    "losses": records,
     "counted": heads,
-    "compiling fails": where_compiling_fails,
     "with 64 ids": with_64_ids,
 }
 
