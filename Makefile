@@ -102,7 +102,7 @@ test-newest: $(NEWEST)/.installed
 	    tests/lab/rehearsal/test_rehearsal.py::test_a_gpu_would_run_the_losses
 	$(NEWEST)/bin/megatron-rl-patches demo --rollouts=2 --ranks=1
 
-# What losses would ask of a GPU, on fake tensors of the oldest and of the newest torch, every night. It needs
+# What losses and models would ask of a GPU, on fake tensors of the oldest and of the newest torch, every night. It needs
 # a C compiler, and no GPU.
 #: test-cuda-rehearsal  what a GPU would be asked for, on fake tensors           minutes
 test-cuda-rehearsal: $(OLDEST)/.installed $(NEWEST)/.installed

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megatron_rl_patches import losses
-from megatron_rl_patches.inference import TeacherPool, build_inference_model, forward_hidden_states
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
 from megatron_rl_patches.losses.vocab.output_layer import add_product
 from megatron_rl_patches.testing import TinyModel
@@ -30,12 +29,11 @@ from tests.references.dense import dense_divergence, dense_log_probs_and_entropy
 from tests.references.live_bytes import peak_bytes
 from tests.references.losses import Inputs, measure
 from tests.references.one_device import gpu_or_cpu
-from tests.worlds.model import fill_at_random
 
 IS_DRY = bool(os.environ.get("GPU_DRY_RUN"))
 #: Cases of the rehearsal in which nothing waits; one divergence of many, since each takes long to compile.
 LEFT_OUT = {*WAITS, *DIVERGENCES} - {"jensen_shannon"}
-WITHOUT_WAITS = [case for case in cases.CASES if case not in LEFT_OUT]
+WITHOUT_WAITS = [case for case in cases.LOSSES if case not in LEFT_OUT]
 DEVICE = torch.device("cpu" if IS_DRY else "cuda")
 
 pytestmark = [
@@ -157,7 +155,7 @@ def test_kept_and_recomputed_tiles_have_the_same_bits() -> None:
 
 @pytest.mark.parametrize("case", WITHOUT_WAITS)
 def test_nothing_waits_for_the_gpu(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, _ = cases.CASES[case]
+    run, _ = cases.LOSSES[case]
     if IS_DRY:
         for name, value in {"GPU": DEVICE, "ROWS": 64, "HIDDEN": 32, "VOCABULARY": 2048}.items():
             monkeypatch.setattr(cases, name, value)
@@ -249,24 +247,3 @@ def test_rollouts_equal_one_uninterrupted_run() -> None:
 def test_parameters_carry_what_transformer_engines_do() -> None:
     """Without TransformerEngine there is nothing to compare with, and the test passes."""
     assert parameter_marks.main() == 0
-
-
-@on_ranks(1, megatron=False, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-def test_teachers_in_host_memory_take_turns() -> None:
-    with gpu_or_cpu() as device:
-        tiny = TinyModel(bf16=True)
-        tiny.initialize()
-        pool = TeacherPool(build_inference_model(tiny.provider, tiny.transformer_config(), dtype="bf16"))
-        for seed, name in enumerate(("math", "code")):
-            pool.add(name, partial(fill_at_random, seed=seed, scale=1.0))
-        microbatches = [{"tokens": torch.arange(32).view(2, 16), "lengths": [16, 10]}] * 2
-        results = []
-        for name in ("math", "code", "math"):
-            with pool.use(name) as teacher:
-                results.append(forward_hidden_states(teacher, microbatches, progress=False))
-        of_math, of_code, again = (torch.cat(hidden) for hidden in results)
-        assert torch.equal(of_math, again) and not torch.equal(of_math, of_code)
-        distribution = losses.FullDistribution.from_hidden(of_code, pool.head("code", "cpu")).to(device)
-        student = torch.zeros(len(of_code), tiny.vocab_size, device=device, requires_grad=True)
-        losses.full_vocabulary_divergence(student, distribution.logits()).sum().backward()
-        assert student.grad is not None and student.grad.abs().sum() > 0

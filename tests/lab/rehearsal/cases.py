@@ -1,8 +1,8 @@
 """What is rehearsed: ``python -m tests.lab.rehearsal.cases PART`` prints a part of :data:`PARTS` as JSON.
 
 A case gets a dtype, and runs forward and backward. In those of :data:`CONDITIONS_HOLD` the GPU's answer is
-that conditions hold: there are ties, an id is ruled out, or tokens count. What the head takes at sizes that
-others have published is counted, as a file beside its page.
+that conditions hold: there are ties, an id is ruled out, tokens count, or another rank was interrupted. What
+the head takes at sizes that others have published is counted, as a file beside its page.
 """
 
 from __future__ import annotations
@@ -274,9 +274,15 @@ def tensor_parallel(dtype: torch.dtype) -> None:
         dist.destroy_process_group()
 
 
+def on_model(dtype: torch.dtype, case: str) -> None:
+    from tests.lab.rehearsal import models  # which needs megatron-core, and not only to name the cases
+
+    getattr(models, case)(dtype)
+
+
 #: What is run, and how many products of all rows and columns it takes, with that of materialized logits and
 #: its two in backward. Small tiles multiply more often in float32, and an old torch twice for ``main_grad``.
-CASES: dict[str, tuple[Case, int | None]] = {
+LOSSES: dict[str, tuple[Case, int | None]] = {
     "log-probs and entropy": (log_probs, 3),
     "log-probs and entropy, in place": (partial(log_probs, inplace_backward=True), 3),
     "log-probs and entropy, plain operators": (partial(log_probs, fused=False), 3),
@@ -310,18 +316,27 @@ CASES: dict[str, tuple[Case, int | None]] = {
     "distillation, whole vocabulary": (partial(distillation, is_full=True), 8),
     "tensor parallel": (tensor_parallel, 3 + 1 + 3 + 6),
 }
-PLAIN = "log-probs and entropy, plain operators"  # the case in which nothing is compiled
+MODELS: dict[str, tuple[Case, int | None]] = {
+    "lean-head, main_grad of DDP": (partial(on_model, case="lean_head"), None),
+    "re-entry": (partial(on_model, case="re_entry"), None),
+    "re-entry, another rank broke off": (partial(on_model, case="re_entry"), None),
+    "TeacherPool": (partial(on_model, case="teachers"), None),
+}
+CASES = LOSSES | MODELS
+#: In these nothing is compiled; a model of the tests has too few logits.
+PLAIN = {"log-probs and entropy, plain operators", "lean-head, main_grad of DDP", "TeacherPool"}
 CONDITIONS_HOLD = {
     "top-k, ties",
     "mixture of top-k",
     "reverse_kl, ids ruled out",
     "distillation, whole vocabulary",
+    "re-entry, another rank broke off",
 }
 
 
-def records() -> dict[str, dict[str, Any]]:
+def records(cases: dict[str, tuple[Case, int | None]]) -> dict[str, dict[str, Any]]:
     found = {}
-    for (name, (case, _)), (key, dtype) in product(CASES.items(), DTYPES.items()):
+    for (name, (case, _)), (key, dtype) in product(cases.items(), DTYPES.items()):
         error = ""
         with recording(name in CONDITIONS_HOLD) as recorder:
             try:
@@ -334,7 +349,8 @@ def records() -> dict[str, dict[str, Any]]:
 
 
 PARTS: dict[str, Callable[[], Any]] = {
-    "losses": records,
+    "losses": partial(records, LOSSES),
+    "models": partial(records, MODELS),
     "counted": heads,
     "with 64 ids": with_64_ids,
 }

@@ -112,13 +112,15 @@ class Recorder(TorchDispatchMode):
         """Return the result; of an operation whose result depends on values, one that could be."""
         name, first = func.overloadpacket, args[0] if args else None
         if name is aten._local_scalar_dense:
-            return self.conditions_hold if first.dtype == torch.bool else int(self.conditions_hold)
+            return self._holds() if first.dtype == torch.bool else int(self._holds())
         if name is aten.equal:
-            return self.conditions_hold
+            return self._holds()
+        if name is aten.record_stream:
+            return None  # there is no allocator that could note it
         if name is aten.addmm and "out" in kwargs:
             return kwargs["out"]  # torch 2.11 has no fake version of the one whose result has another dtype
         if name is aten.nonzero:
-            return first.new_empty((first.numel() * self.conditions_hold, first.dim()), dtype=torch.int64)
+            return first.new_empty((first.numel() * self._holds(), first.dim()), dtype=torch.int64)
         if name is aten.bincount:
             return first.new_empty(kwargs.get("minlength", 0), dtype=torch.int64)
         if name is aten.index and any(x is not None and x.dtype in _MASKS for x in args[1]):
@@ -127,11 +129,14 @@ class Recorder(TorchDispatchMode):
             return torch.empty(first.shape, dtype=kwargs.get("dtype") or first.dtype, device=kwargs["device"])
         return func(*args, **kwargs)
 
+    def _holds(self) -> bool:
+        return self.conditions_hold and bool(_place())  # and none does that Megatron asks for
+
     def _numbers(self, index: Tensor | None) -> list[Any]:
         """Return an index as it is, or in place of a mask one for each of its dimensions."""
         if index is None or index.dtype not in _MASKS:
             return [slice(None) if index is None else index]
-        selected = index.numel() * self.conditions_hold
+        selected = index.numel() * self._holds()
         return [index.new_empty(selected, dtype=torch.int64) for _ in range(index.dim())]
 
     def wait(self, operation: str) -> None:
@@ -234,14 +239,32 @@ def _check_exists(func: Any) -> None:
 
 
 def _place() -> str:
-    """Return the function of the package that is running, as ``topk.py:finish_tile``."""
+    """Return the function of the package that is running, as ``topk.py:finish_tile``.
+
+    It is empty where the package has called Megatron's code or a test's, whose waits are not its own.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if any(part in path for part in ("/megatron/core/", "/tests/real/", "/megatron_rl_patches/testing/")):
+            return ""
         if "/megatron_rl_patches/" in path and not name.startswith("<"):
             return f"{path.rpartition('/')[2]}:{name}"
         frame = frame.f_back
     return ""
+
+
+def _apply(module: torch.nn.Module, convert: Callable[[Tensor], Tensor]) -> torch.nn.Module:
+    """Convert what a module has, as ``module.cuda()`` does; torch cannot replace parameters by fake ones."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                converted = torch.nn.Parameter(convert(parameter.detach()), parameter.requires_grad)
+                vars(converted).update(vars(parameter))
+                part._parameters[name] = converted
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else convert(buffer)
+    return module
 
 
 def raise_at_once(block: object, error: Exception) -> None:
@@ -255,7 +278,7 @@ def recording(conditions_hold: bool = False) -> Iterator[Recorder]:
     recorder = Recorder(conditions_hold)
     call, buffered_statistics = compiling.BlockFunction.__call__, softmax.buffered_statistics
     block_gradient = softmax.block_gradient
-    data_ptr = torch.UntypedStorage.data_ptr
+    data_ptr, tolist = torch.UntypedStorage.data_ptr, FakeTensor.tolist
 
     def row_pass(block: Any, *args: Any) -> Any:
         recorder.count_pass(block._function.__name__, block.compiled)
@@ -299,10 +322,14 @@ def recording(conditions_hold: bool = False) -> Iterator[Recorder]:
             (FakeTensorMode, "avoid_device_init", True),
             (torch.cuda, "_initialized", True),  # there is no driver to initialize
             (torch.cuda, "get_device_capability", lambda *device: (9, 0)),
+            (torch.cuda, "default_generators", (torch.Generator(),)),
             (torch.cuda, "mem_get_info", lambda *device: (_FREE - recorder.live, _FREE)),
+            *((torch.cuda, name, lambda *device: 0) for name in ("memory_reserved", "memory_allocated")),
             (Tensor, "pin_memory", lambda tensor, *args: recorder.pin(tensor.clone())),
             (torch.UntypedStorage, "data_ptr", address),
             (FakeTensor, "data_ptr", address_of_tensor),
+            (FakeTensor, "tolist", lambda tensor: tolist(tensor.cpu())),  # in one copy, as torch does it
+            (torch.nn.Module, "_apply", _apply),
             # Under the modes of a rehearsal the functions run as Python, on the blocks of compiled ones.
             (compiling, "_is_disabled", lambda: False),
             (compiling, "_compiled", lambda function, is_elementwise: functools.partial(function)),
