@@ -21,8 +21,7 @@ from ..common.chunks import has_base
 from ..common.devices import copied_to
 from ..common.messages import Message
 from ..common.scopes import Scope, replaced
-from ..errors import InvalidInputError
-from .vocab.arguments import check_floats, check_integer
+from .vocab.arguments import check_integer, check_layer
 from .vocab.autograd import sum_gradient
 from .vocab.deferred import DeferredLogits, defer, deferred_logits
 from .vocab.log_probs import vocab_parallel_log_probs
@@ -241,16 +240,7 @@ class OutputHead:
     logit_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        check_floats(weight=self.weight)
-        if self.weight.dim() != 2:
-            raise InvalidInputError(f"weight is {list(self.weight.shape)}, expected [V / tp, h]")
-        if self.bias is not None:
-            check_floats(bias=self.bias)
-            if self.bias.shape != self.weight.shape[:1] or self.bias.dtype != self.weight.dtype:
-                raise InvalidInputError(
-                    f"bias is {self.bias.dtype} {list(self.bias.shape)}, expected {self.weight.dtype} "
-                    f"{list(self.weight.shape[:1])} as weight has"
-                )
+        check_layer(self.weight, self.bias)
 
     def copied_to(self, device: torch.device | str) -> OutputHead:
         """Return a copy on the device; what comes from a GPU goes to pinned host memory."""

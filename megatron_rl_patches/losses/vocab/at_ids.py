@@ -12,7 +12,7 @@ by its own logits, without a collective. (slime#2033 has one without a backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, overload
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arguments import Rows, VocabParallelOptions
-from .reduction import Block, Blocks, Loss, Writer, ranges, rows_of_block
+from .reduction import Block, Blocks, Loss, Read, Results, Writer, ranges, rows_of_block
 from .softmax import NO_SOFTMAX, block_gradient, block_statistics, buffered_statistics, merged
 from .sources import Source, Tensors, rows_of, valid_ids
 
@@ -97,9 +97,7 @@ def vocab_parallel_log_probs_at(
 class LogProbsAt(Loss):
     """Log-probabilities at ids ``[n, K]``, negative for none, and of the tail."""
 
-    def forward(
-        self, sources: Sequence[Source], tensors: Tensors, read: Callable[..., Tensor]
-    ) -> tuple[list[Tensor], Tensors]:
+    def forward(self, sources: Sequence[Source], tensors: Tensors, read: Read) -> Results:
         (source,), indices = sources, tensors["indices"]
         options, scale = source.options, source.scale
 

@@ -9,14 +9,14 @@ belongs to k ids once, and never the vocabulary. (slime#2033 gathers the vocabul
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .arguments import VocabParallelOptions
 from .at_ids import BLOCKS_WITH_MASK, total_and_tail
-from .reduction import Block, Loss, ranges, rows_of_block
+from .reduction import Block, Loss, Read, Results, ranges, rows_of_block
 from .softmax import block_statistics, exp, finite, merged, scaled_, sum_of_columns
 from .sources import Source, Tensors, Tile
 
@@ -38,9 +38,7 @@ class TopK(Loss):
     def __init__(self, k: int) -> None:
         self.k = k
 
-    def forward(
-        self, sources: Sequence[Source], tensors: Tensors, read: Callable[..., Tensor]
-    ) -> tuple[list[Tensor], Tensors]:
+    def forward(self, sources: Sequence[Source], tensors: Tensors, read: Read) -> Results:
         (source,), k = sources, self.k
         options, scale = source.options, source.scale
 
