@@ -15,9 +15,9 @@ from megatron_rl_patches.losses import (
 from megatron_rl_patches.losses.objectives.distributions import log1mexp
 from megatron_rl_patches.losses.vocab.arguments import as_slices
 from megatron_rl_patches.losses.vocab.softmax import merged
-from tests.references.dense import dense_log_probs_at, relative_error
+from tests.references.dense import dense_log_probs_at
 from tests.references.live_bytes import live_bytes
-from tests.references.losses import largest
+from tests.references.losses import error, largest
 from tests.unit.losses.test_table import FLOAT32, INF, T, V, random_logits
 
 
@@ -102,21 +102,12 @@ def test_distributions_are_split_joined_and_selected() -> None:
 
 
 def test_log1mexp() -> None:
-    x = -torch.logspace(-12, 2, 200, dtype=torch.float64)
-    expected = torch.where(x > -0.1, (-torch.special.expm1(x)).log(), torch.log1p(-x.exp()))
-    assert torch.allclose(log1mexp(x), expected, rtol=1e-12)
-    assert torch.autograd.gradcheck(log1mexp, -torch.linspace(0.1, 5, 9).double().requires_grad_())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_lost_tail_has_no_gradient(dtype: torch.dtype) -> None:
-    x = torch.tensor([0.0, 1e-7, -1e-45, -INF, -1.0], dtype=dtype, requires_grad=True)
-    found = log1mexp(x)
-    assert (found[:2] == -INF).all() and found[3] == 0
-    [gradient] = torch.autograd.grad(found[:2].sum() + found[3:].sum(), x)
-    assert (gradient[[0, 1, 3]] == 0).all()
-    assert gradient[4] == pytest.approx(-1 / (torch.tensor(1.0).exp() - 1))
-    assert torch.autograd.grad(log1mexp(x).sum(), x)[0].isfinite().all()
+    """Of a tail that is lost it is -inf, without a gradient."""
+    x = torch.cat([-torch.logspace(-12, 2, 200, dtype=torch.float64), torch.zeros(1)]).requires_grad_()
+    found, expected = log1mexp(x), torch.where(x > -0.1, (-x.expm1()).log(), torch.log1p(-x.exp()))
+    assert torch.allclose(found, expected, rtol=1e-12)
+    [gradient] = torch.autograd.grad(found[:-1].sum() + found[-1], x)
+    assert torch.allclose(gradient[:-1], -1 / (-x[:-1]).expm1()) and gradient[-1] == 0
 
 
 @pytest.mark.parametrize("mass", [1e-1, 1e-5, 1e-7, 1e-30])
@@ -138,17 +129,14 @@ def test_a_small_tail_keeps_its_digits(mass: float) -> None:
     # Of the probability, whose relative error is the absolute one of its logarithm but for what float32
     # can say of the latter; and of each derivative.
     resolution = expected.abs().max().item() * 2**-24
-    assert relative_error(tail, expected, torch.ones(())) <= 5e-6 + resolution
+    assert error(tail, expected, torch.ones(())) <= 5e-6 + resolution
     outside = torch.ones_like(logits, dtype=torch.bool).scatter_(1, indices, False)
-    assert relative_error(leaf.grad[outside], exact.grad[outside], exact.grad[outside].abs()) <= 5e-6
-    scale = exact.grad.abs().amax(1, keepdim=True)
-    assert relative_error(leaf.grad, exact.grad, scale) <= 5e-6
+    assert error(leaf.grad[outside], exact.grad[outside], exact.grad[outside].abs().clamp(min=1e-6)) <= 5e-6
+    assert error(leaf.grad, exact.grad, exact.grad.abs().amax(1, keepdim=True).clamp(min=1e-6)) <= 5e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_tail_next_to_one(dtype: torch.dtype) -> None:
-    logits = torch.zeros(1, 32768, dtype=dtype)
-    logits[0, :64] = -25.0
+def test_a_tail_next_to_one() -> None:
+    logits = torch.zeros(1, 32768).index_fill_(1, torch.arange(64), -25.0)
     inside = torch.tensor(-25.0, dtype=torch.float64).exp() * 64 / (32768 - 64)
     _, tail = vocab_parallel_log_probs_at(logits, torch.arange(64)[None], with_tail=True)
     assert torch.allclose(tail.double(), -inside.log1p(), rtol=1e-6, atol=0)
