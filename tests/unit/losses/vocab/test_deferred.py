@@ -431,41 +431,31 @@ def test_a_leaf_of_its_own_keeps_its_gradient() -> None:
     assert all(tensor.grad is None for tensor in tensors.values())
 
 
-class Recomputed(torch.autograd.Function):
-    """Has twice the gradient of a function, which forward calls in grad mode."""
+class InGradMode(torch.autograd.Function):
+    """Makes logits in grad mode, and has twice their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        ctx.function = function
-        ctx.save_for_backward(*inputs)
+    def forward(ctx: Any, make: Callable[..., Tensor], hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
         with torch.enable_grad():
-            return function(*(x.detach().requires_grad_() for x in inputs))
+            return make(hidden.detach().requires_grad_(), weight.detach().requires_grad_())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-            result = ctx.function(*inputs)
-        return None, *(2 * x for x in torch.autograd.grad(result, inputs, gradient))
+        hidden, weight = ctx.saved_tensors
+        return None, 2 * gradient @ weight, 2 * gradient.T @ hidden
 
 
 @pytest.mark.parametrize("use", [lambda x: x[1:], lambda x: x.div_(0.7)], ids=["rows", "div_"])
 def test_deferred_inside_of_a_function_that_autograd_wraps(use: Callable[[Tensor], Tensor]) -> None:
     """Reentrant checkpoints, which call functions without grad mode, are in tests/faults/programs.py."""
-
-    def loss(make: Callable[..., Tensor]) -> list[Tensor]:
-        tensors = inputs(torch.float64, ("hidden", "weight"))
-
-        def layer(hidden: Tensor, weight: Tensor) -> Tensor:
-            return make(hidden.sin().view(T, H), weight)
-
-        logits = use(Recomputed.apply(layer, tensors["hidden"], tensors["weight"]))
+    results = []
+    for make in (linear, deferred_logits):
+        hidden, weight, _ = (x.view(-1, x.shape[-1]) for x in inputs(torch.float64).values())
+        logits = use(InGradMode.apply(make, hidden, weight))
         value = vocab_parallel_log_probs(logits, TOKENS[: len(logits)]).sum()
-        value.backward()
-        return [value.detach(), tensors["hidden"].grad, tensors["weight"].grad]
-
-    for a, b in zip(loss(linear), loss(deferred_logits), strict=True):
-        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+        results.append((value.detach(), *torch.autograd.grad(value, (hidden, weight))))
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(
