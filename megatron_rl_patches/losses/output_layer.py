@@ -101,11 +101,9 @@ def column_parallel_forward(forward: Callable[[], Any], layer: Any, *args: Any, 
 def loss_of_labels(compute: Callable[[], Any], layer: Any, labels: Tensor, logits: Tensor) -> Any:
     """Return a model's cross entropy, as multi-token prediction uses it, without materializing logits.
 
-    Args:
-        compute: the model's own function, with the same arguments.
-        layer: the output layer, whose group the vocabulary is split over.
-        labels: ``[b, s]``; the loss, float32 ``[b, s]``, of one that is no token id is zero.
-        logits: ``[s, b, V / tp]``.
+    The model's own function is ``compute``, and ``layer`` the output layer, whose group has the vocabulary.
+    The loss, float32 ``[b, s]``, of one of the ``labels`` ``[b, s]`` that is no token id is zero. The
+    ``logits`` are ``[s, b, V / tp]``.
     """
     # Whether somebody has read or written the logits on this rank alone must not decide about collectives.
     if not isinstance(logits, DeferredLogits):
@@ -121,10 +119,9 @@ def loss_of_labels(compute: Callable[[], Any], layer: Any, labels: Tensor, logit
 
 
 def is_column_parallel(layer: Any) -> bool:
-    """Return whether a layer is Megatron's linear layer, with a forward of Megatron's own.
+    """Return whether a layer is Megatron's linear layer with a forward of Megatron's own.
 
-    An adapter that derives from it is not, nor is another head. Megatron's own subclass adds the cross
-    entropy of labels only.
+    An adapter that derives from it is not. Megatron's own subclass only adds the cross entropy of labels.
     """
     if "forward" in vars(layer) or not has_base(layer, "ColumnParallelLinear"):
         return False
@@ -249,10 +246,10 @@ class OutputHead:
     def resharded(self, width: int, tp_group: dist.ProcessGroup) -> OutputHead:
         """Return a copy with ``width`` rows on each rank, as many as the student's output layer has there.
 
-        It is for a teacher whose vocabulary is padded to another size than the student's: under tensor
-        parallelism, a rank's rows stand for other ids in the two. Rows that the teacher lacks are zero, and
-        rows that are too many are left out: say with ``vocab_size`` how many ids there are. Each rank of
-        ``tp_group`` has all rows while this runs, on the device of the weight; with NCCL that is a GPU.
+        It is for a teacher whose vocabulary is padded to another size than the student's, so that a rank's
+        rows stand for other ids. Rows that the teacher lacks are zero, and rows that are too many are left
+        out: say with ``vocab_size`` how many ids there are. While this runs, each rank of ``tp_group`` has
+        all rows on the device of the weight; with NCCL that is a GPU.
 
         Raises:
             InvalidInputError: ``width`` is not a positive integer.

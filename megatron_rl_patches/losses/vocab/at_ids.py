@@ -5,9 +5,8 @@ For logits ``x`` of a row, a temperature ``T`` and ids ``S``, with ``p = softmax
     log_prob of id   = log p[id]                   d / dx = (onehot(id) - p) / T
     tail_log_prob    = log(sum of p outside S)     d / dx = (p / tail outside S - p) / T
 
-The tail has a softmax of its own, see :mod:`.topk`. What a block of columns adds are the logits at the ids,
--inf for ids of other blocks, and the tail's largest logit and sum. A rank's gradient is the whole derivative
-by its own logits, without a collective. (slime#2033 has one without a backward.)
+The tail has a softmax of its own, see :mod:`.topk`. A block of columns adds the logits at the ids, -inf for
+ids of other blocks, and the tail's largest logit and sum. Backward has no collective.
 """
 
 from __future__ import annotations
@@ -66,14 +65,11 @@ def vocab_parallel_log_probs_at(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return log-probabilities of given tokens of each selected row, and of all others together.
 
-    For backward the result keeps the logits themselves, the ids and a few numbers per row. Backward allocates
-    the gradient, unless ``inplace_backward`` is on, a block of rows and one number per id.
-
     Args:
         logits: ``[T, V / tp]``; for this and the others see :func:`vocab_parallel_log_probs`.
         indices: token ids ``[n, K]`` in the whole vocabulary, of the selected rows, the same on all ranks. An
-            id may occur twice in a row; its probability counts once. -100 is no id at all, so that rows of
-            fewer can be filled up: log-probability -inf and no gradient.
+            id may occur twice in a row; its probability counts once. -100 fills up rows of fewer ids: it has
+            log-probability -inf and no gradient.
         with_tail: also return the log-probability of the vocabulary without the ids. In float32 its relative
             error is below 5e-6, however small the tail is.
 
@@ -180,10 +176,9 @@ class LogProbsAt(Loss):
 
 
 class Columns(NamedTuple):
-    """Local columns for the token ids of one block of rows, so that writing all ``K`` touches local ids only.
+    """Columns of a block for all token ids of its rows, so that writing ``K`` values touches local ids only.
 
-    An id of another block is given the column of a local id of the same row; in a row without one, column 0,
-    which :meth:`put` leaves as it is.
+    An id of another block gets the column of a local id of its row, or 0, which :meth:`put` leaves as it is.
     """
 
     is_local: Tensor  # [rows, K]

@@ -82,10 +82,9 @@ class Writer(NamedTuple):
 
 
 class Loss(ABC):
-    """A function of rows of logits, with a gradient of its own; one object for each call.
+    """A function of rows of logits with a gradient of its own; one object for each call.
 
-    An object has no tensors as attributes: autograd saves those that backward needs, and alone decides how
-    long they live.
+    An object has no tensors as attributes, so that autograd alone decides how long they live.
     """
 
     owners: Sequence[str] = ()  # whose the sources behind the first one are, for errors
@@ -96,7 +95,7 @@ class Loss(ABC):
         """Return the results, and the tensors that :meth:`writer` needs; :meth:`read` has got the sources."""
 
     def writer(self, sources: Sequence[Any], saved: Tensors, *gradients: Tensor | None) -> Writer | Tensor:
-        """Return what writes the gradient of the first source, from those of the results, or ``None``.
+        """Return what writes the gradient of the first source from those of the results.
 
         Where forward has summed up the derivative by hidden states, return it for each row, weighted.
         """
@@ -198,8 +197,8 @@ def grid_of(sources: Sequence[Source]) -> Grid:
     if cut := [source for source in sources if source.computes_tiles]:
         shapes = [source.shape_of_tiles(width, len(sources)) for source in cut]
         rows, columns = (min(sizes) for sizes in zip(*shapes, strict=True))
-    # Where padding follows, what exceeds a multiple of a stretch is a range of its own, and all others can be
-    # cut into stretches. It comes first where tiles are computed, since backward begins with the last tile.
+    # Where padding follows, what exceeds a multiple of a stretch is a range of its own. It comes first where
+    # tiles are computed, since backward begins with the last tile.
     count = first.num_columns
     rest = count % STRETCH if count < first.width else 0
     end = rest if first.computes_tiles else count - rest
@@ -324,16 +323,15 @@ def _block_of(
 def rows_of_block(logits: Tensor, options: VocabParallelOptions, row_bytes: int, scale: int = 1) -> int:
     """Return how many rows of so many bytes fit into ``block_bytes``, or its default times ``scale``.
 
-    On a CPU the default is what stays in the cache, 2 MiB per thread, but at most 1% of the logits, and at
-    least 1 MiB. On a GPU it is what keeps the device busy: 64 MiB, or 1% of the logits if that is more.
+    On a CPU the default stays in the cache: 2 MiB per thread, but at most 1% of the logits, and at least 1
+    MiB. On a GPU it keeps the device busy: 64 MiB, or 1% of the logits if that is more.
     """
     size = options.block_bytes
     if size is None:
-        size = logits.numel() * logits.element_size() // 100
+        least, share = 64 * _MIB, logits.nbytes // 100
         if logits.device.type == "cpu":
-            size = max(min(2 * _MIB * torch.get_num_threads(), size), _MIB) * scale
-        else:
-            size = max(64 * _MIB, size) * scale
+            least, share = _MIB, min(2 * _MIB * torch.get_num_threads(), share)
+        size = max(least, share) * scale
     return max(1, size // max(row_bytes, 1))
 
 
@@ -367,6 +365,7 @@ def all_gather(values: Tensor, group: dist.ProcessGroup | None, claim: Any = Non
     """
     size = 1 if group is None else dist.get_world_size(group)
     marker = values.new_full((1,), claim.reason) if claim is not None and claim.asked_for else None
+    gathered = values[None]
     if size > 1:
         sent = values if marker is None else torch.cat([values.flatten(), marker])
         received = sent.new_empty((size * len(sent), *sent.shape[1:]))
@@ -374,8 +373,6 @@ def all_gather(values: Tensor, group: dist.ProcessGroup | None, claim: Any = Non
         gathered = received.view(size, *sent.shape)
         if marker is not None:
             gathered, marker = gathered[:, :-1].view(size, *values.shape), gathered[:, -1]
-    else:
-        gathered = values[None]
     if marker is not None:
         claim.check(marker)
     return gathered
