@@ -25,7 +25,7 @@ from .vocab.arguments import check_integer, check_layer
 from .vocab.autograd import sum_gradient
 from .vocab.deferred import DeferredLogits, defer, deferred_logits
 from .vocab.log_probs import vocab_parallel_log_probs
-from .vocab.output_layer import MainGradient, TileOptions, product
+from .vocab.output_layer import TileOptions, product
 from .vocab.reduction import all_gather
 
 _MATERIALIZED = Message(
@@ -165,8 +165,8 @@ def _deferred_output(
         logits = torch.matmul(hidden, weight.t())
         return logits if bias is None else logits + bias
 
-    main = MainGradient(weight) if getattr(layer, "gradient_accumulation_fusion", False) else None
-    options = TileOptions(deferral.tile_bytes, deferral.keep_bytes, main, dtype)
+    accumulating = weight if getattr(layer, "gradient_accumulation_fusion", False) else None
+    options = TileOptions(deferral.tile_bytes, deferral.keep_bytes, accumulating, dtype)
     return defer(whole, weight, bias, options, own_product), layer.bias if layer.skip_bias_add else None
 
 

@@ -41,34 +41,24 @@ _CONVERTED_COLUMNS = 512
 _PRODUCT_BYTES = 128 << 20
 
 
-class MainGradient:
-    """The buffer to which Megatron's layers add a weight's gradient with ``gradient_accumulation_fusion``."""
-
-    def __init__(self, weight: Any) -> None:
-        self._weight = weight
-
-    def buffer(self) -> Any:
-        """Return the buffer; ``None`` without DDP."""
-        return getattr(self._weight, "main_grad", None)
-
-    def added(self) -> Tensor | None:
-        """Return a placeholder for the weight's gradient, which ``main_grad`` holds; ``None`` without DDP."""
-        if not hasattr(self._weight, "grad_added_to_main_grad"):
-            return None
-        # DDP's hook requires a gradient, and ignores its values if this attribute is set. Where an embedding
-        # shares the weight (zero_out_wgrad), autograd and DDP add the embedding's gradient to these zeros.
-        self._weight.grad_added_to_main_grad = True
-        make = torch.zeros_like if getattr(self._weight, "zero_out_wgrad", False) else torch.empty_like
-        return make(self._weight.detach())
-
-
 class TileOptions(NamedTuple):
     """How the tiles of an output layer are computed; see :func:`.deferred_logits`."""
 
     tile_bytes: int | None = None
     keep_bytes: int = 0
-    main_gradient: MainGradient | None = None  # where the weight's gradient goes; None: to autograd
+    accumulating: Any = None  # the weight whose gradient goes into its main_grad; None: it goes to autograd
     logit_dtype: torch.dtype | None = None
+
+
+def placeholder_of(weight: Any) -> Tensor | None:
+    """Return what autograd gets for a gradient that a weight has in ``main_grad``; ``None`` without DDP."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    # DDP's hook requires a gradient, and ignores its values if this attribute is set. Where an embedding
+    # shares the weight (zero_out_wgrad), autograd and DDP add the embedding's gradient to these zeros.
+    weight.grad_added_to_main_grad = True
+    make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+    return make(weight.detach())
 
 
 class StoredTiles(dict[tuple[int, int], Tensor]):
@@ -226,9 +216,10 @@ class _InputGradients(Gradients):
     def __init__(self, layer: OutputLayerRows, needed: Sequence[bool]) -> None:
         self._layer, self._weight = layer, layer.weight.detach()
         needs_hidden, needs_weight, needs_bias = needed
-        main, zeros = layer.tiling.main_gradient, layer.hidden.new_zeros
+        zeros, self._main = layer.hidden.new_zeros, None
+        if needs_weight:
+            self._main = getattr(layer.tiling.accumulating, "main_grad", None)
         self._of_hidden = zeros(layer.hidden_nh.shape, dtype=layer.dtype) if needs_hidden else None
-        self._main = main.buffer() if main is not None and needs_weight else None
         self._of_weight = torch.empty_like(self._weight) if needs_weight and self._main is None else None
         if self._of_weight is not None:
             self._of_weight[layer.num_columns :].zero_()
@@ -260,10 +251,10 @@ class _InputGradients(Gradients):
                 self._of_weight[columns] = self._of_columns
 
     def totals(self) -> Inputs:
-        layer, main = self._layer, self._layer.tiling.main_gradient
+        layer = self._layer
         return (
             None if self._of_hidden is None else layer.spread(self._of_hidden),
-            self._of_weight if self._main is None or main is None else main.added(),
+            self._of_weight if self._main is None else placeholder_of(layer.tiling.accumulating),
             None if self._of_bias is None or layer.bias is None else self._of_bias.to(layer.bias.dtype),
         )
 
