@@ -35,6 +35,7 @@ class VocabParallelOptions:
     temperature: float = 1.0
     inplace_backward: bool = False
     block_bytes: int | None = None
+    vocab_size: int | None = None
     fused: bool | str = "auto"
     ignore_index: int = -100
     with_entropy: bool = False  # beside log-probabilities
@@ -42,7 +43,6 @@ class VocabParallelOptions:
     others_overwrite: bool = False  # other ranks may have inplace_backward though this one has not
     # Deferred logits are read undivided: the caller's are these over a number, which ranks may differ in.
     divisor: float = 1.0
-    vocab_size: int | None = None
     scale: float = field(init=False)  # of the logits that are read: temperature * divisor
     tp_rank: int = field(init=False)
     tp_size: int = field(init=False)

@@ -82,9 +82,7 @@ def vocab_parallel_log_probs_at(
         InvalidInputError: as :func:`vocab_parallel_log_probs`; the one collective is an all-gather of
             ``K + 2`` numbers per row.
     """
-    options = VocabParallelOptions(
-        tp_group, temperature, inplace_backward, block_bytes, vocab_size=vocab_size
-    )
+    options = VocabParallelOptions(tp_group, temperature, inplace_backward, block_bytes, vocab_size)
     source = rows_of(logits, rows, options)
     log_probs, log_tail = LogProbsAt()(source, indices=valid_ids("indices", indices, source, several=True))
     return (log_probs, log_tail) if with_tail else log_probs

@@ -68,11 +68,10 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
-        names = [
-            name
-            for name, tensor, version in ctx.versions
-            if version != getattr(tensor(), "_version", version)
+        now = [
+            (name, getattr(tensor(), "_version", version), version) for name, tensor, version in ctx.versions
         ]
+        names = [name for name, current, version in now if current != version]
         if not names:
             raise
         raise InvalidInputError(

@@ -108,9 +108,7 @@ def full_vocabulary_divergence(
         if old is None:
             raise InvalidInputError(f"divergence is {divergence!r}: old is needed, and missing")
         others.append(("old", old))
-    options = VocabParallelOptions(
-        tp_group, temperature, inplace_backward, block_bytes, vocab_size=vocab_size
-    )
+    options = VocabParallelOptions(tp_group, temperature, inplace_backward, block_bytes, vocab_size)
     sources = [source := rows_of(student, rows, options, "student")]
     for name, logits in others:
         if isinstance(logits, Tensor) and logits.requires_grad:

@@ -95,10 +95,8 @@ def vocab_parallel_log_probs(
             as kernels do where *values* of ``targets`` or ``rows`` do not fit. In backward: the logits were
             overwritten since forward.
     """
-    options = VocabParallelOptions(
-        tp_group, temperature, inplace_backward, block_bytes, fused, ignore_index, vocab_size=vocab_size
-    )
-    return log_probs_and_entropy(logits, targets, rows, keep_mask, options)[0]
+    how = tp_group, temperature, inplace_backward, block_bytes, vocab_size, fused, ignore_index
+    return log_probs_and_entropy(logits, targets, rows, keep_mask, VocabParallelOptions(*how))[0]
 
 
 def vocab_parallel_log_probs_and_entropy(
@@ -122,8 +120,8 @@ def vocab_parallel_log_probs_and_entropy(
     :func:`vocab_parallel_log_probs`; a keep-mask costs a second pass. Without ``entropy_grad`` the entropy
     does not require grad (a metric, or a coefficient of zero), and backward costs what it does without.
     """
-    how = tp_group, temperature, inplace_backward, block_bytes, fused, ignore_index, True, entropy_grad
-    options = VocabParallelOptions(*how, vocab_size=vocab_size)
+    how = tp_group, temperature, inplace_backward, block_bytes, vocab_size, fused, ignore_index
+    options = VocabParallelOptions(*how, with_entropy=True, entropy_grad=entropy_grad)
     log_probs, entropies = log_probs_and_entropy(logits, targets, rows, keep_mask, options)
     assert entropies is not None
     return log_probs, entropies

@@ -316,12 +316,11 @@ _CLAIM = "_loss_storage_claim"
 _GRADIENT_VERSION = "_loss_gradient_version"
 _LEAF, _PART, _CLAIMED = 1, 2, 3
 _REASONS = {
-    _LEAF: "inplace_backward would overwrite a leaf that requires grad: pass the output of an operation, "
-    "or inplace_backward=False",
+    _LEAF: "inplace_backward would overwrite a leaf that requires grad: pass the output of an operation",
     _PART: "inplace_backward needs logits with a storage of their own, and these are a part of something "
-    "larger: pass the whole (rows= selects), or inplace_backward=False",
+    "larger: pass the whole (rows= selects)",
     _CLAIMED: "these logits were given to another inplace_backward: only one loss can have their storage; "
-    "use vocab_parallel_log_probs_and_entropy for both, or inplace_backward=False",
+    "use vocab_parallel_log_probs_and_entropy for both",
 }
 
 
@@ -347,17 +346,16 @@ class StorageClaim:
             torch._assert_async((gathered == 0).all(), "another rank refused inplace_backward")
         elif reasons := {rank: int(reason) for rank, reason in enumerate(gathered.tolist()) if reason}:
             where = f" (of ranks {listed(reasons)} of tp_group)" if len(gathered) > 1 else ""
-            raise InvalidInputError(f"{_REASONS[self.reason or next(iter(reasons.values()))]}{where}")
+            reason = _REASONS[self.reason or next(iter(reasons.values()))]
+            raise InvalidInputError(f"{reason}, or inplace_backward=False{where}")
 
 
 def _reason_against(logits: Tensor) -> int:
     base, storage = logits if logits._base is None else logits._base, logits.untyped_storage()
     if base.is_leaf and base.requires_grad:
         return _LEAF
-    repeats = any(
-        size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)
-    )
-    if repeats or storage.nbytes() != logits.nbytes:
+    dimensions = zip(logits.shape, logits.stride(), strict=True)
+    if any(size > 1 and stride == 0 for size, stride in dimensions) or storage.nbytes() != logits.nbytes:
         return _PART
     earlier = getattr(storage, _CLAIM, None)
     # Activation checkpointing computes the same loss a second time, within backward.
