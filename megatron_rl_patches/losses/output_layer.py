@@ -85,7 +85,10 @@ def language_model_forward(
     keep_bytes: int = 0,
 ) -> Any:
     """Call a model's own forward; its output layer defers the logits if the arguments ask for them."""
-    layer = None if _returns_no_logits(arguments) else getattr(model, "output_layer", None)
+    # With one of these it returns no logits, generates text, or hands the hidden states to other code.
+    others = ("labels", "inference_context", "inference_params", "output_processor")
+    returns_logits = all(arguments.get(name) is None for name in others)
+    layer = getattr(model, "output_layer", None) if returns_logits else None
     with _deferral.enter(_Deferral(layer, tile_bytes, keep_bytes)):
         return forward()
 
@@ -155,9 +158,7 @@ def _deferred_output(
         return None
     assert weight is not None
     whole = sum_gradient(input_, group, layer.sequence_parallel)
-    bias = None if layer.skip_bias_add else layer.bias
-
-    dtype = logit_dtype_of(layer, weight)
+    bias, dtype = None if layer.skip_bias_add else layer.bias, logit_dtype_of(layer, weight)
 
     def own_product(hidden: Tensor) -> Tensor:
         if dtype is not None:  # Megatron's own needs TransformerEngine
@@ -197,12 +198,6 @@ def _reason_against(layer: Any, hidden: Tensor, weight: Tensor | None) -> str:
     if (weight.dtype, weight.device) != (hidden.dtype, hidden.device):
         return f"its weight is {weight.dtype} on {weight.device}, its input {hidden.dtype} on {hidden.device}"
     return ""
-
-
-def _returns_no_logits(arguments: Mapping[str, Any]) -> bool:
-    """Return whether the call has labels, generates text, or hands the hidden states to other code."""
-    names = ("labels", "inference_context", "inference_params", "output_processor")
-    return any(arguments.get(name) is not None for name in names)
 
 
 def _converts_or_records() -> bool:

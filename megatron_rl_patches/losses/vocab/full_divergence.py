@@ -133,10 +133,8 @@ def full_vocabulary_divergence(
 
 def _share_memory(*sources: Source) -> bool:
     """Return whether two sources read the same memory. Every tensor without elements is at address 0."""
-    storages = [
-        x.logits.untyped_storage() for x in sources if isinstance(x, SelectedRows) and x.logits.numel()
-    ]
-    return len(storages) > len({storage.data_ptr() for storage in storages})
+    existing = [x.logits for x in sources if isinstance(x, SelectedRows) and x.logits.numel()]
+    return len(existing) > len({logits.untyped_storage().data_ptr() for logits in existing})
 
 
 # --- weights of teachers
@@ -200,7 +198,7 @@ class FullDivergence(Loss):
     def __init__(self, divergence: Divergence, log_weights: tuple[float, ...]) -> None:
         self.divergence, self.log_weights = divergence, log_weights
         teachers = [f"teacher {number}" for number in range(len(log_weights))]
-        self.owners = [*teachers, *["the old policy"] * divergence.needs_old]
+        self.owners = [*teachers, "the old policy"] if divergence.needs_old else teachers
         self.masks_ruled_out = False  # whether ids that the student rules out have no gradient
 
     def forward(self, sources: Sequence[Source], tensors: Tensors, read: Read) -> Results:
