@@ -1,8 +1,7 @@
 """Activation checkpointing of a loss: backward computes it again instead of keeping its tensors.
 
-Reentrant checkpointing, torch's default, is wrong for losses: it runs the first pass without grad mode. A
-loss that asks ``torch.is_grad_enabled()`` then takes another path, and if that overwrites the logits,
-backward recomputes the loss from overwritten values, as it did in OpenClaw-RL.
+Reentrant checkpointing, torch's default, is wrong for losses: its first pass runs without grad mode. A loss
+that then overwrites the logits is recomputed from overwritten values, as it was in OpenClaw-RL.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ def checkpointed(
 
         return output, checkpointed(partial(loss_func, batch))
 
-    Arguments and results may be of any type. In grad mode ``loss_fn`` is called a second time in backward, so
-    it must compute the same both times and have no side effects, such as appending to a list.
+    Arguments and results may be of any type. In grad mode ``loss_fn`` is called again in backward, so it must
+    compute the same both times and have no side effects, such as appending to a list.
 
     Args:
         loss_fn: function that computes the loss.
@@ -56,8 +55,8 @@ def checkpointed(
             return loss_fn(*args, **kwargs)
         function, others = _bound(loss_fn, args, kwargs)
         # A context manager, since older releases of torch have no such argument. Only forward reads it.
-        several_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        stop = False if early_stop is None and several_ranks else early_stop
+        alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+        stop = early_stop if alone or early_stop is not None else False
         with nullcontext() if stop is None else set_checkpoint_early_stop(stop):
             return checkpoint(function, *others, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
@@ -69,9 +68,9 @@ def _bound(
 ) -> tuple[Callable[..., R], list[Any]]:
     """Return a function of those arguments that ``checkpoint()`` is to save, and these.
 
-    Keyword arguments are bound, since ``checkpoint()`` takes some of these names for its own options. So are
-    deferred logits: hooks of saved tensors, such as ``save_on_cpu``, would give back others, without a graph.
-    Clones are bound: code that reads or overwrites logits before backward makes ordinary ones of them.
+    Keyword arguments are bound, since ``checkpoint()`` takes some of these names for its own options, and
+    deferred logits, since hooks of saved tensors, such as ``save_on_cpu``, would give back others without a
+    graph. They are clones, as code that reads logits before backward may make ordinary ones of them.
     """
     kwargs = {name: x.clone() if _is_deferred(x) else x for name, x in kwargs.items()}
     deferred = {place: x.clone() for place, x in enumerate(args) if _is_deferred(x)}

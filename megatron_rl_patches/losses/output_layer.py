@@ -21,12 +21,11 @@ from ..common.chunks import has_base
 from ..common.devices import copied_to
 from ..common.messages import Message
 from ..common.scopes import Scope, replaced
-from ..errors import InvalidInputError
-from .vocab.arguments import check_floats, check_integer
+from .vocab.arguments import check_integer, check_layer
 from .vocab.autograd import sum_gradient
 from .vocab.deferred import DeferredLogits, defer, deferred_logits
 from .vocab.log_probs import vocab_parallel_log_probs
-from .vocab.output_layer import MainGradient, TileOptions, product
+from .vocab.output_layer import TileOptions, product
 from .vocab.reduction import all_gather
 
 _MATERIALIZED = Message(
@@ -86,7 +85,10 @@ def language_model_forward(
     keep_bytes: int = 0,
 ) -> Any:
     """Call a model's own forward; its output layer defers the logits if the arguments ask for them."""
-    layer = None if _returns_no_logits(arguments) else getattr(model, "output_layer", None)
+    # With one of these it returns no logits, generates text, or hands the hidden states to other code.
+    others = ("labels", "inference_context", "inference_params", "output_processor")
+    returns_logits = all(arguments.get(name) is None for name in others)
+    layer = getattr(model, "output_layer", None) if returns_logits else None
     with _deferral.enter(_Deferral(layer, tile_bytes, keep_bytes)):
         return forward()
 
@@ -102,11 +104,9 @@ def column_parallel_forward(forward: Callable[[], Any], layer: Any, *args: Any, 
 def loss_of_labels(compute: Callable[[], Any], layer: Any, labels: Tensor, logits: Tensor) -> Any:
     """Return a model's cross entropy, as multi-token prediction uses it, without materializing logits.
 
-    Args:
-        compute: the model's own function, with the same arguments.
-        layer: the output layer, whose group the vocabulary is split over.
-        labels: ``[b, s]``; the loss, float32 ``[b, s]``, of one that is no token id is zero.
-        logits: ``[s, b, V / tp]``.
+    The model's own function is ``compute``, and ``layer`` the output layer, whose group has the vocabulary.
+    The loss, float32 ``[b, s]``, of one of the ``labels`` ``[b, s]`` that is no token id is zero. The
+    ``logits`` are ``[s, b, V / tp]``.
     """
     # Whether somebody has read or written the logits on this rank alone must not decide about collectives.
     if not isinstance(logits, DeferredLogits):
@@ -122,10 +122,9 @@ def loss_of_labels(compute: Callable[[], Any], layer: Any, labels: Tensor, logit
 
 
 def is_column_parallel(layer: Any) -> bool:
-    """Return whether a layer is Megatron's linear layer, with a forward of Megatron's own.
+    """Return whether a layer is Megatron's linear layer with a forward of Megatron's own.
 
-    An adapter that derives from it is not, nor is another head. Megatron's own subclass adds the cross
-    entropy of labels only.
+    An adapter that derives from it is not. Megatron's own subclass only adds the cross entropy of labels.
     """
     if "forward" in vars(layer) or not has_base(layer, "ColumnParallelLinear"):
         return False
@@ -159,9 +158,7 @@ def _deferred_output(
         return None
     assert weight is not None
     whole = sum_gradient(input_, group, layer.sequence_parallel)
-    bias = None if layer.skip_bias_add else layer.bias
-
-    dtype = logit_dtype_of(layer, weight)
+    bias, dtype = None if layer.skip_bias_add else layer.bias, logit_dtype_of(layer, weight)
 
     def own_product(hidden: Tensor) -> Tensor:
         if dtype is not None:  # Megatron's own needs TransformerEngine
@@ -169,8 +166,8 @@ def _deferred_output(
         logits = torch.matmul(hidden, weight.t())
         return logits if bias is None else logits + bias
 
-    main = MainGradient(weight) if getattr(layer, "gradient_accumulation_fusion", False) else None
-    options = TileOptions(deferral.tile_bytes, deferral.keep_bytes, main, dtype)
+    accumulating = weight if getattr(layer, "gradient_accumulation_fusion", False) else None
+    options = TileOptions(deferral.tile_bytes, deferral.keep_bytes, accumulating, dtype)
     return defer(whole, weight, bias, options, own_product), layer.bias if layer.skip_bias_add else None
 
 
@@ -201,12 +198,6 @@ def _reason_against(layer: Any, hidden: Tensor, weight: Tensor | None) -> str:
     if (weight.dtype, weight.device) != (hidden.dtype, hidden.device):
         return f"its weight is {weight.dtype} on {weight.device}, its input {hidden.dtype} on {hidden.device}"
     return ""
-
-
-def _returns_no_logits(arguments: Mapping[str, Any]) -> bool:
-    """Return whether the call has labels, generates text, or hands the hidden states to other code."""
-    names = ("labels", "inference_context", "inference_params", "output_processor")
-    return any(arguments.get(name) is not None for name in names)
 
 
 def _converts_or_records() -> bool:
@@ -241,16 +232,7 @@ class OutputHead:
     logit_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        check_floats(weight=self.weight)
-        if self.weight.dim() != 2:
-            raise InvalidInputError(f"weight is {list(self.weight.shape)}, expected [V / tp, h]")
-        if self.bias is not None:
-            check_floats(bias=self.bias)
-            if self.bias.shape != self.weight.shape[:1] or self.bias.dtype != self.weight.dtype:
-                raise InvalidInputError(
-                    f"bias is {self.bias.dtype} {list(self.bias.shape)}, expected {self.weight.dtype} "
-                    f"{list(self.weight.shape[:1])} as weight has"
-                )
+        check_layer(self.weight, self.bias)
 
     def copied_to(self, device: torch.device | str) -> OutputHead:
         """Return a copy on the device; what comes from a GPU goes to pinned host memory."""
@@ -259,10 +241,10 @@ class OutputHead:
     def resharded(self, width: int, tp_group: dist.ProcessGroup) -> OutputHead:
         """Return a copy with ``width`` rows on each rank, as many as the student's output layer has there.
 
-        It is for a teacher whose vocabulary is padded to another size than the student's: under tensor
-        parallelism, a rank's rows stand for other ids in the two. Rows that the teacher lacks are zero, and
-        rows that are too many are left out: say with ``vocab_size`` how many ids there are. Each rank of
-        ``tp_group`` has all rows while this runs, on the device of the weight; with NCCL that is a GPU.
+        It is for a teacher whose vocabulary is padded to another size than the student's, so that a rank's
+        rows stand for other ids. Rows that the teacher lacks are zero, and rows that are too many are left
+        out: say with ``vocab_size`` how many ids there are. While this runs, each rank of ``tp_group`` has
+        all rows on the device of the weight; with NCCL that is a GPU.
 
         Raises:
             InvalidInputError: ``width`` is not a positive integer.

@@ -1,7 +1,4 @@
-"""Arguments of the losses over logits: options that are handed on as one object, and checks.
-
-Checks run on every rank alike, before anything is computed or sent.
-"""
+"""Options of the losses over logits, as one object, and checks, which all ranks make before they send."""
 
 from __future__ import annotations
 
@@ -32,15 +29,13 @@ _SHORTEST_RUN = 16  # rows, on average: it takes longer to read shorter ones apa
 
 @dataclass(frozen=True)
 class VocabParallelOptions:
-    """How to read logits ``[T, V / tp]`` and where to put their gradient.
-
-    The first six and ``vocab_size`` are arguments of :func:`.vocab_parallel_log_probs`, which explains them.
-    """
+    """How to read logits ``[T, V / tp]``; :func:`.vocab_parallel_log_probs` explains what it has of these."""
 
     tp_group: dist.ProcessGroup | None = None
     temperature: float = 1.0
     inplace_backward: bool = False
     block_bytes: int | None = None
+    vocab_size: int | None = None
     fused: bool | str = "auto"
     ignore_index: int = -100
     with_entropy: bool = False  # beside log-probabilities
@@ -48,7 +43,6 @@ class VocabParallelOptions:
     others_overwrite: bool = False  # other ranks may have inplace_backward though this one has not
     # Deferred logits are read undivided: the caller's are these over a number, which ranks may differ in.
     divisor: float = 1.0
-    vocab_size: int | None = None
     scale: float = field(init=False)  # of the logits that are read: temperature * divisor
     tp_rank: int = field(init=False)
     tp_size: int = field(init=False)
@@ -153,10 +147,23 @@ def check_floats(**tensors: Any) -> None:
             raise InvalidInputError(f"{name} is {tensor.dtype}, expected a floating dtype")
 
 
+def check_layer(weight: Tensor, bias: Tensor | None) -> None:
+    """Refuse what is no weight ``[V / tp, h]`` and bias ``[V / tp]`` of an output layer."""
+    check_floats(weight=weight)
+    if weight.dim() != 2:
+        raise InvalidInputError(f"weight is {list(weight.shape)}, expected [V / tp, h]")
+    if bias is not None:
+        check_floats(bias=bias)
+        shape = list(weight.shape[:1])
+        if list(bias.shape) != shape or bias.dtype != weight.dtype:
+            raise InvalidInputError(
+                f"bias is {bias.dtype} {list(bias.shape)}, expected {weight.dtype} {shape} as weight has"
+            )
+
+
 def check_list(name: str, values: Any) -> list[Tensor]:
     """Return tensors as a list, those of a padded tensor ``[B, L]`` too; refuse what is none."""
-    is_list = isinstance(values, Sequence) or (isinstance(values, Tensor) and values.dim() > 0)
-    if not is_list:
+    if not (isinstance(values, Sequence) or (isinstance(values, Tensor) and values.dim())):
         raise InvalidInputError(f"{name}: expected a list of tensors, not {_shown(values)}")
     tensors = list(values)
     for number, tensor in enumerate(tensors):
@@ -184,8 +191,8 @@ def check_lengths(
     return tensors
 
 
-def check_one_device(**tensors: Tensor) -> None:
-    """Refuse tensors on several devices."""
+def check_one_device(**tensors: Any) -> None:
+    """Refuse tensors, or other objects with a device, on several devices."""
     devices = {tensor.device: name for name, tensor in tensors.items()}
     if len(devices) > 1:
         places = " and ".join(f"{name} on {device}" for device, name in devices.items())
@@ -205,9 +212,8 @@ def _shown(value: Any) -> str:
 def check_group(tp_group: dist.ProcessGroup | None) -> None:
     """Refuse a tensor-parallel group that this rank is not in."""
     if tp_group is not None and dist.get_rank(tp_group) < 0:
-        raise InvalidInputError(
-            "this rank is not in tp_group: pass the group that holds its part of the vocabulary"
-        )
+        expected = "pass the group that holds its part of the vocabulary"
+        raise InvalidInputError(f"this rank is not in tp_group: {expected}")
 
 
 def check_no_transform(*tensors: Tensor | None) -> None:
@@ -252,15 +258,12 @@ def check_distinct(name: str, ids: Tensor) -> None:
 def valid_rows(rows: Rows, logits: Tensor) -> RowIndex:
     """Return the rows; reject numbers that are not of rows, or of one row twice."""
     size = logits.shape[0]
-    if rows is None:
-        return slice(0, size)
+    rows = slice(None) if rows is None else rows
     if isinstance(rows, slice):
-        row_range = range(*rows.indices(size))
-        if not row_range:
+        start, stop, step = rows.indices(size)
+        if not range(start, stop, step):
             return slice(0, 0)
-        if row_range.step == 1:
-            return slice(row_range.start, row_range.stop)
-        return torch.arange(row_range.start, row_range.stop, row_range.step, device=logits.device)
+        return slice(start, stop) if step == 1 else torch.arange(start, stop, step, device=logits.device)
     if isinstance(rows, Sequence):
         end = 0
         for part in rows:
@@ -275,23 +278,15 @@ def valid_rows(rows: Rows, logits: Tensor) -> RowIndex:
     if not isinstance(rows, Tensor):
         raise InvalidInputError(f"rows are a {type(rows).__name__}, expected slices or a tensor of numbers")
     if rows.dim() != 1 or rows.dtype != torch.int64:
-        raise InvalidInputError(
-            f"rows are {rows.dtype} {list(rows.shape)}, expected a slice or row numbers, torch.int64 [n]"
-            + ("; rows of a mask are mask.nonzero().squeeze(1)" if rows.dtype == torch.bool else "")
-        )
-    check_device("rows", rows, logits.device)
+        mask = "; rows of a mask are mask.nonzero().squeeze(1)" if rows.dtype == torch.bool else ""
+        wrong = f"rows are {rows.dtype} {list(rows.shape)}"
+        raise InvalidInputError(f"{wrong}, expected a slice or row numbers, torch.int64 [n]{mask}")
+    check_one_device(rows=rows, logits=logits)
     _require((rows >= 0) & (rows < size), f"rows: numbers from 0 to {size - 1}", rows)
-    once = torch.ones_like(rows)
-    uses = torch.zeros(size, dtype=torch.int64, device=rows.device).index_add_(0, rows, once)
+    uses = rows.new_zeros(size).index_add_(0, rows, torch.ones_like(rows))
     expected = "rows: each at most once, since gradients of a row are written, not added up"
     _require(uses <= 1, expected, torch.arange(size, device=rows.device))
     return as_slices(rows)
-
-
-def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    """Refuse a tensor on another device than the logits."""
-    if tensor.device != device:
-        raise InvalidInputError(f"{name} on {tensor.device}, logits on {device}: expected one device")
 
 
 def _require(ok: Tensor, expected: str, values: Tensor) -> None:
@@ -308,7 +303,7 @@ def as_one_slice(rows: Tensor, device: torch.device) -> slice | Tensor:
     return index if isinstance(index, slice) else on_device(rows, device)
 
 
-def as_numbers(runs: Runs, device: torch.device | None = None) -> Tensor:
+def as_numbers(runs: Iterable[slice], device: torch.device | None = None) -> Tensor:
     """Return the numbers of the rows in slices, int64."""
     return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
 

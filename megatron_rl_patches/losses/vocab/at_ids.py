@@ -5,14 +5,13 @@ For logits ``x`` of a row, a temperature ``T`` and ids ``S``, with ``p = softmax
     log_prob of id   = log p[id]                   d / dx = (onehot(id) - p) / T
     tail_log_prob    = log(sum of p outside S)     d / dx = (p / tail outside S - p) / T
 
-The tail has a softmax of its own, see :mod:`.topk`. What a block of columns adds are the logits at the ids,
--inf for ids of other blocks, and the tail's largest logit and sum. A rank's gradient is the whole derivative
-by its own logits, without a collective. (slime#2033 has one without a backward.)
+The tail has a softmax of its own, see :mod:`.topk`. A block of columns adds the logits at the ids, -inf for
+ids of other blocks, and the tail's largest logit and sum. Backward has no collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, overload
 
 import torch
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arguments import Rows, VocabParallelOptions
-from .reduction import Block, Blocks, Loss, Writer, ranges, rows_of_block
+from .reduction import Block, Blocks, Loss, Read, Results, Writer, ranges, rows_of_block
 from .softmax import NO_SOFTMAX, block_gradient, block_statistics, buffered_statistics, merged
 from .sources import Source, Tensors, rows_of, valid_ids
 
@@ -66,14 +65,11 @@ def vocab_parallel_log_probs_at(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return log-probabilities of given tokens of each selected row, and of all others together.
 
-    For backward the result keeps the logits themselves, the ids and a few numbers per row. Backward allocates
-    the gradient, unless ``inplace_backward`` is on, a block of rows and one number per id.
-
     Args:
         logits: ``[T, V / tp]``; for this and the others see :func:`vocab_parallel_log_probs`.
         indices: token ids ``[n, K]`` in the whole vocabulary, of the selected rows, the same on all ranks. An
-            id may occur twice in a row; its probability counts once. -100 is no id at all, so that rows of
-            fewer can be filled up: log-probability -inf and no gradient.
+            id may occur twice in a row; its probability counts once. -100 fills up rows of fewer ids: it has
+            log-probability -inf and no gradient.
         with_tail: also return the log-probability of the vocabulary without the ids. In float32 its relative
             error is below 5e-6, however small the tail is.
 
@@ -86,9 +82,7 @@ def vocab_parallel_log_probs_at(
         InvalidInputError: as :func:`vocab_parallel_log_probs`; the one collective is an all-gather of
             ``K + 2`` numbers per row.
     """
-    options = VocabParallelOptions(
-        tp_group, temperature, inplace_backward, block_bytes, vocab_size=vocab_size
-    )
+    options = VocabParallelOptions(tp_group, temperature, inplace_backward, block_bytes, vocab_size)
     source = rows_of(logits, rows, options)
     log_probs, log_tail = LogProbsAt()(source, indices=valid_ids("indices", indices, source, several=True))
     return (log_probs, log_tail) if with_tail else log_probs
@@ -97,9 +91,7 @@ def vocab_parallel_log_probs_at(
 class LogProbsAt(Loss):
     """Log-probabilities at ids ``[n, K]``, negative for none, and of the tail."""
 
-    def forward(
-        self, sources: Sequence[Source], tensors: Tensors, read: Callable[..., Tensor]
-    ) -> tuple[list[Tensor], Tensors]:
+    def forward(self, sources: Sequence[Source], tensors: Tensors, read: Read) -> Results:
         (source,), indices = sources, tensors["indices"]
         options, scale = source.options, source.scale
 
@@ -182,10 +174,9 @@ class LogProbsAt(Loss):
 
 
 class Columns(NamedTuple):
-    """Local columns for the token ids of one block of rows, so that writing all ``K`` touches local ids only.
+    """Columns of a block for all token ids of its rows, so that writing ``K`` values touches local ids only.
 
-    An id of another block is given the column of a local id of the same row; in a row without one, column 0,
-    which :meth:`put` leaves as it is.
+    An id of another block gets the column of a local id of its row, or 0, which :meth:`put` leaves as it is.
     """
 
     is_local: Tensor  # [rows, K]

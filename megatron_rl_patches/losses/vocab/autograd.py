@@ -20,14 +20,14 @@ def save_sources(ctx: Any, sources: Sequence[Source], others: Tensors, owners: S
 
     ``owners`` say whose the sources behind the first one are, such as "the teacher".
     """
+    if torch.is_inference_mode_enabled():
+        return  # there is no backward
     named: list[tuple[str, Any]] = []
     ctx.restores, ctx.other_names = [], list(others)
     for source, owner in zip(sources, ("", *owners), strict=True):
         tensors, restore = source.saved()
         named += [(f"{name} of {owner}" if owner else name, tensor) for name, tensor in tensors.items()]
         ctx.restores.append((restore, len(tensors)))
-    if torch.is_inference_mode_enabled():
-        return  # there is no backward
     named += others.items()
     named = [(name, _alias(t) if t is not None and t.is_inference() else t) for name, t in named]
     ctx.save_for_backward(*(tensor for _, tensor in named))
@@ -45,8 +45,7 @@ def gradients_of_inputs(
 ) -> Inputs:
     """Return the gradients of the first source's inputs, which cannot be differentiated.
 
-    ``compute``, such as :meth:`.Loss.gradients`, is called without grad mode. So many arguments of forward
-    come ``before`` the inputs.
+    ``compute`` is as :meth:`.Loss.gradients`. So many arguments of forward come ``before`` the inputs.
     """
     tensors = iter(_saved(ctx))
     sources = [restore(*islice(tensors, size)) for restore, size in ctx.restores]
@@ -69,8 +68,10 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
-        current = [(name, reference(), version) for name, reference, version in ctx.versions]
-        names = [name for name, t, version in current if t is not None and t._version != version]
+        now = [
+            (name, getattr(tensor(), "_version", version), version) for name, tensor, version in ctx.versions
+        ]
+        names = [name for name, current, version in now if current != version]
         if not names:
             raise
         raise InvalidInputError(
@@ -83,8 +84,7 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
 class _DifferentiableOnce(torch.autograd.Function):
     """Return a gradient as it is, and refuse to differentiate it.
 
-    torch's ``once_differentiable`` is not enough: if the incoming gradients are constants, it returns a
-    gradient that does not require grad, and a second derivative is silently wrong.
+    With torch's ``once_differentiable`` it is silently wrong if the incoming gradients are constants.
     """
 
     @staticmethod

@@ -17,12 +17,9 @@ from torch.utils import _python_dispatch
 from ...common.messages import Message
 from ...common.text import one_line
 
-# Compiling the first function of a process takes some ten seconds, others one or two.
-WORTHWHILE_ELEMENTS = 1 << 24
+WORTHWHILE_ELEMENTS = 1 << 24  # the first function of a process takes some ten seconds, others one or two
 RETRY_SECONDS = 300.0
-# Compiled variants of one function: dtypes, with or without temperature, mask, entropy, sizes of one, ...
-# There are some hundreds, of which a program uses a few.
-_VARIANTS = 1024
+_VARIANTS = 1024  # of one function, by dtypes, with or without temperature, mask, entropy, ...: some hundreds
 _DISABLING_VARIABLES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 
 _NOT_COMPILED = Message(
@@ -42,12 +39,10 @@ _functions: dict[Any, Callable[..., Any]] = {}  # by what has compiled them, and
 class BlockFunction:
     """A function to be called for one block of rows after the other.
 
-    For ``fused`` see :func:`.vocab_parallel_log_probs`. If compiling fails with ``"auto"``, for instance
-    since a disk is full, a warning names the cause, ``compiled`` becomes false, and this block and later ones
-    run as plain operators, on the smaller blocks that are made for them; some minutes later compiling is
-    tried again. What fails does so before any logits of a block are overwritten with their gradient: the
-    first kernel that writes there is the last compiled one, and after it values are only put in their places.
-    So a block can always be computed again.
+    If compiling fails that is not required, for instance since a disk is full, a warning names the cause,
+    ``compiled`` becomes false, and this block and later ones run as plain operators, on blocks that are made
+    for these; some minutes later compiling is tried again. What fails does so before any logits of a block
+    are overwritten, since the kernel that writes there is the last one. So a block can be computed again.
     """
 
     def __init__(
@@ -94,9 +89,9 @@ class BlockFunction:
 def _is_disabled() -> bool:
     """Return whether torch would not compile now.
 
-    torch.compile then returns functions as they are. Uncompiled, they are slower than plain operators on
-    buffers, and need several tensors of the size of a block. Torch 2.13 never compiles a function again that
-    is called meanwhile, or under a dispatch mode; others raise, or hide from the mode what is compiled.
+    Uncompiled, functions are slower than plain operators on buffers, and need several tensors of a block's
+    size. Torch 2.13 never compiles a function again that is called meanwhile, or under a dispatch mode;
+    others raise, or hide from the mode what is compiled.
     """
     in_any_thread = getattr(_python_dispatch, "is_in_any_mode_without_ignore_compile_internals", bool)
     stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
@@ -114,10 +109,9 @@ def _has_compiler(device: str) -> bool:
     if device != "cpu":
         return device == "cuda" and importlib.util.find_spec("triton") is not None
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    is_present = shutil.which(compiler) is not None
-    if not is_present and "CXX" in os.environ:
+    if (path := shutil.which(compiler)) is None and "CXX" in os.environ:
         _NO_COMPILER.log(compiler=compiler)
-    return is_present
+    return path is not None
 
 
 def _limits_of_torch() -> Any:
@@ -135,9 +129,8 @@ def _limits_of_torch() -> Any:
 def _call_compiled(function: Callable[..., Any], is_elementwise: bool, *args: Any) -> Any:
     for rows in args[0] if isinstance(args[0], list) else args[:1]:
         logits = rows[0] if isinstance(rows, tuple) else rows  # perhaps a RowsOf
-        # Stretches of a width that is compiled in fit into registers of a GPU, which then reads each stretch
-        # once: for its largest logit and for all sums. It reads and writes 16 bytes at a time. A single
-        # stretch is a whole row, of any width.
+        # Stretches of a width that is compiled in fit into registers of a GPU, which then reads each once, 16
+        # bytes at a time. A single stretch is a whole row, of any width.
         if logits.shape[1] > 1 or not is_elementwise:
             torch._dynamo.mark_static(logits, 2)
     return _compiled(function, is_elementwise)(*args)
@@ -146,8 +139,8 @@ def _call_compiled(function: Callable[..., Any], is_elementwise: bool, *args: An
 #: The compiler writes an intermediate result to memory if it needs more operations or reads than these. With
 #: its own limits, a divergence that is weighted with an old policy's probabilities takes twice the kernels.
 _OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 200, "realize_reads_threshold": 40}
-#: Kernels without sums get a grid of rows and columns. Otherwise a GPU divides integers to find the row of a
-#: logit, which takes three times as many instructions as all the rest.
+#: Kernels without sums get a grid of rows and columns: to divide integers to find the row of a logit takes a
+#: GPU three times as many instructions as all the rest.
 _ELEMENTWISE_OPTIONS = {**_OPTIONS, "triton.prefer_nd_tiling": True}
 
 

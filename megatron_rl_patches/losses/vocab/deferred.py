@@ -39,7 +39,7 @@ _warned: set[tuple[str, str, int]] = set()
 
 
 def _reading(function: Callable[..., Any], copies: bool = False, has_graph: bool = True) -> Any:
-    """Return a method that calls a function of the storage, which logits without values do not have."""
+    """Return a method that calls a function of an ordinary tensor's storage."""
 
     def method(logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
         read = logits.plain if has_graph else partial(logits._plain_values, aliases=not copies)
@@ -61,15 +61,14 @@ def deferred_logits(
 ) -> DeferredLogits:
     """Return the logits ``hidden @ weight.T + bias`` without computing them.
 
-    The functions of :mod:`megatron_rl_patches.losses` that take logits take these, and compute them in tiles
-    that they forget; see :class:`DeferredLogits` for what other code sees.
+    Functions of :mod:`megatron_rl_patches.losses` that take logits compute these in tiles that they forget;
+    see :class:`DeferredLogits` for what other code sees.
 
     Args:
         hidden: ``[..., h]``, what the output layer would get.
-        weight: ``[V / tp, h]``, in the dtype of ``hidden``: this rank's rows of the output layer. It may be
-            frozen, and it may be that of the embedding. Where nothing has a gradient it may stay in host
-            memory, best pinned: the losses copy it to the device of ``hidden`` in parts, one for each tile,
-            of which at most two are there at a time.
+        weight: ``[V / tp, h]``, in the dtype of ``hidden``: this rank's rows of the output layer, perhaps
+            frozen, or those of the embedding. Where nothing has a gradient it may stay in host memory, best
+            pinned: the losses copy a part to the device of ``hidden`` for each tile, at most two at a time.
         bias: ``[V / tp]``, where the weight is.
         tp_group: ranks that hold the other rows of the weight. The gradient of ``hidden`` is summed over
             them; the losses need the group as well.
@@ -80,8 +79,8 @@ def deferred_logits(
             stays in memory until its backward, or until other logits are read.
         keep_bytes: how much more memory the forward of each loss may fill with logits, which its backward
             then need not compute again: with all of them it multiplies three times instead of four.
-        logit_dtype: ``torch.float32``: the logits of 16-bit ``hidden`` and ``weight`` are not rounded; their
-            gradient is, before it is multiplied, as by Megatron's ``ColumnParallelLinear`` with an
+        logit_dtype: ``torch.float32``: the logits of 16-bit ``hidden`` and ``weight`` are not rounded, but
+            their gradient is before it is multiplied, as by Megatron's ``ColumnParallelLinear`` with an
             ``output_dtype``. ``None``: the logits have the dtype of ``hidden``.
 
     Returns:
@@ -92,17 +91,16 @@ def deferred_logits(
     Raises:
         InvalidInputError: arguments do not fit; before any communication, on every rank alike.
     """
-    layer = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-    arguments.check_floats(hidden=hidden, **layer)
+    arguments.check_floats(hidden=hidden)
+    arguments.check_layer(weight, bias)
     arguments.check_no_transform(hidden, weight, bias)
     arguments.check_group(tp_group)
     arguments.check_integer("tile_bytes", 1 if tile_bytes is None else tile_bytes, 1, "a number of bytes")
     arguments.check_integer("keep_bytes", keep_bytes, 0, "a number of bytes")
-    shapes = f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}"
-    if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or len(weight) == 0:
+    if hidden.dim() < 2 or hidden.shape[-1] != weight.shape[1] or len(weight) == 0:
+        shapes = f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}"
         raise InvalidInputError(f"{shapes}, expected [..., h] and [vocab / tp, h]")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise InvalidInputError(f"bias is {list(bias.shape)}, expected {[len(weight)]}")
+    layer = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     has_gradient = any(tensor.requires_grad for tensor in (hidden, *layer.values()))
     for name, tensor in layer.items():
         fits = tensor.device == hidden.device or not (has_gradient or tensor.is_meta)
@@ -151,11 +149,10 @@ def dense(logits: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Contents:
-    """What deferred logits are, which all views of them share.
+    """What deferred logits are, which all views of them share, and no copies.
 
     They are rows of an output layer's logits, converted and divided, until code writes to them or gets an
-    ordinary tensor in their memory, since nothing counts what is written there. From then on they are what
-    their memory holds. Copies are contents of their own, which no write to these can change.
+    ordinary tensor in their memory, where nothing counts writes. From then on they are what it holds.
     """
 
     layer: OutputLayer
@@ -169,12 +166,11 @@ class DeferredLogits(Tensor):
     """Logits that have a shape, a dtype and a device, and no values until some code reads them.
 
     They stay deferred where rows are selected, reordered or concatenated, where they are converted to
-    float32, and where they are divided by a number, which 16-bit logits are not, as the quotient is rounded.
-    Functions of :mod:`megatron_rl_patches.losses` compute what they need from hidden states and weight; so
-    does their method ``sum()``. Any other operation that reads values materializes the logits, by the output
-    layer's own code, with a warning that names the operation and the line that called it. Once code writes to
-    them, or gets an ordinary tensor in their memory, such as some columns or an array, they are ordinary
-    logits for losses, too.
+    float32, and where they are divided by a number, unless they have 16 bits, as the quotient is rounded.
+    Functions of :mod:`megatron_rl_patches.losses` and ``sum()`` compute what they need from hidden states and
+    weight. Any other operation that reads values materializes the logits by the output layer's own code, with
+    a warning that names the operation and the line that called it. Once code writes to them, or gets an
+    ordinary tensor in their memory, such as some columns or an array, they are ordinary logits for losses.
 
     Attributes:
         followed: for operations whose result is deferred, functions that compute it, or return ``None``; for
@@ -217,11 +213,10 @@ class DeferredLogits(Tensor):
         It may unless code has written to the values or has an ordinary tensor in their memory, a hook waits
         for their gradient, or an operation whose gradient this class does not know has returned them.
         """
-        layer = self._contents.layer
-        needs_gradient = self.requires_grad and torch.is_grad_enabled()
-        if self._contents.memory is not None or layer.has_hooks:
-            return False
-        return (not needs_gradient or self.has_gradient_of_rows) and layer.is_unchanged
+        contents, needs_gradient = self._contents, self.requires_grad and torch.is_grad_enabled()
+        has_values = contents.memory is not None or contents.layer.has_hooks
+        known = self.has_gradient_of_rows or not needs_gradient
+        return not has_values and known and contents.layer.is_unchanged
 
     @property
     def has_gradient_of_rows(self) -> bool:
@@ -244,17 +239,17 @@ class DeferredLogits(Tensor):
 
         Deferred logits are read undivided; what they are divided by becomes part of the options.
         """
-        layer, trained, divisor = self._contents.layer, self.requires_grad, self.divisor
+        layer, divisor, trained = self._contents.layer, self.divisor, self.requires_grad
         if not self.is_deferred:
             # Other code may write to the values before backward reads them, so these are a copy.
             return SelectedRows(self.plain("", copies=True), index, options)
-        keeps, rows, device = trained and torch.is_grad_enabled(), self._rows.flatten(), layer.source.device
+        rows, keeps = self._rows.flatten(), trained and torch.is_grad_enabled()
         layer.has_losses |= keeps
         if isinstance(index, tuple):
             index = arguments.as_numbers(index)
         if isinstance(index, Tensor):
             rows = on_device(rows, index.device)
-        selected, options = arguments.as_one_slice(rows[index], device), options.divided(divisor)
+        selected, options = arguments.as_one_slice(rows[index], layer.source.device), options.divided(divisor)
         return layer.source.select(selected, options, trained, keeps)
 
     # --- operations
@@ -299,10 +294,10 @@ class DeferredLogits(Tensor):
         return tree_map_only(Tensor, lambda t: own.get(id(t), t), result)
 
     def _plain_values(self, operation: str, aliases: bool, copies: bool = False) -> Tensor:
-        """Return the values as an ordinary tensor without a graph, and warn if nobody has read them before.
+        """Return the values without a graph, and warn of the ``operation`` if it is the first to read them.
 
-        The warning names the ``operation``; an empty one means none. The tensor ``aliases`` their memory
-        where other code gets it or writes to it, and ``copies`` is in memory of its own.
+        The tensor ``aliases`` their memory where other code gets it or writes to it; one that ``copies`` has
+        memory of its own. An empty operation means no warning.
         """
         contents, layer = self._contents, self._contents.layer
         if operation and contents.memory is None and layer.materialized is None:

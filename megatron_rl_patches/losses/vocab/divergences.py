@@ -1,9 +1,8 @@
 """Divergences of a student's distribution from a teacher's: what a column adds, and its derivative.
 
-A column is an id of the vocabulary, or one of the k + 1 buckets of a top-k, whose last one is the tail. Each
-divergence is an object that serves both. To add one, write a class here, and its name into
-:data:`DivergenceName`. With the probabilities ``p`` of the student, ``q`` of the teacher and ``p_old`` of
-the policy that sampled, and ``m = beta q + (1 - beta) p``:
+A column is an id of the vocabulary, or one of the k + 1 buckets of a top-k, whose last one is the tail. To
+add a divergence, write a class here, and its name into :data:`DivergenceName`. With the probabilities ``p``
+of the student, ``q`` of the teacher, ``p_old`` of the policy that sampled, and ``m = beta q + (1 - beta) p``:
 
 ==================================  ==========================================  ================
 ``reverse_kl``                      sum p (log p - log q)                       arXiv 2601.19897
@@ -17,12 +16,10 @@ the policy that sampled, and ``m = beta q + (1 - beta) p``:
 
 Each column adds ``p log(p / q) - p + q``, which is never negative, and zero where both have the same bits;
 the added terms cancel in the sum. It is computed from the difference of the logits, so that a divergence has
-correct digits where student and teacher are nearly the same.
-
-The gradient there is a small difference of log-probabilities. The rounding of the normalizers is not small
-next to it, but moves all columns of a row alike. So the sum over the row, which the gradient subtracts, is
-that of the same rounded numbers: the second value of :meth:`Divergence.terms`. It also says how much the
-rounding has added to the divergence; see :meth:`Divergence.without_rounding`.
+correct digits where student and teacher are nearly the same. The gradient there is a small difference of
+log-probabilities. The rounding of the normalizers is not small next to it, but moves all columns of a row
+alike. So the sum over the row, which the gradient subtracts, is that of the same rounded numbers: the second
+value of :meth:`Divergence.terms`. It also tells :meth:`Divergence.without_rounding` what the rounding added.
 """
 
 from __future__ import annotations
@@ -156,14 +153,10 @@ class Compared:
 class Divergence:
     """A divergence; a class for each name, with :meth:`terms`, and :meth:`slope` or :meth:`derivative`."""
 
-    #: It compares with the policy that sampled, too.
-    needs_old: ClassVar[bool] = False
-    #: Parts of the columns do not add up to it, so a pass of its own finds their masses.
-    needs_normalizers: ClassVar[bool] = False
-    #: Its derivative by a logit is not zero where ``p`` is zero; its second term is ``p - q``.
-    covers_mass: ClassVar[bool] = False
-    #: The bucket of all other ids adds to it. Without it, it is for buckets only.
-    counts_tail: ClassVar[bool] = True
+    needs_old: ClassVar[bool] = False  # it compares with the policy that sampled, too
+    needs_normalizers: ClassVar[bool] = False  # parts do not add up to it: a pass of its own finds masses
+    covers_mass: ClassVar[bool] = False  # its derivative is not zero where p is; its second term is p - q
+    counts_tail: ClassVar[bool] = True  # with a bucket of all other ids; else it is for buckets only
     beta: Tensor | float  # weight of the teacher in m; a tensor without dimensions for a compiled function
 
     def __init_subclass__(cls, name: str | None = None) -> None:

@@ -7,19 +7,17 @@ relative entropy, which holds for tiles and for tensor-parallel ranks alike::
     KL(p, q) = sum of P_i KL(p_i, q_i) + KL(P, Q)
 
 Mixtures, of teachers or with the student, need the normalizers of the whole vocabulary first: a second pass
-and a second collective. So does a Kullback-Leibler divergence where one distribution gives an id, or a block
-of ids, a probability of nearly zero and the other does not. The log-prob of such an id is limited (see
-RULED_OUT), and to know it takes the normalizer of the whole vocabulary.
+and a second collective. So does a Kullback-Leibler divergence where one distribution rules an id out that the
+other does not, since the log-prob of that id is limited in the whole vocabulary (see RULED_OUT).
 
-For large logits ``torch.compile`` makes two kernels. The first reads the logits of student and teachers and
-computes a partial result for each stretch of columns; the second combines the partial results of a row.
+For large logits ``torch.compile`` makes two kernels: one reads the logits of student and teachers and
+computes a partial result for each stretch of columns, the other combines the partial results of a row.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,19 +36,19 @@ from .divergences import (
     log_sum_exp,
     sum_of_rows,
 )
-from .reduction import Block, Blocks, Loss, Writer
+from .reduction import Block, Blocks, Loss, Read, Results, Writer
 from .sources import SelectedRows, Source, Tensors, rows_of
 
 _MINUS_INF, _INF = float("-inf"), float("inf")
 # If the log-probabilities of a column, or of a block of columns, differ by more nats, one distribution rules
-# it out. This is a tenth of RULED_OUT, which limits a column's log-probability in its whole row: that is a
-# sum (of the column in its stretch, of the stretch in its tile, ...), and each term may be well above it.
+# it out. This is a tenth of RULED_OUT, since a column's log-probability in its row is a sum (of the column in
+# its stretch, of the stretch in its tile, ...), whose terms may be well above that.
 _FAR = 1e3
-# Where the teacher's log-probability exceeds the student's by more nats, the student's probability is less
-# than a millionth of the teacher's, and subtracting one from the other costs no digits.
+# If the teacher's log-probability exceeds the student's by more nats, the student's probability is less than
+# a millionth of the teacher's, and subtracting one from the other costs no digits.
 _LARGE = 16.0
-# The functions of a divergence have eight tensors of a block's size at once. A block is as large as if they
-# had two: measured, smaller blocks cost more in calls than a larger cache saves.
+# Blocks are as large as if there were two tensors of their size, not eight: measured, smaller ones cost more
+# in calls than a larger cache saves.
 _BLOCKS = Blocks(2, has_work=False, compiled=16)
 
 T = TypeVar("T")
@@ -73,8 +71,7 @@ def full_vocabulary_divergence(
 ) -> Tensor:
     """Return the divergence of the student's next-token distributions from the teacher's, per row, in nats.
 
-    The divergences are those of :mod:`.divergences`, summed over all ids instead of k ids and a tail; all but
-    ``"generalized_kl"``.
+    The divergences are those of :mod:`.divergences` but ``"generalized_kl"``, summed over all ids.
 
     Args:
         student: logits or :class:`.DeferredLogits` ``[T, V / tp]``. Only these have a gradient. For the other
@@ -93,8 +90,7 @@ def full_vocabulary_divergence(
     Returns:
         ``[n]`` in float32 (float64 for float64 logits of the student), the same bits on all ranks of
         ``tp_group``. A log-probability below -10,000, such as -inf, counts as -10,000. NaN and +inf make NaN
-        of their own row. A row whose value gets a gradient of zero has a gradient of zero, whatever its
-        logits are.
+        of their own row. A row whose value gets a gradient of zero has a gradient of zero in any case.
 
     Raises:
         InvalidInputError: arguments do not fit; on every rank alike, before any collective. There is one
@@ -112,9 +108,8 @@ def full_vocabulary_divergence(
         if old is None:
             raise InvalidInputError(f"divergence is {divergence!r}: old is needed, and missing")
         others.append(("old", old))
-    options = VocabParallelOptions(tp_group, temperature, False, block_bytes, vocab_size=vocab_size)
-    student_options = replace(options, inplace_backward=True) if inplace_backward else options
-    sources = [source := rows_of(student, rows, student_options, "student")]
+    options = VocabParallelOptions(tp_group, temperature, inplace_backward, block_bytes, vocab_size)
+    sources = [source := rows_of(student, rows, options, "student")]
     for name, logits in others:
         if isinstance(logits, Tensor) and logits.requires_grad:
             logits = logits.detach()
@@ -136,21 +131,17 @@ def full_vocabulary_divergence(
     return values
 
 
-def _share_memory(a: Source, b: Source) -> bool:
+def _share_memory(*sources: Source) -> bool:
     """Return whether two sources read the same memory. Every tensor without elements is at address 0."""
-    if not isinstance(a, SelectedRows) or not isinstance(b, SelectedRows) or not a.logits.numel():
-        return False
-    return a.logits.untyped_storage().data_ptr() == b.logits.untyped_storage().data_ptr()
+    existing = [x.logits for x in sources if isinstance(x, SelectedRows) and x.logits.numel()]
+    return len(existing) > len({logits.untyped_storage().data_ptr() for logits in existing})
 
 
 # --- weights of teachers
 
 
 def weighted(teachers: Sequence[T], weights: Sequence[float] | None) -> list[tuple[float, T]]:
-    """Return the teachers with their weights, which add up to one.
-
-    A teacher of weight zero is left out: it may hold NaN, and zero times NaN is NaN.
-    """
+    """Return teachers with their weights, which add up to one; those of zero, which may hold NaN, go."""
     pairs = zip(normalize_weights(weights, len(teachers)), teachers, strict=True)
     return [(weight, teacher) for weight, teacher in pairs if weight]
 
@@ -210,9 +201,7 @@ class FullDivergence(Loss):
         self.owners = [*teachers, "the old policy"] if divergence.needs_old else teachers
         self.masks_ruled_out = False  # whether ids that the student rules out have no gradient
 
-    def forward(
-        self, sources: Sequence[Source], tensors: Tensors, read: Callable[..., Tensor]
-    ) -> tuple[list[Tensor], Tensors]:
+    def forward(self, sources: Sequence[Source], tensors: Tensors, read: Read) -> Results:
         (sides, call), divergence, in_one_pass = self._call(sources), self.divergence, False
         if divergence.needs_normalizers or len(self.log_weights) > 1:
             normalizers = read(
@@ -280,7 +269,7 @@ def _normalizers(xs: list[Tensor], sides: _Sides, _: None) -> Tensor:
 
 
 def _conditional_parts(xs: list[Tensor], sides: _Sides, _: None) -> Tensor:
-    """Return what one pass computes of a block: ``[m + 2, b]``, see :func:`_chain_rule`.
+    """Return what one pass computes of a block, ``[m + 2, b]``.
 
     These are the logarithms of the masses of student, teacher and perhaps old policy, and the two sums of
     :meth:`.Divergence.terms` for the conditional distributions. The first sum is inf if some of them rule
@@ -318,8 +307,8 @@ def _differ(compared: Compared) -> Tensor:
 def _sums(xs: list[Tensor], sides: _Sides, row_values: Tensor) -> Tensor:
     """Return the sums of :meth:`.Divergence.terms` over a block's columns; its normalizers are known.
 
-    For a divergence that covers mass, the teacher's probability of what the student rules out is the third
-    sum. These columns are constant, so the second sum is without them.
+    For a divergence that covers mass, the third sum is the teacher's probability of what the student rules
+    out. These columns are constant, so the second sum is without them.
     """
     compared = _compared(xs, sides, row_values)
     terms = list(sides.divergence.terms(compared))

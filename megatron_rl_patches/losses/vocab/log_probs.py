@@ -6,18 +6,15 @@ For logits ``x`` of a row and a temperature ``T``::
     entropy  = -sum(p * log p)                   d entropy / dx  = -p * (log p + entropy) / T
 
 Beyond the caller's logits nothing of their size is allocated but the gradient, and with ``inplace_backward``
-not even that: forward keeps the statistics of :mod:`.softmax` per row and the target's logit, backward
-computes the softmax again, a block of rows at a time. Tensor parallel ranks exchange these few numbers once
-in forward and nothing in backward.
-
-Frameworks keep one to three softmaxes and use three to six collectives: slime's
-``_VocabParallelLogProbEntropy``, verl's ``vocab_parallel_entropy``, Megatron's
-``vocab_parallel_cross_entropy`` (which overwrites its input).
+not even that: forward keeps a few numbers per row (see :mod:`.softmax`), which tensor-parallel ranks exchange
+once, and backward computes the softmax again, a block of rows at a time. Frameworks keep one to three
+softmaxes and use three to six collectives (slime's ``_VocabParallelLogProbEntropy``, verl's
+``vocab_parallel_entropy``, Megatron's ``vocab_parallel_cross_entropy``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arguments import Rows, VocabParallelOptions
-from .reduction import Block, Blocks, Loss, Writer
+from .reduction import Block, Blocks, Loss, Read, Results, Writer
 from .softmax import (
     NO_SOFTMAX,
     SoftmaxGradient,
@@ -66,20 +63,20 @@ def vocab_parallel_log_probs(
             at most once; ``None``: all of them. The others are not read, and their gradient is zero. Slices
             take less time than numbers, but for long runs of numbers on the CPU.
         temperature: logits are divided by it, as they were when the tokens were sampled.
-        vocab_size: number of token ids, where the columns from there on, on any ranks, pad the vocabulary:
-            they have probability zero and a gradient of zero, and are not read. Default: ``V``.
+        vocab_size: number of token ids; the columns from there on, on any ranks, pad the vocabulary: they are
+            not read, and have probability and gradient zero. Default: ``V``.
         keep_mask: bool ``[n, V / tp]``, the columns that sampling chose from (top-p, top-k). The others have
             probability zero, except the target, which was sampled. The entropy does not see the mask.
-        inplace_backward: write the gradient into the storage of the logits. They must fill that storage: a
-            reshaped view of a whole tensor does, a part of one does not, and neither may it be a leaf that
-            requires grad. Other operations that saved the logits for their backward raise, and so do these
-            functions if they are given the logits after backward; any other read sees the gradient.
+        inplace_backward: write the gradient into the storage of the logits. They must fill it, as a reshaped
+            view of a whole tensor does, and be no leaf that requires grad. Operations that saved the logits
+            for their backward raise, and so do these functions if they get the logits after backward; any
+            other read sees the gradient.
         block_bytes: size of the scratch memory for a block of rows. Default: on a CPU 2 MiB per thread but
             at most 1% of the logits, on a GPU 64 MiB or 1%, whichever is more.
-        fused: ``True``: the functions that work on a block are compiled, and what the compiler raises is
-            raised; ``False``: they run as plain operators; ``"auto"``: they are compiled for large logits
-            where there is a compiler, and run as plain operators if it fails. Nothing is compiled while torch
-            forbids it, or while a dispatch mode such as ``FlopCounterMode`` is on.
+        fused: ``True``: the functions of a block are compiled, and errors of the compiler are raised;
+            ``False``: they run as plain operators; ``"auto"``: they are compiled for large logits where there
+            is a compiler, and run as plain operators if it fails. Nothing is compiled while torch forbids it,
+            or while a dispatch mode such as ``FlopCounterMode`` is on.
         ignore_index: a row with this target has log-probability and entropy 0 and no gradient.
 
     Returns:
@@ -94,14 +91,12 @@ def vocab_parallel_log_probs(
         InvalidInputError: arguments do not fit; raised on every rank alike and before the one collective
             (an all-gather of a few numbers per row over ``tp_group``). Each rank decides whether its own
             logits can be overwritten, and its refusal travels with the collective: on a CPU all ranks raise
-            after it, on a GPU that rank does, and the other ranks' kernels stop with a device-side assertion.
-            So do kernels on a GPU where *values* of ``targets`` or ``rows`` do not fit. In backward: the
-            logits were overwritten since forward.
+            after it, on a GPU that rank does, and the other ranks' kernels stop with a device-side assertion,
+            as kernels do where *values* of ``targets`` or ``rows`` do not fit. In backward: the logits were
+            overwritten since forward.
     """
-    options = VocabParallelOptions(
-        tp_group, temperature, inplace_backward, block_bytes, fused, ignore_index, vocab_size=vocab_size
-    )
-    return log_probs_and_entropy(logits, targets, rows, keep_mask, options)[0]
+    how = tp_group, temperature, inplace_backward, block_bytes, vocab_size, fused, ignore_index
+    return log_probs_and_entropy(logits, targets, rows, keep_mask, VocabParallelOptions(*how))[0]
 
 
 def vocab_parallel_log_probs_and_entropy(
@@ -125,8 +120,8 @@ def vocab_parallel_log_probs_and_entropy(
     :func:`vocab_parallel_log_probs`; a keep-mask costs a second pass. Without ``entropy_grad`` the entropy
     does not require grad (a metric, or a coefficient of zero), and backward costs what it does without.
     """
-    how = tp_group, temperature, inplace_backward, block_bytes, fused, ignore_index, True, entropy_grad
-    options = VocabParallelOptions(*how, vocab_size=vocab_size)
+    how = tp_group, temperature, inplace_backward, block_bytes, vocab_size, fused, ignore_index
+    options = VocabParallelOptions(*how, with_entropy=True, entropy_grad=entropy_grad)
     log_probs, entropies = log_probs_and_entropy(logits, targets, rows, keep_mask, options)
     assert entropies is not None
     return log_probs, entropies
@@ -150,22 +145,19 @@ def log_probs_and_entropy(
 
 
 class LogProbsAndEntropy(Loss):
-    """Log-probabilities and entropies of targets; backward gets the logits and a few numbers per row."""
+    """Log-probabilities and entropies of targets."""
 
-    def forward(
-        self, sources: Sequence[Source], tensors: Tensors, read: Callable[..., Tensor]
-    ) -> tuple[tuple[Tensor, Tensor | None], Tensors]:
+    def forward(self, sources: Sequence[Source], tensors: Tensors, read: Read) -> Results:
         (source,), ids, keep_mask = sources, tensors["ids"], tensors["keep_mask"]
         options, scale = source.options, source.scale
-        with_entropy, derivative = options.with_entropy, None
+        with_entropy = options.with_entropy
         passes = [(keep_mask, False)] if keep_mask is not None else []
         passes += [(None, with_entropy)] if with_entropy or not passes else []
         sizes = [2 + entropy for _, entropy in passes]
         # Where the logits of a block are copied, the first of two passes must not overwrite them.
         spare = int(len(passes) > 1 and source.copies_rows)
-        divisors = _divisors(sizes, source)
-        if keep_mask is None and not (with_entropy and options.entropy_grad):
-            derivative = source.forward_derivative()
+        is_linear = keep_mask is None and not (with_entropy and options.entropy_grad)
+        derivative = source.forward_derivative() if is_linear else None
 
         def part(block: Block) -> Tensor:
             masked_passes = [(_mask_of_block(mask, block), entropy) for mask, entropy in passes]
@@ -188,7 +180,9 @@ class LogProbsAndEntropy(Loss):
             if derivative is not None:
                 derivative.add(tile, statistics[0], column, is_here)
             values = torch.cat([statistics, logit[None]])
-            return values if divisors is None else values / divisors
+            for row in (0, *sizes[:-1], -1) if options.divisor != 1 else ():  # those that are logits
+                values[row] /= options.divisor
+            return values
 
         def merge(parts: Sequence[Tensor]) -> Tensor:
             by_pass = zip(*(torch.split(values[:-1], sizes) for values in parts), strict=True)
@@ -201,7 +195,7 @@ class LogProbsAndEntropy(Loss):
 
     def _results(
         self, source: Source, ids: Tensor, keep_mask: Tensor | None, total: Sequence[Tensor], derivative: Any
-    ) -> tuple[tuple[Tensor, Tensor | None], Tensors]:
+    ) -> Results:
         """Return the results from the statistics of each pass and the targets' logits, ``[m, n]`` each."""
         options, is_ignored = source.options, ids == source.options.ignore_index
         *statistics, (target_logit,) = total
@@ -277,8 +271,7 @@ class LogProbsAndEntropy(Loss):
 
         def finish(tile: Tile, gradient: Tensor) -> None:
             column, is_here = _target_columns(ids[tile.rows], source, tile.columns)
-            tile = tile._replace(x=gradient)
-            tile.put(column, torch.where(is_here, at_target[tile.rows].to(gradient.dtype), tile.at(column)))
+            tile.put(gradient, column, is_here, at_target[tile.rows].to(gradient.dtype))
 
         tensors = (masked[1] is not None and unmasked[1] is not None) + (unmasked[2] is not None)
         return Writer(block_gradient, write, Blocks(tensors, takes_numbers=True), finish)
@@ -302,14 +295,6 @@ class _Softmax:
     def for_backward(self) -> list[Tensor]:
         """Return the largest logit as this rank reads it, and what ``exp(z)`` is to be multiplied by."""
         return [self.max_logit * self._options.divisor, (-1.0 / self._options.scale) / self.sum_exp]
-
-
-def _divisors(sizes: Sequence[int], source: Source) -> Tensor | None:
-    """Return what statistics ``[m, n]`` are divided by to be in the units of the caller; ``None`` for 1."""
-    if (divisor := source.options.divisor) == 1:
-        return None
-    divisors = [number for size in sizes for number in (divisor, 1.0, 1.0)[:size]]
-    return torch.tensor([[*divisors, divisor]], dtype=torch.float64, device=source.device).T
 
 
 def _target_columns(ids: Tensor, source: Source, columns: slice) -> tuple[Tensor, Tensor]:

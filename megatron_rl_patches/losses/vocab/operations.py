@@ -6,7 +6,7 @@ by tile. Importing this module registers the functions in :attr:`.DeferredLogits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ...common.devices import on_device
 from .arguments import DEFAULT, in_float32
 from .deferred import Contents, DeferredLogits
 from .output_layer import OutputLayerRows
-from .reduction import Block, Blocks, Loss, Writer
+from .reduction import Block, Blocks, Loss, Read, Results, Writer
 from .sources import Tensors
 
 aten = torch.ops.aten
@@ -31,9 +31,9 @@ def _derived(
     dtype: torch.dtype | None = None,
     memory_format: torch.memory_format | None = torch.contiguous_format,
 ) -> DeferredLogits | None:
-    """Return logits with contents of their own: rows of the layer's logits, in the shape of the result.
+    """Return logits with contents of their own: ``rows`` of the layer's logits, in the shape of the result.
 
-    They have one ``division`` more than the first parent, if there is one; ``memory_format`` is as for clone.
+    They may have one ``division`` more than the first parent.
     """
     if (has_gradient := _has_gradient_of_rows(parents)) is None:
         return None
@@ -110,7 +110,7 @@ def _cat(func: Any, parts: Sequence[DeferredLogits], dim: int = 0) -> DeferredLo
 
 def _rows_beside(logits: DeferredLogits, *others: Any) -> Tensor:
     """Return the numbers of the rows in host memory, or on the GPU if one of the other tensors is there."""
-    on_gpu = any(isinstance(other, Tensor) and other.device.type != "cpu" for other in others)
+    on_gpu = any(other is not None and other.device.type != "cpu" for other in others)
     return on_device(logits._rows, logits.device) if on_gpu else logits._rows
 
 
@@ -147,13 +147,12 @@ def _division(divisor: Any, logits: DeferredLogits) -> tuple[float, Tensor | flo
         operand = divisor.detach().flatten()[0].clone()  # its owner may overwrite the tensor
     if not isinstance(number, (int, float)) or not in_float32(number):
         return None
-    # The quotient of 16-bit logits is rounded to 16 bits.
-    is_exact = number == 1 or logits.dtype in (torch.float32, torch.float64)
+    is_exact = number == 1 or logits.dtype.itemsize > 2  # the quotient of 16-bit logits is rounded
     return (float(number), operand) if is_exact else None
 
 
 def _convert(func: Any, logits: DeferredLogits, *, dtype: Any = None, **kwargs: Any) -> DeferredLogits | None:
-    """Return the logits, still deferred, in the same or a more precise dtype."""
+    """Return the logits in the same or a more precise dtype."""
     dtype = dtype or logits.dtype
     elsewhere = kwargs.get("device") not in (None, logits.device) or kwargs.get("pin_memory")
     if elsewhere or dtype not in (logits.dtype, torch.float32) or logits.dtype == torch.float64 != dtype:
@@ -168,11 +167,9 @@ def _like(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 class _SumOfLogits(Loss):
-    """The sum of all logits of the selected rows, in the layer's ``dtype``; forward computes no logits."""
+    """The sum of all logits, in the layer's ``dtype``; forward computes none of them."""
 
-    def forward(
-        self, sources: Sequence[OutputLayerRows], tensors: Tensors, read: Callable[..., Tensor]
-    ) -> tuple[list[Tensor], Tensors]:
+    def forward(self, sources: Sequence[OutputLayerRows], tensors: Tensors, read: Read) -> Results:
         layer = sources[0]
         weight = layer.weight.detach().sum(0, dtype=layer.dtype).to(layer.device)
         total = layer.hidden_nh.sum(0, dtype=layer.dtype) @ weight

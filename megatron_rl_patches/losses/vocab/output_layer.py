@@ -1,11 +1,9 @@
 """The logits of an output layer as a source: a tile is one matrix product, which is read and forgotten.
 
 Backward multiplies again, turns the tile into its gradient in place, and multiplies that once for the hidden
-states and once for the weight. So memory is one tile, whatever the vocabulary is. Where tiles have all rows,
-and no other source is read together with this one, forward's last tile stays in memory until other logits are
-read, or until backward, which begins with it and need not compute it again.
-
-Tiles have all selected rows and few columns where they can: the weight's gradient of a tile is then complete.
+states and once for the weight. So memory is one tile, whatever the vocabulary is. Where they can, tiles have
+all selected rows and few columns: the weight's gradient of a tile is then complete, and forward's last tile
+stays in memory for backward, which begins with it, unless other logits are read before.
 """
 
 from __future__ import annotations
@@ -27,7 +25,8 @@ from .reduction import STRETCH, TORCH, Block, Blocks, each_block, ranges
 from .softmax import NO_SOFTMAX, block_gradient
 from .sources import Gradients, Grid, Inputs, Source, Tensors, Tile
 
-LayerInputs = tuple[Tensor, Tensor, Tensor | None]  # hidden states, weight and bias
+#: Hidden states ``[T, h]``, this rank's weight ``[V / tp, h]`` and bias ``[V / tp]``; see deferred_logits.
+LayerInputs = tuple[Tensor, Tensor, Tensor | None]
 Product = Callable[[Tensor], Tensor]
 #: By which numbers logits have been divided, each with what holds it, perhaps a tensor.
 Divisions = tuple[tuple[float, Tensor | float], ...]
@@ -37,31 +36,9 @@ _LARGE_TILE = 1 << 30
 _FEWEST_COLUMNS = 1024
 # Where torch has no float32 product of 16-bit matrices, so many of their columns are converted at a time.
 _CONVERTED_COLUMNS = 512
-# Where torch has such a product, but does not add it to a float32 tensor, so large a part of it is computed
-# at a time. The product of few rows of logits would be as large as the weight.
+# Where it has one, but does not add it to a float32 tensor, so large a part of it is computed at a time: the
+# product of few rows of logits would be as large as the weight.
 _PRODUCT_BYTES = 128 << 20
-
-
-class MainGradient:
-    """The buffer to which Megatron's layers add a weight's gradient with ``gradient_accumulation_fusion``."""
-
-    def __init__(self, weight: Any) -> None:
-        self._weight = weight
-
-    def buffer(self) -> Tensor | None:
-        main: Tensor | None = getattr(self._weight, "main_grad", None)
-        return main
-
-    def added(self) -> Tensor | None:
-        """Return a placeholder for the weight's gradient, which ``main_grad`` holds; ``None`` without DDP."""
-        if not hasattr(self._weight, "grad_added_to_main_grad"):
-            return None
-        # DDP's hook requires a gradient, and ignores its values if this attribute is set. Where an embedding
-        # shares the weight (zero_out_wgrad), autograd adds the embedding's gradient to the placeholder and
-        # DDP adds both to main_grad, so the placeholder must be zero.
-        self._weight.grad_added_to_main_grad = True
-        make = torch.zeros_like if getattr(self._weight, "zero_out_wgrad", False) else torch.empty_like
-        return make(self._weight.detach())
 
 
 class TileOptions(NamedTuple):
@@ -69,8 +46,19 @@ class TileOptions(NamedTuple):
 
     tile_bytes: int | None = None
     keep_bytes: int = 0
-    main_gradient: MainGradient | None = None  # where the weight's gradient goes; None: to autograd
+    accumulating: Any = None  # the weight whose gradient goes into its main_grad; None: it goes to autograd
     logit_dtype: torch.dtype | None = None
+
+
+def placeholder_of(weight: Any) -> Tensor | None:
+    """Return what autograd gets for a gradient that a weight has in ``main_grad``; ``None`` without DDP."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    # DDP's hook requires a gradient, and ignores its values if this attribute is set. Where an embedding
+    # shares the weight (zero_out_wgrad), autograd and DDP add the embedding's gradient to these zeros.
+    weight.grad_added_to_main_grad = True
+    make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+    return make(weight.detach())
 
 
 class StoredTiles(dict[tuple[int, int], Tensor]):
@@ -79,7 +67,7 @@ class StoredTiles(dict[tuple[int, int], Tensor]):
     _latest: ClassVar[dict[torch.device, tuple[weakref.ref[StoredTiles], tuple[int, int]]]] = {}
 
     def store_last(self, place: tuple[int, int], memory: Tensor) -> None:
-        assert place not in self, "the last tile has memory of its own, so the buffer has another one"
+        """Store the tile that forward has ended with, in place of that of the forward before."""
         self.free_last(memory.device, unless_of=self)
         self[place] = memory
         self._latest[memory.device] = weakref.ref(self), place
@@ -94,11 +82,9 @@ class StoredTiles(dict[tuple[int, int], Tensor]):
 
 @dataclass(eq=False)
 class OutputLayerRows(Source):
-    """Rows of the logits ``hidden @ weight.T + bias`` of an output layer, which exist one tile at a time."""
+    """Rows of the logits ``hidden @ weight.T + bias`` of an output layer."""
 
-    hidden: Tensor  # [T, h]
-    weight: Tensor  # [V / tp, h], this rank's part; see deferred_logits
-    bias: Tensor | None  # [V / tp]
+    layer: LayerInputs
     index: slice | Tensor
     tiling: TileOptions
     options: VocabParallelOptions = DEFAULT
@@ -107,10 +93,10 @@ class OutputLayerRows(Source):
     computes_tiles = True
 
     def __post_init__(self) -> None:
-        index, inputs = self.index, (self.hidden, self.weight, self.bias)
+        self.hidden, self.weight, self.bias = self.layer
+        index, self.logit_dtype = self.index, self.tiling.logit_dtype or self.hidden.dtype
         n = len(index) if isinstance(index, Tensor) else index.stop - index.start
-        self.logit_dtype = self.tiling.logit_dtype or self.hidden.dtype
-        self.set_up(self.options, n, len(self.weight), self.logit_dtype, inputs, False)
+        self.set_up(n, len(self.weight), self.logit_dtype, *self.layer)
 
     def tiles(self, grid: Grid, is_backward: bool = False) -> Iterator[Tile]:
         row_ranges, column_ranges, share = grid
@@ -146,8 +132,7 @@ class OutputLayerRows(Source):
                     logits.fill_(float("-inf"))
                 elif not is_computed:
                     multiply(hidden, part.T, None if bias is None else bias[columns], logits)
-                whole = slice(0, len(hidden))
-                yield Tile(logits, whole, rows, columns, [(rows, whole)])
+                yield Tile(logits, rows, columns, [(rows, slice(0, len(hidden)))])
         if self.keeps_tiles and begins_with_last and not is_backward and buffer is not None:
             stored.store_last(place, buffer)
 
@@ -159,8 +144,8 @@ class OutputLayerRows(Source):
         others = self.tiling, self.options, self.keeps_tiles, self.stored_tiles
 
         def restore(*saved: Any) -> OutputLayerRows:
-            hidden, weight, bias, numbers = saved
-            return OutputLayerRows(hidden, weight, bias, rows if numbers is None else numbers, *others)
+            *inputs, numbers = saved
+            return OutputLayerRows(tuple(inputs), rows if numbers is None else numbers, *others)
 
         names = "the hidden states", "the weight of the output layer", "its bias", "rows"
         return dict(zip(names, (*self.inputs, numbers), strict=True)), restore
@@ -182,29 +167,29 @@ class OutputLayerRows(Source):
             return self.tiling.tile_bytes or 64 * _MIB
         # Larger tiles need fewer products, as backward begins with the last one. They take half of all logits
         # at most. There are two sizes, so that microbatches of many lengths leave no gaps in the memory.
-        large = self.n * self.width * self.logit_dtype.itemsize >= 2 * _LARGE_TILE
-        return _LARGE_TILE if large else _LARGE_TILE // 2
+        is_large = self.n * self.width * self.logit_dtype.itemsize >= 2 * _LARGE_TILE
+        return _LARGE_TILE if is_large else _LARGE_TILE // 2
 
     def without_keeping(self) -> OutputLayerRows:
         return self.select(self.index, self.options)
 
     def forward_derivative(self) -> ForwardDerivative | None:
         is_frozen = not any(t is not None and t.requires_grad for t in (self.weight, self.bias))
-        needed = is_frozen and self.keeps_tiles and self.hidden.requires_grad
-        return ForwardDerivative(self) if needed else None
+        return (
+            ForwardDerivative(self) if is_frozen and self.keeps_tiles and self.hidden.requires_grad else None
+        )
 
     def select(
         self, index: slice | Tensor, options: VocabParallelOptions, trained: bool = True, keeps: bool = False
     ) -> OutputLayerRows:
         """Return these rows of the ``T``, which may have gradients if they are trained."""
-        inputs: Any = [t if t is None or trained else t.detach() for t in self.inputs]
-        hidden, weight, bias = inputs
-        return OutputLayerRows(hidden, weight, bias, index, self.tiling, options, keeps)
+        layer: Any = tuple(t if t is None or trained else t.detach() for t in self.layer)
+        return OutputLayerRows(layer, index, self.tiling, options, keeps)
 
     def gradients_of(self, gradient: Tensor, needed: Sequence[bool]) -> Inputs:
         """Return the gradients of the inputs from that of all logits ``[n, V / tp]``."""
         sums, rows = _InputGradients(self, needed), slice(0, self.n)
-        sums.add(Tile(gradient, rows, rows, slice(0, self.width), [(rows, rows)]))
+        sums.add(Tile(gradient, rows, slice(0, self.width), [(rows, rows)]))
         return sums.totals()
 
     @cached_property
@@ -219,10 +204,10 @@ class OutputLayerRows(Source):
         if self.n == len(self.hidden) and isinstance(self.index, slice):
             return gradient_nh
         gradient_th = torch.zeros_like(self.hidden)
-        if isinstance(self.index, slice):
-            gradient_th[self.index] = gradient_nh
-            return gradient_th
-        return gradient_th.index_add_(0, self.index, gradient_nh)  # a row may be there several times
+        if isinstance(self.index, Tensor):  # a row may be there several times
+            return gradient_th.index_add_(0, self.index, gradient_nh)
+        gradient_th[self.index] = gradient_nh
+        return gradient_th
 
 
 class _InputGradients(Gradients):
@@ -231,9 +216,10 @@ class _InputGradients(Gradients):
     def __init__(self, layer: OutputLayerRows, needed: Sequence[bool]) -> None:
         self._layer, self._weight = layer, layer.weight.detach()
         needs_hidden, needs_weight, needs_bias = needed
-        main, zeros = layer.tiling.main_gradient, layer.hidden.new_zeros
+        zeros, self._main = layer.hidden.new_zeros, None
+        if needs_weight:
+            self._main = getattr(layer.tiling.accumulating, "main_grad", None)
         self._of_hidden = zeros(layer.hidden_nh.shape, dtype=layer.dtype) if needs_hidden else None
-        self._main = main.buffer() if main is not None and needs_weight else None
         self._of_weight = torch.empty_like(self._weight) if needs_weight and self._main is None else None
         if self._of_weight is not None:
             self._of_weight[layer.num_columns :].zero_()
@@ -265,18 +251,18 @@ class _InputGradients(Gradients):
                 self._of_weight[columns] = self._of_columns
 
     def totals(self) -> Inputs:
-        layer, main = self._layer, self._layer.tiling.main_gradient
+        layer = self._layer
         return (
             None if self._of_hidden is None else layer.spread(self._of_hidden),
-            self._of_weight if self._main is None or main is None else main.added(),
+            self._of_weight if self._main is None else placeholder_of(layer.tiling.accumulating),
             None if self._of_bias is None or layer.bias is None else self._of_bias.to(layer.bias.dtype),
         )
 
 
 class OutputLayer:
-    """The logits ``[..., V / tp]`` of an output layer, which deferred logits are rows of.
+    """The logits ``[..., V / tp]`` that deferred ones are rows of, and their ``source``.
 
-    Its ``source`` reads all of them in tiles, and ``numbers`` are those of its rows, int64 ``[T]``.
+    The ``numbers`` of all rows are int64 ``[T]``.
     """
 
     has_hooks = False  # whether a hook waits for their gradient
@@ -289,7 +275,7 @@ class OutputLayer:
         self.numbers, self.lock = torch.arange(n), threading.RLock()
         counted = [t for t in inputs if t is not None and not t.is_inference()]
         self._versions = [(t, t._version, t.data_ptr()) for t in counted]
-        self.source = OutputLayerRows(*inputs, slice(0, n), tiling)
+        self.source = OutputLayerRows(inputs, slice(0, n), tiling)
 
     @property
     def is_unchanged(self) -> bool:
@@ -326,9 +312,8 @@ class OutputLayer:
 class ForwardDerivative:
     """The derivative ``[n, h]`` of log-probabilities by the hidden states of an output layer that is frozen.
 
-    Forward computes it, and backward only multiplies it. A tile contributes ``exp(z) @ weight``, without the
-    target's column, and with ``z`` relative to the largest logit so far; the sum is scaled when a tile with a
-    larger one comes. An entropy would need another product.
+    Forward computes it, and backward only multiplies it; an entropy would need another product. A tile adds
+    ``exp(z) @ weight`` without the target's column, with ``z`` relative to the largest logit so far.
     """
 
     def __init__(self, layer: OutputLayerRows) -> None:
@@ -349,7 +334,7 @@ class ForwardDerivative:
             block.function(block.xs[0], block.out, softmax, NO_SOFTMAX, None, None, layer.scale, block.work)
 
         each_block(layer, [tile], block_gradient, write, Blocks(0), tile.x)
-        tile.put(column, tile.at(column).masked_fill(is_target, 0.0))
+        tile.put(tile.x, column, is_target, 0.0)
         weight = self._weight[tile.columns]
         add_product(total, tile.x.to(weight.dtype), weight, may_round=True)
 
@@ -387,8 +372,8 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
 def add_product(total: Tensor, a: Tensor, b: Tensor, *, may_round: bool = False) -> None:
     """Add ``a @ b`` to ``total``, in the precision of ``total``, which may be higher than that of both.
 
-    With ``may_round`` a product of bfloat16 matrices is rounded to bfloat16 where torch has no product with
-    another dtype, as on a CPU. (A sum in float16 may be beyond its range.)
+    With ``may_round`` bfloat16 products are rounded where torch has none of another dtype, as on a
+    CPU. (A sum in float16 may be beyond its range.)
     """
     # torch's build for AMD's GPUs refuses to multiply 16-bit matrices with a float32 result.
     is_on_nvidia = a.device.type == "cuda" and torch.version.hip is None

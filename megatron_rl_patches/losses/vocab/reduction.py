@@ -32,8 +32,10 @@ from . import compiling
 from .arguments import VocabParallelOptions
 from .autograd import gradients_of_inputs, save_sources
 from .softmax import RowsOf
-from .sources import Grid, Inputs, Place, Runs, Source, Tensors, Tile
+from .sources import Grid, Inputs, Place, Source, Tensors, Tile, cut
 
+Read = Callable[..., Tensor]  # Loss.read of the sources
+Results = tuple[Sequence[Tensor | None], Tensors]  # and what backward needs
 _MIB = 1 << 20
 STRETCH, _SHORTEST_STRETCH = 1024, 64  # columns
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -80,23 +82,20 @@ class Writer(NamedTuple):
 
 
 class Loss(ABC):
-    """A function of rows of logits, with a gradient of its own; one object for each call.
+    """A function of rows of logits with a gradient of its own; one object for each call.
 
-    An object has no tensors as attributes: autograd saves those that backward needs, and alone decides how
-    long they live.
+    An object has no tensors as attributes, so that autograd alone decides how long they live.
     """
 
     owners: Sequence[str] = ()  # whose the sources behind the first one are, for errors
     grid: Grid  # of the tiles, which forward and backward read alike
 
     @abstractmethod
-    def forward(
-        self, sources: Sequence[Any], tensors: Tensors, read: Callable[..., Tensor]
-    ) -> tuple[Sequence[Tensor | None], Tensors]:
+    def forward(self, sources: Sequence[Any], tensors: Tensors, read: Read) -> Results:
         """Return the results, and the tensors that :meth:`writer` needs; :meth:`read` has got the sources."""
 
     def writer(self, sources: Sequence[Any], saved: Tensors, *gradients: Tensor | None) -> Writer | Tensor:
-        """Return what writes the gradient of the first source, from those of the results, or ``None``.
+        """Return what writes the gradient of the first source from those of the results.
 
         Where forward has summed up the derivative by hidden states, return it for each row, weighted.
         """
@@ -198,8 +197,8 @@ def grid_of(sources: Sequence[Source]) -> Grid:
     if cut := [source for source in sources if source.computes_tiles]:
         shapes = [source.shape_of_tiles(width, len(sources)) for source in cut]
         rows, columns = (min(sizes) for sizes in zip(*shapes, strict=True))
-    # Where padding follows, what exceeds a multiple of a stretch is a range of its own, and all others can be
-    # cut into stretches. It comes first where tiles are computed, since backward begins with the last tile.
+    # Where padding follows, what exceeds a multiple of a stretch is a range of its own. It comes first where
+    # tiles are computed, since backward begins with the last tile.
     count = first.num_columns
     rest = count % STRETCH if count < first.width else 0
     end = rest if first.computes_tiles else count - rest
@@ -230,33 +229,39 @@ def each_block(
     of the source; its gradient ``[any, w]`` is where the tile's rows are to be written.
     """
     tile, options, is_writing, results = tiles[0], source.options, gradient is not None, list[Any]()
-    runs, done = tile.runs or [(tile.rows, slice(0, 0))], tile.rows.start
-    row_bytes = tile.x.shape[1] * source.dtype.itemsize
+    done, row_bytes = tile.rows.start, tile.x.shape[1] * source.dtype.itemsize
     if is_writing and options.inplace_backward:  # the compiler would copy all rows
         blocks = blocks._replace(takes_numbers=False)
     is_large = options.fused == "auto" and source.n * source.width >= compiling.WORTHWHILE_ELEMENTS
+
+    def add(rows: slice, place: Place, *of_block: Any) -> None:
+        block = _block_of(tiles, rows, place, gradient, *of_block)
+        results.append(compute(block))
+        if gradient is None or isinstance(block.out, RowsOf):
+            return
+        values = block.out.flatten(1)
+        if isinstance(place, Tensor):
+            gradient.index_copy_(0, place, values.to(gradient.dtype))
+        elif (destination := gradient[place]).data_ptr() != values.data_ptr():  # else it was computed there
+            destination.copy_(values)
+
     if blocks.compiled and (options.fused is True or is_large):
         call = compiling.BlockFunction(function, options.fused is True, source.device.type, is_writing)
         # On a CPU, what is computed for each logit alone is faster in one loop over a row.
-        cut = _as_one_stretch if is_writing and source.device.type == "cpu" else stretches
-
-        def attempt(rows: slice, place: Place) -> None:
-            block = _block_of(tiles, rows, place, gradient, None, call, cut, blocks.takes_numbers)
-            results.append(_compute(compute, block, gradient, place))
-
+        view = _as_one_stretch if is_writing and source.device.type == "cpu" else stretches
         if call.compiled:
-            done = call.each(_cut(runs, _compiled_rows(tile, options, row_bytes, blocks)), attempt, done)
+            parts = cut(tile.runs, tile.rows, _compiled_rows(tile, options, row_bytes, blocks))
+            done = call.each(parts, lambda *part: add(*part, None, call, view, blocks.takes_numbers), done)
         if call.compiled:
             return results
-    cut = (lambda x: x) if is_writing or not blocks.has_work else stretches
+    view = (lambda x: x) if is_writing or not blocks.has_work else stretches
     tensors = blocks.tensors + (is_writing and blocks.has_work and source.copies_rows)
-    parts = _cut(runs, rows_of_block(tile.x, options, row_bytes * max(tensors, 1)), done)
-    most = max((rows.stop - rows.start for rows, _ in parts), default=0)
-    work = tile.x.new_empty((tensors * blocks.has_work, most, tile.x.shape[1]), dtype=source.dtype)
+    left, most = slice(done, tile.rows.stop), rows_of_block(tile.x, options, row_bytes * max(tensors, 1))
+    parts = tile.runs if left == tile.rows and most >= left.stop - left.start else cut(tile.runs, left, most)
+    longest = max(rows.stop - rows.start for rows, _ in parts)
+    work = tile.x.new_empty((tensors * blocks.has_work, longest, tile.x.shape[1]), dtype=source.dtype)
     for rows, place in parts:
-        buffers = work[:, : rows.stop - rows.start]
-        block = _block_of(tiles, rows, place, gradient, buffers, function, cut)
-        results.append(_compute(compute, block, gradient, place))
+        add(rows, place, work[:, : rows.stop - rows.start], function, view)
     return results
 
 
@@ -274,19 +279,6 @@ def _compiled_rows(tile: Tile, options: VocabParallelOptions, row_bytes: int, bl
     return max(-(-(tile.rows.stop - tile.rows.start) // max(parts, blocks.compiled)), 1)
 
 
-def _cut(runs: Runs, step: int, start: int = 0) -> Runs:
-    """Cut runs, from one of the ``n`` rows on, into parts of so many; no rows are one part."""
-    parts: Runs = []
-    for run, place in runs:
-        for rows in ranges(max(run.start, start), run.stop, step) or [run] * (run.start == run.stop):
-            within = slice(rows.start - run.start, rows.stop - run.start)
-            if isinstance(place, slice):
-                parts.append((rows, slice(place.start + within.start, place.start + within.stop)))
-            else:
-                parts.append((rows, place[within]))
-    return parts
-
-
 def _block_of(
     tiles: Sequence[Tile],
     rows: slice,
@@ -301,8 +293,9 @@ def _block_of(
     logits, buffer = tiles[0].x, work[0] if work is not None and len(work) else None
     others = []
     for tile in tiles[1:]:
-        assert isinstance(tile.place, slice), "all rows of the other sources are read"
-        shift = tile.place.start - tile.rows.start
+        ((run, others_place),) = tile.runs
+        assert isinstance(others_place, slice), "all rows of the other sources are read"
+        shift = others_place.start - run.start
         others.append(cut(tile.x[shift + rows.start : shift + rows.stop]))
     if takes_numbers and isinstance(place, Tensor):
         numbered = RowsOf(cut(logits), place)
@@ -327,31 +320,18 @@ def _block_of(
     return Block(xs, xs[0] if out is x else cut(out), rows, tiles[0], work, function, cut)
 
 
-def _compute(compute: Callable[[Block], Any], block: Block, gradient: Tensor | None, place: Place) -> Any:
-    """Compute a block, and put its gradient where it belongs, unless it was computed there."""
-    result = compute(block)
-    if gradient is not None and not isinstance(block.out, RowsOf):
-        values = block.out.flatten(1)
-        if isinstance(place, Tensor):
-            gradient.index_copy_(0, place, values.to(gradient.dtype))
-        elif (destination := gradient[place]).data_ptr() != values.data_ptr():
-            destination.copy_(values)
-    return result
-
-
 def rows_of_block(logits: Tensor, options: VocabParallelOptions, row_bytes: int, scale: int = 1) -> int:
     """Return how many rows of so many bytes fit into ``block_bytes``, or its default times ``scale``.
 
-    On a CPU the default is what stays in the cache, 2 MiB per thread, but at most 1% of the logits, and at
-    least 1 MiB. On a GPU it is what keeps the device busy: 64 MiB, or 1% of the logits if that is more.
+    On a CPU the default stays in the cache: 2 MiB per thread, but at most 1% of the logits, and at least 1
+    MiB. On a GPU it keeps the device busy: 64 MiB, or 1% of the logits if that is more.
     """
     size = options.block_bytes
     if size is None:
-        size = logits.numel() * logits.element_size() // 100
+        least, share = 64 * _MIB, logits.nbytes // 100
         if logits.device.type == "cpu":
-            size = max(min(2 * _MIB * torch.get_num_threads(), size), _MIB) * scale
-        else:
-            size = max(64 * _MIB, size) * scale
+            least, share = _MIB, min(2 * _MIB * torch.get_num_threads(), share)
+        size = max(least, share) * scale
     return max(1, size // max(row_bytes, 1))
 
 
@@ -385,6 +365,7 @@ def all_gather(values: Tensor, group: dist.ProcessGroup | None, claim: Any = Non
     """
     size = 1 if group is None else dist.get_world_size(group)
     marker = values.new_full((1,), claim.reason) if claim is not None and claim.asked_for else None
+    gathered = values[None]
     if size > 1:
         sent = values if marker is None else torch.cat([values.flatten(), marker])
         received = sent.new_empty((size * len(sent), *sent.shape[1:]))
@@ -392,8 +373,6 @@ def all_gather(values: Tensor, group: dist.ProcessGroup | None, claim: Any = Non
         gathered = received.view(size, *sent.shape)
         if marker is not None:
             gathered, marker = gathered[:, :-1].view(size, *values.shape), gathered[:, -1]
-    else:
-        gathered = values[None]
     if marker is not None:
         claim.check(marker)
     return gathered

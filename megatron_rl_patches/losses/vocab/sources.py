@@ -10,10 +10,9 @@ The nested cuts of logits ``[T, V / tp]``, from the largest to the smallest::
 
     columns ─►
     ┌───────────────┬───────────────┬───────────┐
-    │ tile          │ tile          │ tile      │   rows of the first grid line; ranks have further columns
+    │ tile          │ tile          │ tile      │   ranks have further columns
     │┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄│               │           │
     │ ▓▓▓ ░░░ ▓▓▓ ░ │ block of the first tile: four stretches
-    │┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄│               │           │
     ├───────────────┼───────────────┼───────────┤
     │ tile          │ tile          │ tile      │
     └───────────────┴───────────────┴───────────┘
@@ -51,14 +50,20 @@ class Grid(NamedTuple):
     share: int  # so many sources have tiles at a time, in the memory of one tile
 
 
-class Tile(NamedTuple):
+@dataclass(eq=False)
+class Tile:
     """The part of the logits that is in memory."""
 
     x: Tensor  # [any, columns], which autograd does not see
-    place: Place  # which of its rows count
-    rows: slice  # which of the n selected rows these are
+    rows: slice  # which of the n selected rows count
     columns: slice  # of this rank's V / tp
-    runs: Runs  # the same rows as ranges of the n, each with its place in x
+    runs: Runs  # the rows, each range with its place in x; at least one
+
+    @cached_property
+    def place(self) -> Place:
+        """Which rows of ``x`` count."""
+        _, places = zip(*self.runs, strict=True)
+        return places[0] if len(places) == 1 else arguments.as_numbers(places, self.x.device)
 
     def at(self, column: Tensor) -> Tensor:
         """Return the logit of each row in its column."""
@@ -68,16 +73,30 @@ class Tile(NamedTuple):
 
     def rows_at(self, numbers: Tensor) -> Tensor:
         """Return a copy of the logits of some of its rows."""
-        if isinstance(self.place, slice):
-            return self.x.index_select(0, numbers + self.place.start)
-        return self.x.index_select(0, self.place[numbers])
+        place = self.place
+        return self.x.index_select(0, numbers + place.start if isinstance(place, slice) else place[numbers])
 
-    def put(self, column: Tensor, values: Tensor) -> None:
-        """Write one value per row into its column."""
-        numbers: Tensor | slice = self.place
+    def put(self, x: Tensor, column: Tensor, is_here: Tensor, values: Tensor | float) -> None:
+        """Write a value into the column of each row of ``x`` that ``is_here``."""
+        numbers: Any = self.place
         if isinstance(numbers, slice):
-            numbers = torch.arange(numbers.start, numbers.stop, device=self.x.device)
-        self.x[numbers, column] = values
+            numbers = torch.arange(numbers.start, numbers.stop, device=x.device)
+        x[numbers, column] = torch.where(is_here, values, x[numbers, column])
+
+
+def cut(runs: Runs, rows: slice, step: int) -> Runs:
+    """Return the parts of runs that are among these rows, cut again into so many; no rows are one part."""
+    parts: Runs = []
+    for run, place in runs:
+        stop = min(run.stop, rows.stop)
+        for start in range(max(run.start, rows.start), stop, step):
+            part = slice(start, min(start + step, stop))
+            first, last = part.start - run.start, part.stop - run.start
+            if isinstance(place, slice):
+                parts.append((part, slice(place.start + first, place.start + last)))
+            else:
+                parts.append((part, place[first:last]))
+    return parts or [(rows, slice(0, 0))]
 
 
 class Gradients(ABC):
@@ -87,8 +106,7 @@ class Gradients(ABC):
     def out(self, tile: Tile) -> Tensor:
         """Return where the gradient of a tile is written, in the shape of ``tile.x``; perhaps ``tile.x``."""
 
-    @abstractmethod
-    def add(self, tile: Tile) -> None:
+    def add(self, tile: Tile) -> None:  # noqa: B027  # most need no more than the memory
         """Take the gradient of a tile, which has been written."""
 
     @abstractmethod
@@ -111,21 +129,13 @@ class Source(ABC):
     copies_rows: bool  # whether a block of rows cannot be a view in the dtype of the computation
     computes_tiles: ClassVar[bool] = False  # whether a tile takes memory of its own
 
-    def set_up(
-        self,
-        options: VocabParallelOptions,
-        n: int,
-        width: int,
-        dtype: torch.dtype,
-        inputs: Inputs,
-        copies_rows: bool,
-    ) -> None:
-        """Set the attributes; ``dtype`` is that of the logits, and the first input says on which device."""
+    def set_up(self, n: int, width: int, dtype: torch.dtype, *inputs: Tensor | None) -> None:
+        """Set the other attributes than options; ``dtype`` is that of the logits."""
         assert inputs[0] is not None
-        self.options, self.n, self.width, self.inputs = options, n, width, inputs
-        self.device = inputs[0].device
+        self.n, self.width, self.inputs, self.device = n, width, inputs, inputs[0].device
+        options = self.options
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self.copies_rows = copies_rows or dtype != self.dtype
+        self.copies_rows = dtype != self.dtype
         self.first_id, self.num_columns = options.tp_rank * width, width
         if options.vocab_size is not None:
             self.num_columns = min(max(options.vocab_size - self.first_id, 0), width)
@@ -133,10 +143,7 @@ class Source(ABC):
 
     @abstractmethod
     def tiles(self, grid: Grid, is_backward: bool = False) -> Iterator[Tile]:
-        """Yield the tiles of the grid, which are valid until the next one; -inf on a rank without ids.
-
-        In backward a tile is overwritten with its gradient.
-        """
+        """Yield tiles, each valid until the next, which backward overwrites; -inf on a rank without ids."""
 
     @abstractmethod
     def gradients(self, needed: Sequence[bool]) -> Gradients:
@@ -144,10 +151,9 @@ class Source(ABC):
 
     @abstractmethod
     def saved(self) -> tuple[Tensors, Callable[..., Source]]:
-        """Return the tensors that backward reads by name, and a function that restores the source from them.
+        """Return the tensors that backward reads by name, inputs first, and what restores a source from them.
 
-        The inputs come first. The function holds none of these, so that autograd alone decides how long they
-        live.
+        That function holds none of the tensors, so that autograd alone decides how long they live.
         """
 
     def claim(self) -> StorageClaim:
@@ -203,7 +209,7 @@ def rows_of(logits: Tensor, rows: Rows, options: VocabParallelOptions, name: str
 def check_mask(keep_mask: Tensor, source: Source) -> None:
     """Reject a mask that is not bool ``[n, V / tp]``."""
     arguments.check_instance("keep_mask", keep_mask)
-    arguments.check_device("keep_mask", keep_mask, source.device)
+    arguments.check_one_device(keep_mask=keep_mask, logits=source)
     if keep_mask.dtype != torch.bool or keep_mask.shape != (source.n, source.width):
         raise InvalidInputError(
             f"keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}, expected torch.bool "
@@ -221,7 +227,7 @@ def valid_ids(name: str, ids: Tensor, source: Source, *, several: bool = False) 
         fits = ids.dim() == 2 and len(ids) == source.n and ids.shape[1] > 0
     if not fits or ids.dtype not in arguments.INTEGERS:
         raise InvalidInputError(f"{name} are {ids.dtype} {list(ids.shape)}, expected torch.int64 {shape}")
-    arguments.check_device(name, ids, source.device)
+    arguments.check_one_device(**{name: ids, "logits": source})
     arguments.check_ids(name, ids, source.options.num_ids(source.width), source.options.ignore_index, meaning)
     return ids.long()
 
@@ -230,20 +236,21 @@ class SelectedRows(Source):
     """Distinct rows of logits ``[T, V / tp]`` that exist: a slice, several slices, or numbers."""
 
     def __init__(self, logits: Tensor, index: RowIndex, options: VocabParallelOptions = DEFAULT) -> None:
-        self.logits, self.index, are_numbers = logits, index, isinstance(index, Tensor)
+        self.logits, self.options, n = logits, options, 0
+        self.index = (index,) if isinstance(index, slice) else index
         #: Ranges of the n rows, each with its place in the T.
-        self._runs: list[tuple[slice, slice]] = []
-        n = len(index) if isinstance(index, Tensor) else 0
-        for place in () if isinstance(index, Tensor) else (index,) if isinstance(index, slice) else index:
-            first, n = n, n + place.stop - place.start
+        self._runs: Runs = []
+        for place in (index,) if isinstance(index, Tensor) else self.index:
+            first, n = n, n + (len(place) if isinstance(place, Tensor) else place.stop - place.start)
             self._runs.append((slice(first, n), place))
-        self.set_up(options, n, logits.shape[1], logits.dtype, (logits,), are_numbers)
+        self.set_up(n, logits.shape[1], logits.dtype, logits)
+        self.copies_rows |= isinstance(index, Tensor)
 
     def tiles(self, grid: Grid, is_backward: bool = False) -> Iterator[Tile]:
         logits = self.logits.detach()
         for columns, rows in product(grid.columns, grid.rows):
             x = logits[:, columns] if self.num_columns else logits.new_full((len(logits), 1), float("-inf"))
-            yield Tile(x, self._place(rows), rows, columns, self._runs_in(rows))
+            yield Tile(x, rows, columns, cut(self._runs, rows, max(self.n, 1)))
 
     def gradients(self, needed: Sequence[bool]) -> Gradients:
         check_not_overwritten(self.logits)
@@ -266,31 +273,6 @@ class SelectedRows(Source):
 
         return {"the logits": self.logits, "rows": numbers}, restore
 
-    @cached_property
-    def _numbers(self) -> Tensor:
-        """Which of the ``T`` rows the ``n`` are, int64, where they are no single slice."""
-        if isinstance(self.index, Tensor):
-            return self.index
-        return arguments.as_numbers(tuple(place for _, place in self._runs), self.device)
-
-    def _place(self, rows: slice) -> Place:
-        """Return which of the ``T`` rows some of the ``n`` are."""
-        if isinstance(self.index, slice):
-            first = self.index.start
-            return slice(first + rows.start, first + rows.stop)
-        return self._numbers[rows]
-
-    def _runs_in(self, rows: slice) -> Runs:
-        """Return ranges of the ``n`` rows within ``rows``, each with its place in the ``T``."""
-        if isinstance(self.index, Tensor):
-            return [(rows, self.index[rows])]
-        runs: Runs = []
-        for run, place in self._runs:
-            start, stop, shift = max(run.start, rows.start), min(run.stop, rows.stop), place.start - run.start
-            if start < stop:
-                runs.append((slice(start, stop), slice(start + shift, stop + shift)))
-        return runs
-
 
 class _LogitGradients(Gradients):
     """The gradient ``[T, V / tp]``, which is zero in rows and columns that nobody reads."""
@@ -307,16 +289,13 @@ class _LogitGradients(Gradients):
         if isinstance(index, Tensor):  # on a CPU index_fill_ takes twice as long
             numbers = index.sort().values
             index = tuple(map(slice, numbers.tolist(), (numbers + 1).tolist()))
-        for run in (*((index,) if isinstance(index, slice) else index), slice(len(logits), None)):
+        for run in (*index, slice(len(logits), None)):
             if stop < run.start:
                 self._gradient[stop : run.start].zero_()
             stop = run.stop
 
     def out(self, tile: Tile) -> Tensor:
         return self._gradient[:, tile.columns]
-
-    def add(self, tile: Tile) -> None:
-        pass
 
     def totals(self) -> Inputs:
         rows = self._rows
@@ -330,19 +309,18 @@ class _LogitGradients(Gradients):
 # --- who may overwrite logits that exist, and who reads them after that
 #
 # Autograd's version counters stop operations that saved the logits before they were overwritten, but none
-# that reads them *afterwards*: a loss that is computed again, as in a second backward through checkpointing,
-# would take the gradient for logits. So the fact is recorded on the storage, which all their views share.
+# that reads them afterwards, as a loss that is computed again in a second backward through checkpointing. So
+# the storage, which all their views share, says that it holds a gradient.
 
 _CLAIM = "_loss_storage_claim"
 _GRADIENT_VERSION = "_loss_gradient_version"
 _LEAF, _PART, _CLAIMED = 1, 2, 3
 _REASONS = {
-    _LEAF: "inplace_backward would overwrite a leaf that requires grad: pass the output of an operation, "
-    "or inplace_backward=False",
+    _LEAF: "inplace_backward would overwrite a leaf that requires grad: pass the output of an operation",
     _PART: "inplace_backward needs logits with a storage of their own, and these are a part of something "
-    "larger: pass the whole (rows= selects), or inplace_backward=False",
+    "larger: pass the whole (rows= selects)",
     _CLAIMED: "these logits were given to another inplace_backward: only one loss can have their storage; "
-    "use vocab_parallel_log_probs_and_entropy for both, or inplace_backward=False",
+    "use vocab_parallel_log_probs_and_entropy for both",
 }
 
 
@@ -350,8 +328,8 @@ _REASONS = {
 class StorageClaim:
     """The right of a backward to overwrite the logits; it lives as long as the graph of the loss.
 
-    Each rank decides by its own logits whether they can be overwritten. A rank that refuses must not leave
-    the others waiting for it, so its reason travels with the collective of the forward; see :meth:`check`.
+    Each rank decides by its own logits whether they can be overwritten. The reason of one that refuses
+    travels with the collective of forward, so that no rank waits for another; see :meth:`check`.
     """
 
     asked_for: bool  # whether some rank wants to overwrite its logits, which is known alike on all ranks
@@ -366,22 +344,18 @@ class StorageClaim:
         if gathered.device.type == "cuda" and not self.reason:
             # Reading the values would make the CPU wait for the GPU.
             torch._assert_async((gathered == 0).all(), "another rank refused inplace_backward")
-            return
-        reasons = [int(reason) for reason in gathered.tolist()]
-        ranks = [rank for rank, reason in enumerate(reasons) if reason]
-        if ranks:
-            where = f" (of ranks {listed(ranks)} of tp_group)" if len(reasons) > 1 else ""
-            raise InvalidInputError(f"{_REASONS[self.reason or reasons[ranks[0]]]}{where}")
+        elif reasons := {rank: int(reason) for rank, reason in enumerate(gathered.tolist()) if reason}:
+            where = f" (of ranks {listed(reasons)} of tp_group)" if len(gathered) > 1 else ""
+            reason = _REASONS[self.reason or next(iter(reasons.values()))]
+            raise InvalidInputError(f"{reason}, or inplace_backward=False{where}")
 
 
 def _reason_against(logits: Tensor) -> int:
-    base = logits if logits._base is None else logits._base
+    base, storage = logits if logits._base is None else logits._base, logits.untyped_storage()
     if base.is_leaf and base.requires_grad:
         return _LEAF
-    storage = logits.untyped_storage()
     dimensions = zip(logits.shape, logits.stride(), strict=True)
-    repeats = any(size > 1 and stride == 0 for size, stride in dimensions)
-    if repeats or storage.nbytes() != logits.numel() * logits.element_size():
+    if any(size > 1 and stride == 0 for size, stride in dimensions) or storage.nbytes() != logits.nbytes:
         return _PART
     earlier = getattr(storage, _CLAIM, None)
     # Activation checkpointing computes the same loss a second time, within backward.

@@ -1,28 +1,27 @@
 """The k most probable tokens of logits split over the vocabulary, and the probability of all others together.
 
-The others, the *tail*, are summed over the vocabulary, in the same pass: ``log(1 - sum of p of the k)`` has
-no digit left in float32 once the tail is 1e-7. Their statistics are relative to the tail's largest logit, so
-that they keep all digits where the k have next to all of the probability. Tensor parallel ranks exchange what
-belongs to k ids once, and never the vocabulary. (slime#2033 gathers the vocabulary to select.)
+The others, the *tail*, are summed in the same pass, relative to their largest logit, so that all digits stay
+where the k have next to all of the probability: ``log(1 - sum of p of the k)`` has none left in float32 once
+the tail is 1e-7. Tensor-parallel ranks exchange what belongs to k ids once (slime#2033: the vocabulary).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .arguments import VocabParallelOptions
 from .at_ids import BLOCKS_WITH_MASK, total_and_tail
-from .reduction import Block, Loss, ranges, rows_of_block
+from .reduction import Block, Loss, Read, Results, ranges, rows_of_block
 from .softmax import block_statistics, exp, finite, merged, scaled_, sum_of_columns
 from .sources import Source, Tensors, Tile
 
 _MINUS_INF = float("-inf")
 _SMALLEST_GROUP, _LARGEST_GROUP = 4, 16
-# Plain operators take the tail's largest logit from the selection. On a CPU this saves more than compiling.
+# On a CPU, to take the tail's largest logit from the selection saves more than compiling.
 _COMPILED_ON = {"cuda"}
 # A candidate that is none has the logit -inf, and one whose logit is -inf has this one.
 _LOWEST = torch.finfo(torch.float64).min
@@ -31,16 +30,13 @@ _LOWEST = torch.finfo(torch.float64).min
 class TopK(Loss):
     """Ids ``[n, k]``, their log-probabilities ``[n, k]`` and the tail's ``[n]``; nothing has a gradient.
 
-    What a block of columns adds are its ``k`` largest logits, their ids, and the tail's largest logit and
-    sum. float64 holds ids exactly.
+    A block of columns adds its ``k`` largest logits, their ids, and the tail's largest logit and sum.
     """
 
     def __init__(self, k: int) -> None:
         self.k = k
 
-    def forward(
-        self, sources: Sequence[Source], tensors: Tensors, read: Callable[..., Tensor]
-    ) -> tuple[list[Tensor], Tensors]:
+    def forward(self, sources: Sequence[Source], tensors: Tensors, read: Read) -> Results:
         (source,), k = sources, self.k
         options, scale = source.options, source.scale
 
@@ -59,7 +55,7 @@ class TopK(Loss):
             size = min(k, tile.x.shape[1])
             logits, columns, tail = values[:size].T, values[size:-2].T, values[-2:]
             # torch.topk does not say which of equal logits it takes for the last places. It had a choice
-            # where the tail still has such a logit. The statistics of the tail do not depend on the choice.
+            # where the tail still has such a logit, whose statistics do not depend on the choice.
             tied = (tail[0] == logits[:, -1]).nonzero().squeeze(1)
             _take_lowest_columns(tile, logits, columns, tied, options)
             columns, order = columns.sort(1)
@@ -71,10 +67,7 @@ class TopK(Loss):
             return torch.cat([logits, none - math.inf, ids.T, none, tail])
 
         def merge(parts: Sequence[Tensor]) -> Tensor:
-            """Merge parts; a candidate that another one displaces moves to the tail.
-
-            Parts come in the order of their columns, so of equal logits the lowest id stays first.
-            """
+            """Merge parts in the order of their columns; a candidate that is displaced moves to the tail."""
             logits = torch.cat([part[:k] for part in parts]).T
             ids = torch.cat([part[k:-2] for part in parts]).T
             logits, order = logits.sort(dim=1, descending=True, stable=True)
@@ -84,8 +77,7 @@ class TopK(Loss):
             tail = merged([*(part[-2:] for part in parts), *singles], options.temperature)
             return torch.cat([logits[:, :k].T, ids.gather(1, order)[:, :k].T, tail])
 
-        is_compiled = source.device.type in _COMPILED_ON
-        blocks = BLOCKS_WITH_MASK._replace(tensors=1, compiled=int(is_compiled))
+        blocks = BLOCKS_WITH_MASK._replace(tensors=1, compiled=int(source.device.type in _COMPILED_ON))
         total = read(block_statistics, part, merge, blocks, finish_tile)
         logits, ids, (tail_max, tail_sum) = total[:k], total[k:-2], total[-2:]
         logits = logits.masked_fill(logits == _LOWEST, _MINUS_INF)

@@ -40,6 +40,7 @@ from tests.lab.kernels.machine_code import load
 from tests.lab.kernels.pretended_gpu import pretended_gpu
 from tests.lab.kernels.sources import CAPABILITY, Source, sizes_of, tensors_of
 from tests.lab.rehearsal.recorder import raise_at_once
+from tests.references.losses import error
 
 STRETCHES = 3
 #: Standard deviations of logits. Beyond these, errors grow with the distance from a row's largest logit.
@@ -166,16 +167,16 @@ def interpreting(sources: dict[str, Source], errors: dict[str, float]) -> Callab
                 outputs = run(code, inputs)
             check_loads(loads, args, is_elementwise)
             result = None if exact is None else tree_unflatten(outputs, tree_structure(exact))
-            if is_elementwise:  # it has overwritten an argument
+            if is_elementwise:  # it has overwritten an argument; errors are relative to the largest of a row
                 place = 1 if function is block_gradient else -1
-                error = error_of_gradient(args[place], exact_args[place])
+                scale = exact_args[place].nan_to_num().abs().amax((1, 2), keepdim=True).clamp(min=1e-300)
+                found = [error(args[place], exact_args[place], scale)]
             else:
                 # Divergences may be next to zero; their errors are compared with 1 then.
                 least = 1e-300 if function is block_statistics else 1.0
-                error = max(
-                    map(partial(error_of_values, least=least), tree_leaves(result), tree_leaves(exact))
-                )
-            errors[function.__name__] = max(error, errors.get(function.__name__, 0.0))
+                pairs = zip(tree_leaves(result), tree_leaves(exact), strict=True)
+                found = [error(computed, x, x.abs().clamp(min=least)) for computed, x in pairs]
+            errors[function.__name__] = max(*found, errors.get(function.__name__, 0.0))
             return result
 
         return call
@@ -190,23 +191,6 @@ def check_loads(loads: Sequence[Any], args: Sequence[Any], is_elementwise: bool)
     passes = len(args[1]) if is_statistics else 0
     rows, _, columns = logits_of(args)[0].shape
     assert min(counts.min() for counts in loads) == 1 and more == passes * rows * columns, loads
-
-
-def error_of_values(computed: Tensor, exact: Tensor, least: float) -> float:
-    """Return the largest error relative to values, or to ``least``; what is not finite must be equal."""
-    assert torch.equal(computed.isnan(), exact.isnan()), (computed, exact)
-    assert torch.equal(computed.isinf(), exact.isinf()), (computed, exact)
-    is_finite = exact.isfinite()
-    errors = (computed.double() - exact)[is_finite].abs() / exact[is_finite].abs().clamp(min=least)
-    return errors.max().item() if len(errors) else 0.0
-
-
-def error_of_gradient(computed: Tensor, exact: Tensor) -> float:
-    """Return the largest error in units of the largest entry of its row."""
-    assert torch.equal(computed.isnan(), exact.isnan()), (computed, exact)
-    computed, exact = computed.double().nan_to_num(), exact.nan_to_num()
-    largest = exact.abs().amax((1, 2), keepdim=True).clamp(min=1e-300)
-    return ((computed - exact).abs() / largest).max().item()
 
 
 # --- cases of :mod:`.sources`, on few rows

@@ -55,31 +55,18 @@ MOST = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """One configuration of a kernel on one GPU.
+    """One configuration of a kernel on one GPU."""
 
-    Attributes:
-        case: of :data:`.sources.CASES`.
-        function: of the package, that the kernel belongs to.
-        capability: of the GPU, such as 90.
-        configuration: sizes of the block of one program, and its warps.
-        registers: of a thread.
-        spilled: bytes of a thread that are not in registers.
-        per_element: instructions for each element that the kernel goes over.
-        wide_loads: bytes of each element that are loaded 16 at a time.
-        widest_store: in bytes, to the memory of the GPU.
-        has_loop: it goes over a row in several steps, and may read it more than once.
-    """
-
-    case: str
-    function: str
-    capability: int
-    configuration: str
-    registers: int
-    spilled: int
-    per_element: float
-    wide_loads: float
-    widest_store: int
-    has_loop: bool
+    case: str  # of sources.CASES
+    function: str  # of the package, that the kernel belongs to
+    capability: int  # of the GPU, such as 90
+    configuration: str  # sizes of the block of one program, and its warps
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread that are not in registers
+    per_element: float  # instructions for each element that the kernel goes over
+    wide_loads: float  # bytes of each element that are loaded 16 at a time
+    widest_store: int  # in bytes, to the memory of the GPU
+    has_loop: bool  # it goes over a row in several steps, and may read it more than once
 
     def is_fast(self) -> bool:
         has_one_step = not self.has_loop or "R0_BLOCK 1024" in self.configuration

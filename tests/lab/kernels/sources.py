@@ -99,14 +99,10 @@ def generate(compiled: Callable[..., Any], *args: Any) -> str:
 
 
 class Source(NamedTuple):
-    """What the compiler makes of a function.
-
-    Attributes:
-        inputs: of the code, in its order: numbers of the arguments' tensors, or of a tensor and of one of its
-            :func:`sizes_of`.
-    """
+    """What the compiler makes of a function."""
 
     code: str
+    #: Of the code, in its order: numbers of the arguments' tensors, or of a tensor and one of its sizes_of().
     inputs: list[list[int]]
 
 

@@ -17,10 +17,7 @@ from tests.lab.rehearsal.cases import CASES, DTYPES, LOSSES, MODELS, PLAIN
 
 _ONE_PASS = {"_local_scalar_dense in full_divergence.py:forward": 1}
 _TIES = {"nonzero in topk.py:finish_tile": 1}
-_RE_ENTRY = {
-    "_local_scalar_dense in recovery.py:_any_rank_was": 3,
-    "_to_copy in training_warnings.py:_check_token_weights": 2,
-}
+_RE_ENTRY = {"_local_scalar_dense in recovery.py:_any_rank_was": 3}
 #: Where the CPU waits for the GPU, and how often in the case; README.md has the reasons.
 WAITS: dict[str, dict[str, int]] = {
     **dict.fromkeys(("top-k", "top-k, deferred"), _TIES),

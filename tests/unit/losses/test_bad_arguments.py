@@ -7,9 +7,8 @@ each message about several arguments.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -142,62 +141,52 @@ RIGHT = {
 }
 
 
-def spoiled(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield bad values in the place of a good one, with what is bad about them."""
-    yield "None", None
+def spoiled(value: Any) -> dict[str, Any]:
+    """Return bad values in the place of a good one, by what is bad about them."""
+    bad: dict[str, Any] = {"None": None}
     if isinstance(value, Tensor):
-        yield from {"deeper": value[None], "scalar": value.flatten()[0], "shorter": value[:-1]}.items()
-        yield from {"empty": value[:0], "bool": value > 0, "complex": value.to(torch.complex64)}.items()
-        yield "meta", value.to("meta")
+        bad |= {
+            "deeper": value[None],
+            "scalar": value.flatten()[0],
+            "shorter": value[:-1],
+            "empty": value[:0],
+        }
+        bad |= {"bool": value > 0, "complex": value.to(torch.complex64), "meta": value.to("meta")}
         if value.is_floating_point():
-            yield from {"int64": value.long(), "float16": value.half(), "nan": value * math.nan}.items()
-        else:
-            ids = value.long()
-            yield from {"float32": value.float(), "negative": ids - 9, "large": ids + 9}.items()
-    elif isinstance(value, (list, tuple)):
-        yield from {"empty": [], "shorter": value[:-1], "[None]": [None, *value[1:]]}.items()
-        yield "[nan]", [math.nan, *value[1:]]
+            return bad | {"int64": value.long(), "float16": value.half(), "nan": value * math.nan}
+        return bad | {"float32": value.float(), "negative": value.long() - 9, "large": value.long() + 9}
+    if isinstance(value, (list, tuple)):
+        bad |= {"empty": [], "shorter": value[:-1]}
+        of_first = {"None": None, "nan": math.nan}
         if isinstance(value[0], Tensor):
-            yield from ((f"[{name}]", [bad, *value[1:]]) for name, bad in spoiled(value[0]))
+            of_first |= spoiled(value[0])
         elif isinstance(value[0], (int, float)):
-            yield from ((f"[{bad}]", [bad, *value[1:]]) for bad in (math.inf, -1, True))
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield from ((str(bad), bad) for bad in (math.nan, math.inf, -1, 0, True))
-        yield from {"tensor": torch.ones(2), "bool tensor": torch.tensor(True), "text": "1"}.items()
-    elif isinstance(value, str):
-        yield "another", "another"
-
-
-def cases() -> Iterator[tuple[str, str, Callable[[], Any], set[str]]]:
-    for function, arguments in CALLS:
-        for name, value in arguments.items():
-            for what, bad in spoiled(value):
-                call = partial(function, **{**arguments, name: bad})
-                yield f"{function.__qualname__}({name})", what, call, set(arguments)
-
-
-def test_the_good_ones_are() -> None:
-    for function, arguments in CALLS:
-        function(**arguments)
+            of_first |= {str(number): number for number in (math.inf, -1, True)}
+        return bad | {f"[{what}]": [first, *value[1:]] for what, first in of_first.items()}
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        bad |= {str(number): number for number in (math.nan, math.inf, -1, 0, True)}
+        return bad | {"tensor": torch.ones(2), "bool tensor": torch.tensor(True), "text": "1"}
+    return bad | ({"another": "another"} if isinstance(value, str) else {})
 
 
 def test_bad_arguments_are_refused_by_name_or_have_a_right_value() -> None:
-    found: dict[str, list[str]] = {}
-    for place, what, call, names in cases():
-        try:
-            call()
-        except InvalidInputError as error:
-            if not any(name.rstrip("s") in str(error).replace(" ", "_") for name in names):
-                found.setdefault(f"{place} has no name", []).append(f"{what}: {error}")
-        except Exception as error:
-            found.setdefault(f"{place} raises", []).append(f"{what}: {type(error).__name__}: {error}"[:90])
-        else:
-            found.setdefault(place, []).append(what)
-    right = {place: whats for whats, places in RIGHT.items() for place in places.split()}
-    for place in {place: None for place, *_ in cases()}:
-        name = place[place.index("(") + 1 : -1]
-        assert " ".join(found.pop(place, [])) == right.get(place, right.get(name, "")), place
-    assert not found
+    right = {place: set(whats.split()) for whats, places in RIGHT.items() for place in places.split()}
+    wrong: dict[str, Any] = {}
+    for function, arguments in CALLS:
+        for name, value in arguments.items():
+            place, accepted = f"{function.__qualname__}({name})", set()
+            for what, bad in spoiled(value).items():
+                try:
+                    function(**{**arguments, name: bad})
+                    accepted.add(what)
+                except InvalidInputError as error:
+                    if not any(name.rstrip("s") in str(error).replace(" ", "_") for name in arguments):
+                        wrong[f"{place}, {what}, has no name"] = str(error)
+                except Exception as error:
+                    wrong[f"{place}, {what}, raises"] = error
+            if accepted != right.get(place, right.get(name, set())):
+                wrong[place] = accepted
+    assert not wrong
 
 
 def test_numbers_may_be_of_numpy_or_tensors() -> None:
@@ -235,7 +224,7 @@ OF_TWO_ROWS, IN_PLACE = {"rows": slice(0, 2), "targets": TARGETS[:2]}, {"inplace
 OF_FLOAT64 = {"hidden": ZEROS.double(), "weight": ZEROS.double(), "bias": None}
 LOSS_FUNC, ROUTE, MIX = losses.make_loss_func, losses.route_teachers, losses.mix_teachers
 WITH_ENTROPY, BARE = POLICY_OPTIONS(entropy_coef=0.1), losses.PolicyBatch(VALUES, MASKS)
-OF_OTHER_IDS, LEAF = DISTRIBUTION(IDS.flip(0), LOG_PROBS, TAIL), torch.zeros(N, V, requires_grad=True)
+OF_OTHER_IDS = DISTRIBUTION(IDS.flip(0), LOG_PROBS, TAIL)
 OF_TEMPERATURES = [replace(TOPK, temperature=temperature) for temperature in (2.0, 1.0)]
 FULL, MASK_OF_N = losses.FullDistribution.from_hidden(random(N, 3), HEAD), {"loss_masks": [torch.ones(N)]}
 OF_FULL, NO_OLD = losses.DistillationBatch([[FULL]], **MASK_OF_N), replace(BATCH, old=None)
@@ -251,8 +240,6 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (LOG_PROBS_OF, {"targets": TARGETS - 1}, r"or -100 to ignore a row; found \[-1"),
     (LOG_PROBS_OF, {"targets": TARGETS - 100, "ignore_index": -1}, r"or -1 .*found \[-100"),
     (LOG_PROBS_OF, {"rows": TARGETS.bool()}, r"torch.bool \[4\].*mask.nonzero\(\).squeeze\(1\)"),
-    (LOG_PROBS_OF, {"rows": TARGETS.int()}, r"torch.int32 \[4\], expected a slice or row numbers"),
-    (LOG_PROBS_OF, {"rows": TARGETS[None]}, r"\[1, 4\]"),
     *(
         (LOG_PROBS_OF, {"rows": [slice(0, 1), part]}, r"expected slices of the 4 rows with start and stop")
         for part in (slice(2, 2), slice(0, 2), slice(2, 5), slice(2, None), slice(1, 4, 2), 3)
@@ -268,17 +255,14 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (LOG_PROBS_OF, {"fused": "always"}, "fused is 'always'"),
     (AT, {"indices": TARGETS}, r"expected torch.int64 \[4, K\]"),
     (AT, {"indices": IDS[:, :0]}, "K at least 1"),
-    (AT, {"rows": slice(0, 2)}, r"\[2, K\]"),
     (losses.vocab_parallel_topk, {"k": V + 1}, f"k is {V + 1}, expected from 1 to {V}"),
     (DEFERRED, {"weight": random(V, 2)}, r"hidden is \[4, 3\] and weight \[7, 2\]"),
-    (DEFERRED, {"hidden": random(3)}, r"hidden is \[3\]"),
     (DEFERRED, {"sequence_parallel": True}, "without tp_group"),
     (DIVERGENCE, {"divergence": "kl"}, "divergence must be one of .*'reverse_kl'.*, not 'kl'"),
     (DIVERGENCE, {"teacher": []}, "no teachers"),
     (DIVERGENCE, {"teacher_weights": [1, 2]}, "for 1 teacher"),
     *((of_logits, {"vocab_size": 8}, "vocab_size is 8, expected from 1 to 7") for of_logits in OF_ALL_LOGITS),
     (LOG_PROBS_OF, {"vocab_size": 5, "targets": TARGETS + 5}, r"ids below 5.*found \[5, 5"),
-    (AT, {"vocab_size": 5, "indices": IDS}, r"ids below 5.*found \[6, 5\]"),
     (losses.vocab_parallel_topk, {"k": 6, "vocab_size": 5}, "k is 6, expected from 1 to 5"),
     (DIVERGENCE, {"rows": slice(0, 2)}, r"teacher 0 is \[4, 7\] on cpu, expected 2 rows of 7 logits"),
     (losses.reverse_kl, {"teacher": DISTRIBUTION(IDS[:, :1], LOG_PROBS[:, :1], TAIL)}, r"\[4, 2\].*\[4, 1\]"),
@@ -294,8 +278,6 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (DEFERRED, {"logit_dtype": torch.float16}, "logit_dtype is torch.float16"),
     (DEFERRED, {**OF_FLOAT64, "logit_dtype": torch.float32}, "hidden is torch.float64: leave it out"),
     (losses.DeferredLogits.data.fset, {"self": DEFERRED(ZEROS, ZEROS), "value": 0}, "write to the logits"),
-    (LOG_PROBS_OF, {"logits": LEAF, **IN_PLACE}, "would overwrite a leaf that requires grad: pass the"),
-    (LOG_PROBS_OF, {"logits": (LEAF * 1)[:2], **OF_TWO_ROWS, **IN_PLACE}, "a part of something larger: pass"),
     (DIVERGENCE, {"divergence": "generalized_kl"}, "is over k ids: use 'reverse_kl'"),
     (DIVERGENCE, {"student": ZEROS, "teacher": ZEROS, **IN_PLACE}, "pass a copy"),
     (LOSS_FUNC, {"layout": build([4, 3], [2, 1])}, "lengths .*; pass the full responses"),

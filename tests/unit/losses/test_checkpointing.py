@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,13 +20,8 @@ from megatron_rl_patches.losses import checkpointed, deferred_logits, vocab_para
 LossFn = Callable[..., Any]
 
 
-def logits_and_targets() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(6, 13, generator=generator), torch.randint(13, (6,), generator=generator)
-
-
-def nll(logits: torch.Tensor, targets: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    return scale * torch.nn.functional.cross_entropy(logits, targets)
+def nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits, targets)
 
 
 def loss_and_grad(loss_fn: LossFn, logits: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,18 +32,12 @@ def loss_and_grad(loss_fn: LossFn, logits: torch.Tensor, *args: Any) -> tuple[to
     return loss.detach(), leaf.grad
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"early_stop": False, "preserve_rng_state": True}, {"early_stop": True}, {"enabled": False}],
-)
-def test_loss_and_gradient_are_those_of_the_plain_call(options: dict[str, Any]) -> None:
-    logits, targets = logits_and_targets()
+def test_loss_and_gradient_are_those_of_the_plain_call_and_nothing_is_kept() -> None:
+    logits, targets = torch.randn(6, 13, generator=torch.Generator().manual_seed(0)), torch.arange(6)
     expected = loss_and_grad(nll, logits, targets)
-    assert all(map(torch.equal, expected, loss_and_grad(checkpointed(nll, **options), logits, targets)))
-
-
-def test_nothing_is_kept_for_backward() -> None:
-    logits, targets = logits_and_targets()
+    for options in ({}, {"early_stop": False, "preserve_rng_state": True}, {"early_stop": True}):
+        found = loss_and_grad(checkpointed(nll, **options), logits, targets)
+        assert all(map(torch.equal, expected, found)), options
     logits.requires_grad_()
     saved: list[int] = []
 
@@ -67,54 +55,37 @@ def test_nothing_is_kept_for_backward() -> None:
 
 
 def test_outputs_as_megatron_wants_them() -> None:
-    logits, targets = logits_and_targets()
+    """Of a function with keyword arguments whose names are options of torch's checkpoint, too."""
 
-    def loss_func(output: torch.Tensor, non_loss_data: bool = False) -> Any:
-        loss = nll(output, targets)
-        if non_loss_data:
-            return {"targets": targets}
-        return loss, torch.tensor(6, dtype=torch.int32), {"loss": loss.detach().clone(), "name": "nll"}
-
-    recomputed = checkpointed(partial(loss_func))
-    loss, num_tokens, metrics = recomputed(logits.requires_grad_())
-    loss /= num_tokens  # in place, as the schedules do
-    loss.backward()
-    assert metrics["name"] == "nll"
-    assert torch.equal(metrics["loss"], nll(logits, targets))
-    assert torch.allclose(6 * logits.grad, torch.autograd.grad(nll(logits, targets), logits)[0])
-    assert recomputed(logits, non_loss_data=True) == {"targets": targets}
-
-
-def test_keyword_arguments_reach_the_loss_and_nobody_else() -> None:
     @checkpointed
-    def loss_fn(logits: torch.Tensor, *, debug: float, early_stop: float) -> torch.Tensor:
+    def loss_func(output: torch.Tensor, *, debug: float = 2.0, early_stop: float = 3.0) -> Any:
         """Its docstring."""
-        return (logits * debug * early_stop).sum()
+        loss = (output * debug * early_stop).sum()
+        return loss, torch.tensor(6, dtype=torch.int32), {"loss": loss.detach().clone(), "name": "sum"}
 
     logits = torch.ones(3, requires_grad=True)
-    loss_fn(logits, debug=2.0, early_stop=3.0).backward()
-    assert logits.grad.tolist() == [6.0] * 3
-    assert (loss_fn.__name__, loss_fn.__doc__) == ("loss_fn", "Its docstring.")
+    loss, num_tokens, metrics = loss_func(logits, debug=4.0)
+    loss /= num_tokens  # in place, as the schedules do
+    loss.backward()
+    assert logits.grad.tolist() == [2.0] * 3 and metrics == {"loss": 36.0, "name": "sum"}
+    assert (loss_func.__name__, loss_func.__doc__) == ("loss_func", "Its docstring.")
     # No overhead where there is nothing to recompute.
-    logits, targets = logits_and_targets()
     with mock.patch("megatron_rl_patches.losses.checkpointing.checkpoint") as checkpoint, torch.no_grad():
-        assert torch.equal(checkpointed(nll)(logits, targets), nll(logits, targets))
+        assert loss_func(logits, early_stop=1.0)[0] == 6.0
     assert checkpointed(nll, enabled=False) is nll
     checkpoint.assert_not_called()
 
 
-def dropout_loss(logits: torch.Tensor) -> torch.Tensor:
-    return (torch.nn.functional.dropout(logits, 0.5) * logits).sum()
-
-
 @pytest.mark.parametrize("preserve", [True, False])
 def test_random_numbers_are_the_same_only_when_asked_for(preserve: bool) -> None:
-    logits = torch.randn(100, generator=torch.Generator().manual_seed(0))
-    torch.manual_seed(1)
-    _, grad = loss_and_grad(dropout_loss, logits)
-    torch.manual_seed(1)
-    _, recomputed = loss_and_grad(checkpointed(dropout_loss, preserve_rng_state=preserve), logits)
-    assert torch.equal(grad, recomputed) is preserve
+    def loss_fn(logits: torch.Tensor) -> torch.Tensor:
+        return (torch.nn.functional.dropout(logits, 0.5) * logits).sum()
+
+    gradients = []
+    for loss in (loss_fn, checkpointed(loss_fn, preserve_rng_state=preserve)):
+        torch.manual_seed(1)
+        gradients.append(loss_and_grad(loss, torch.ones(100))[1])
+    assert torch.equal(*gradients) is preserve
 
 
 @pytest.mark.parametrize(

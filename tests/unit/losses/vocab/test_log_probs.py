@@ -14,9 +14,9 @@ from megatron_rl_patches.losses import (
 )
 from megatron_rl_patches.losses.vocab.arguments import as_slices
 from megatron_rl_patches.losses.vocab.softmax import merged
-from tests.references.dense import dense_log_probs_at, relative_error
+from tests.references.dense import dense_log_probs_at
 from tests.references.live_bytes import live_bytes
-from tests.references.losses import largest
+from tests.references.losses import error, largest
 from tests.unit.losses.test_table import FLOAT32, INF, T, V, random_logits
 
 
@@ -119,17 +119,14 @@ def test_a_small_tail_keeps_its_digits(mass: float) -> None:
     # Of the probability, whose relative error is the absolute one of its logarithm but for what float32
     # can say of the latter; and of each derivative.
     resolution = expected.abs().max().item() * 2**-24
-    assert relative_error(tail, expected, torch.ones(())) <= 5e-6 + resolution
+    assert error(tail, expected, torch.ones(())) <= 5e-6 + resolution
     outside = torch.ones_like(logits, dtype=torch.bool).scatter_(1, indices, False)
-    assert relative_error(leaf.grad[outside], exact.grad[outside], exact.grad[outside].abs()) <= 5e-6
-    scale = exact.grad.abs().amax(1, keepdim=True)
-    assert relative_error(leaf.grad, exact.grad, scale) <= 5e-6
+    assert error(leaf.grad[outside], exact.grad[outside], exact.grad[outside].abs().clamp(min=1e-6)) <= 5e-6
+    assert error(leaf.grad, exact.grad, exact.grad.abs().amax(1, keepdim=True).clamp(min=1e-6)) <= 5e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_tail_next_to_one(dtype: torch.dtype) -> None:
-    logits = torch.zeros(1, 32768, dtype=dtype)
-    logits[0, :64] = -25.0
+def test_a_tail_next_to_one() -> None:
+    logits = torch.zeros(1, 32768).index_fill_(1, torch.arange(64), -25.0)
     inside = torch.tensor(-25.0, dtype=torch.float64).exp() * 64 / (32768 - 64)
     _, tail = vocab_parallel_log_probs_at(logits, torch.arange(64)[None], with_tail=True)
     assert torch.allclose(tail.double(), -inside.log1p(), rtol=1e-6, atol=0)
