@@ -1,7 +1,11 @@
-"""Writes what is compiled for GPUs into the page of the head.
+"""Writes what is compiled for GPUs, and the time that follows from it, into the page of the head.
 
 ``python -m tests.lab.kernels.page`` runs in an environment of ``make test-kernels``. The record is beside the
 page. With ``--digests`` it records which kernels this torch generates for the head, and nothing else.
+
+The prediction takes the counts of :mod:`tests.lab.rehearsal` and these assumptions about an H100: the rates
+below; a pass over logits takes the longer of its bytes and its instructions; a product is slower where the
+multiprocessors do not share its tiles of 128 x 256 evenly; half of reading and writing a sum is hidden.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
+from math import ceil
 from typing import Any
 
 import torch
@@ -16,10 +21,16 @@ import torch
 from tests.lab.kernels.machine_code import DIGESTS, MOST, TORCH, Kernel
 from tests.lab.kernels.pretended_gpu import MULTIPROCESSORS
 from tests.lab.kernels.test_kernels import compile_case, errors
-from tests.lab.rehearsal.stand_ins import PAGE
+from tests.lab.rehearsal.stand_ins import COUNTED, PAGE
+from tests.references.heads import DEFERRED
 from tests.references.pages import fill, join, table
 
 RECORD = PAGE.with_name("head_kernels.json")
+# Each of the four schedulers of a multiprocessor issues so many instructions per cycle.
+SMS, CLOCK, ISSUED = MULTIPROCESSORS[90], 1.6e9, 0.8
+BYTES_PER_SECOND, SECONDS_OF_SMALL_KERNEL = 3.0e12, 2.5e-6
+RATES = (798e12, 763e12, 728e12, 680e12)  # products, per second
+HIDDEN, VOCABULARY = 4096, 131_072
 
 
 def fastest(kernels: Iterable[Kernel]) -> Kernel:
@@ -44,9 +55,50 @@ def measured() -> dict[str, Any]:
     return {"torch": torch.__version__, "kernels": rows}
 
 
-def text(record: dict[str, Any], page: str) -> str:
+def predicted(counted: dict[str, Any], statistics: float, gradient: float) -> list[dict[str, str]]:
+    """Return the milliseconds of forward and backward of log-probs and entropies, in bfloat16."""
+    rows = []
+    for row in counted["heads"]:
+        n = int(row["set-up"].partition("[")[2].partition(",")[0])
+        if row["head"] == DEFERRED and row["set-up"] == f"[{n}, {HIDDEN}] × {VOCABULARY}, bfloat16":
+            times = [1e3 * _seconds(row, n, rate, statistics, gradient) for rate in RATES]
+            rows.append(
+                {"rows": f"{n:,}", "products": f"{row['products']} of tiles", "peak": row["beyond gradients"]}
+                | {f"{rate / 1e12:.0f} TFLOP/s": f"{ms:.1f}" for rate, ms in zip(RATES, times, strict=True)}
+            )
+    return rows
+
+
+def _seconds(row: dict[str, Any], n: int, rate: float, statistics: float, gradient: float) -> float:
+    logits = n * VOCABULARY
+    tiles = (int(row["products"]) + 1) // 4  # backward computes all but the last one again, for two products
+    columns = VOCABULARY // tiles
+    product, even = 2 * logits * HIDDEN / rate, _balance(8192, 8192)  # the shape whose rate was measured
+    # How often all logits are computed, and the gradients of hidden states and weight.
+    shapes = (2 - 1 / tiles, n, columns), (1, n, HIDDEN), (1, columns, HIDDEN)
+    products = sum(number * product / min(1.0, _balance(*shape) / even) for number, *shape in shapes)
+    sums = tiles * n * HIDDEN * 4 / BYTES_PER_SECOND
+    small = int(row["small operations"]) * SECONDS_OF_SMALL_KERNEL
+    passes = _pass(logits, 2, statistics) + _pass(logits, 4, gradient)
+    return products + sums + passes + small
+
+
+def _pass(logits: int, bytes_of_each: int, instructions: float) -> float:
+    issued = SMS * 4 * 32 * CLOCK * ISSUED
+    return max(logits * bytes_of_each / BYTES_PER_SECOND, logits * instructions / issued)
+
+
+def _balance(rows: int, columns: int) -> float:
+    """Return which share of the multiprocessors works, on average, on a product with such a result."""
+    waves = ceil(rows / 128) * ceil(columns / 256) / SMS
+    return waves / ceil(waves)
+
+
+def text(record: dict[str, Any], counted: dict[str, Any], page: str) -> str:
+    of_head = {row["function"]: row for row in record["kernels"] if row["case"] == "head"}
+    numbers = [float(of_head[name]["sm_90"]) for name in ("block_statistics", "block_gradient")]
     kernels = join(f"Compiled by torch {record['torch']}:", table(record["kernels"]))
-    return fill(page, {"kernels": kernels}, kind="compiled")
+    return fill(page, {"kernels": kernels, "predicted": table(predicted(counted, *numbers))}, kind="compiled")
 
 
 def record_digests() -> None:
@@ -60,4 +112,5 @@ if __name__ == "__main__":
         sys.exit()
     record = measured()
     RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-    PAGE.write_text(text(record, PAGE.read_text("utf-8")), "utf-8")
+    counted = json.loads(COUNTED.read_text("utf-8"))
+    PAGE.write_text(text(record, counted, PAGE.read_text("utf-8")), "utf-8")
