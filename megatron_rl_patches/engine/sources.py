@@ -62,15 +62,17 @@ class Environment:
 def _search(name: str, locations: list[str] | None) -> ModuleSpec | None:
     """Ask those finders of which it is certain that they import nothing.
 
-    Classes, such as ``PathFinder`` and the finders of setuptools' editable installs, look a name up. An
-    instance may be an import hook, which imports the parents of a name: it is asked where these are there.
+    Classes, such as ``PathFinder`` and the finders of setuptools' editable installs, look a name up. Some
+    instances are import hooks, which import a name's parents: they are asked once those are imported.
     """
     parent = name.rpartition(".")[0]
     for finder in list(sys.meta_path):
         spec = None
         if finder is PathFinder and locations is not None:
-            # With the whole name it would want a bare folder's parent package to be imported already.
+            # For the whole name of a bare folder it needs the imported parent. Its list follows `sys.path`.
             spec = PathFinder.find_spec(name.rpartition(".")[2], locations)
+            if spec is not None and spec.loader is None:
+                spec.submodule_search_locations = [*(spec.submodule_search_locations or ())]
         elif isinstance(finder, type) or not parent or parent in sys.modules:
             # Somebody else's finder may be broken; the import itself will say so.
             with suppress(Exception):
@@ -84,7 +86,7 @@ class Files:
     """What ``import`` would find in a list of files.
 
     Every folder that is not inside a package is a place to import from, the shallowest first, so that layouts
-    (``src/``, ``slime/slime/``) need no options. ``content`` returns the bytes of a file by its path.
+    (``src/``, ``slime/slime/``) need no options. ``paths`` have forward slashes; ``content`` reads the bytes.
     """
 
     def __init__(self, name: str, paths: Iterable[str], content: Callable[[str], bytes]) -> None:
@@ -110,7 +112,7 @@ class Files:
         for part in module.split("."):
             names = [f"{place}{part}" for place in places]
             possible = (f"{name}{end}" for name in names for end in ("/__init__.py", ".py"))
-            file = next(filter(self._files.__contains__, possible), None)
+            file = next((path for path in possible if path in self._files), None)
             folders = [f"{name}/" for name in names if f"{name}/" in self._folders]
             places = folders if file is None else [file.removesuffix("__init__.py")]
         return file

@@ -212,7 +212,11 @@ def test_namespaces_add_up(tmp_path: Path, monkeypatch: MonkeyPatch, namespace: 
         write(tmp_path / part, {f"{namespace}/{part}/__init__.py": "", f"{namespace}/{part}/it.py": part})
         monkeypatch.syspath_prepend(str(tmp_path / part))
     names = [f"{namespace.replace('/', '.')}.{part}.it" for part in ("first", "second")]
-    assert list(map(Environment().read, names)) == ["first", "second"]
+    environment = Environment()
+    assert environment.read(names[0]) == "first"
+    (tmp_path / "other" / "inner").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path / "other"))  # a folder there has the last part of the name
+    assert environment.read(names[1]) == "second"
 
 
 def test_what_reports_call_a_source(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
