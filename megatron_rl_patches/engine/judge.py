@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -18,12 +19,12 @@ _REPLACED = (
     "replaced by {}, which has no __wrapped__ to say what it stands for; "
     "put this patch in place before it, give it functools.wraps, or exclude this patch"
 )
+_WHEN_READ = "it is a {}, which runs when it is read and not when it is called"
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256)  # it is asked with the same text at the import of each module of the site's group
 def _judge_text(site: Site, text: str) -> tuple[State, str, str]:
     """Return state, reason and fingerprint of a site by the text of its module."""
-    # It is asked whenever a module of the site's group is imported, and the text is the same every time.
     target = from_source(site.module, site.qualname, text)
     try:
         with third_party("checking it"):
@@ -40,6 +41,9 @@ def _judge_code(site: Site, target: TargetSource) -> tuple[State, str]:
         if site.introduced_with and not target.mentions(site.introduced_with, in_module=True):
             return "not needed", f"{site.module} does not contain {site.introduced_with}"
         return "missing", f"{site.module} does not define {site.qualname}"
+    decorators = map(ast.unparse, target.function.decorator_list)
+    if any(name.endswith(("property", ".getter", ".setter", ".deleter")) for name in decorators):
+        return "drifted", _WHEN_READ.format("property")
     if site.skip_if and (reason := site.skip_if(target)):
         return "not needed", reason
     if not target.runs_when_called:
@@ -84,8 +88,7 @@ def judge_site(site: Site, source: Source, module: ModuleType | None = None) -> 
     elif replaced_by:
         state, reason = "conflict", _REPLACED.format(replaced_by)
     elif descriptor:
-        state = "drifted"
-        reason = f"it is a {descriptor}, which runs when it is read and not when it is called"
+        state, reason = "drifted", _WHEN_READ.format(descriptor)
     return status_of(site, state, reason, fingerprint)
 
 
@@ -96,8 +99,7 @@ def judge_all(source: Source, patches: Iterable[Patch], settings: Settings) -> l
         try:
             of_patch = patch.sites_for(settings.options_of(patch))
         except PatchError as error:
-            target = f"{patch.name}.configured"
-            statuses.append(SiteStatus(patch.name, patch.name, target, "failed", str(error)))
+            statuses += [SiteStatus(patch.name, patch.name, f"{patch.name}.configured", "failed", str(error))]
             continue
         for framework in dict.fromkeys(site.framework for site in of_patch):
             sites = [site for site in of_patch if site.framework == framework]
@@ -112,8 +114,8 @@ def judge_all(source: Source, patches: Iterable[Patch], settings: Settings) -> l
 def all_or_nothing(statuses: Mapping[Site, SiteStatus]) -> dict[Site, SiteStatus]:
     """Return the statuses of one patch in one framework, each of which depends on the others.
 
-    A site that only helps others is not needed where none of them is. If one that is needed is a fault, the
-    others share that state.
+    A site that only helps others is not needed where none of them is, whatever its own code looks like. If a
+    site that is needed is a fault, the others share that state.
     """
     statuses = {site: _with_those_helped(site, statuses) for site in statuses}
     fault = next((status for status in statuses.values() if status.is_fault), None)

@@ -189,10 +189,12 @@ def test_a_file_is_parsed_once_for_all_its_sites_and_judged_again_when_it_change
 @pytest.mark.parametrize(
     ("name", "kind"), [("first", "property"), ("second", "cached_property"), ("third", "Ours"), ("step", "")]
 )
-def test_what_runs_when_it_is_read_is_drift(tagged: Framework, name: str, kind: str) -> None:
+def test_what_runs_when_it_is_read_is_drift(tagged: Framework, tmp_path: Path, name: str, kind: str) -> None:
     package = tagged(f"Trainer.{name}", files={"model": PROPERTIES})
     reason = f"it is a {kind}, which runs when it is read and not when it is called"
     expected = ("drifted", reason) if kind else ("applied", "in place")
+    judged = judge_site(Site(f"{package}.model", f"Trainer.{name}", tag), open_source(str(tmp_path)))
+    assert (judged.state == "drifted") is kind.endswith("property")
     apply()
     model = package.model
     assert verdicts() == {f"model.Trainer.{name}": expected}
