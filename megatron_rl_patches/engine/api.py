@@ -143,9 +143,7 @@ def verify_ranks(group: Any = None) -> None:
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
-        raise PatchError(
-            "verify_ranks: torch.distributed is not initialized; call init_process_group() first"
-        )
+        raise PatchError("verify_ranks: torch.distributed is not initialized; call init_process_group first")
     from ..common.agreement import gathered, world
 
     own = {f"{s.patch}: {s.target}": f"{s.state} (code {s.fingerprint or 'unknown'})" for s in status()}

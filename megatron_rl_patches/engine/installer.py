@@ -111,7 +111,7 @@ class Installer(Listener):
         return {r.site.patch for r in self._records.values() if not all(each.lasts for each in r.apply_calls)}
 
     def release(self, apply_call: ApplyCall) -> None:
-        """Undo what the call did, but not where another call has selected a site, or other options, too."""
+        """Undo what the call did; a site that another call has selected stays in place, with its options."""
         with self._lock:
             released = [record for record in self._records.values() if apply_call in record.apply_calls]
             for record in released:
@@ -188,7 +188,7 @@ class Installer(Listener):
     # --- judging and wrapping
 
     def _apply_missed(self) -> None:
-        """Put patches in place in modules that were imported without a hook; what is lost stays lost."""
+        """Patch modules that were imported without a hook, and warn of faults; lost patches stay lost."""
         with self._lock:
             faults = self._apply_ready(self._missed())
         self.announcer.warn(faults)
@@ -218,9 +218,9 @@ class Installer(Listener):
     def _apply_group(self, name: tuple[str, str]) -> list[SiteStatus]:
         """Put one patch in place in one framework, or leave it out there altogether.
 
-        All sites of the group are judged before one is touched, those of modules that are not imported yet by
-        their source. When such a module is imported, the whole group is judged and wrapped again. Where that
-        finds a fault, or an attribute refuses to be set, what is wrapped already is unwrapped again.
+        Half a patch is worse than none, so all sites of the group are judged before one is touched, those of
+        modules that are not imported yet by their source, and judged again when such a module is imported. If
+        that shows a fault, or an attribute refuses to be set, what is wrapped already is unwrapped again.
         """
         group = [r for r in self._records.values() if r.group == name and not r.is_reverted]
         imported = {record for record in group if record.is_imported}
@@ -236,7 +236,7 @@ class Installer(Listener):
         statuses = all_or_nothing(statuses)
         is_faulty = any(status.is_fault for status in statuses.values())
         for record in reversed(group):
-            # A site is not needed either if what it helps was imported later, and is not.
+            # A site in place is no longer needed if the functions that it helps, imported later, are not.
             if is_faulty or statuses[record.site].state == "not needed":
                 self._moved += record.unwrap()
             record.settle(statuses[record.site])

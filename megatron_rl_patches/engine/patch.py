@@ -113,8 +113,7 @@ class Patch:
             for module in names:
                 alike = {each for each in names if _framework_of(each) == _framework_of(module)}
                 others = tuple(sorted(alike - {module}))
-                site = Site(module, qualname, adapter, patch=self.name, elsewhere=others, **options)
-                self.sites.append(site)
+                self.sites += [Site(module, qualname, adapter, patch=self.name, elsewhere=others, **options)]
             return adapter
 
         if to:

@@ -1,4 +1,4 @@
-"""A selected site: its state, its target and copies of that. Only this module changes foreign objects."""
+"""A selected site, its target, and copies of the target. Only this module changes foreign objects."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Record:
     """One selected site.
 
     Its ``status`` is ``waiting`` until the module is imported, then ``applied``, ``not needed`` or a fault,
-    and ``reverted`` when no call needs it. Other code can overwrite it, so ``is_in_place`` looks at it.
+    and ``reverted`` when no call needs it. ``is_in_place`` looks for the wrapper, as others may overwrite it.
 
     Attributes:
         apply_calls: the calls that have selected the site and not been undone.
@@ -123,7 +123,7 @@ class Record:
         return [(self.wrapper.__wrapped__, self.wrapper)]
 
     def leave(self) -> None:
-        """Let go of a wrapper whose module has been executed anew; in copies of the old code it stays."""
+        """Let go of a wrapper that a reload has replaced; in copies of the old code it stays in force."""
         if self.wrapper is not None and not self.is_in_place:
             self._former.append(weakref.ref(self.wrapper))
             self.wrapper = None

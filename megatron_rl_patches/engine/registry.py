@@ -30,10 +30,9 @@ LEFT_OUT = Message(
 
 @cache
 def patches() -> dict[str, Patch]:
-    """Return all registered patches by name, built-in ones first.
+    """Return all patches by name, built-in ones first; one that fails to load is reported and left out.
 
-    Packages register theirs as entry points (``name = "package.module:patch"``). One that fails to load is
-    reported and left out.
+    Packages register theirs as entry points (``name = "package.module:patch"``).
     """
     package = importlib.import_module("megatron_rl_patches.patches")
     files = (name for _, name, _ in pkgutil.iter_modules(package.__path__))

@@ -148,7 +148,7 @@ def build(options: Any, values: Mapping[str, Any]) -> Any:
 
 
 def convert(name: str, value: Any, kind: Any, is_text: bool = False) -> Any:
-    """Convert a value to the type of its field; with ``is_text`` it is that of a variable of this name."""
+    """Convert a value (with ``is_text``, of a variable) to its field's type, such as a list to a tuple."""
     try:
         return _converted(value.strip() if is_text else value, kind, is_text)
     except TypeError:
