@@ -31,7 +31,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(module_of[name], package), name)
 
-    return get, lambda: sorted({*vars(sys.modules[package]), *module_of}), sorted(module_of)
+    return get, (lambda: sorted({*vars(sys.modules[package]), *module_of})), sorted(module_of)
 
 
 def require_megatron(action: str) -> None:

@@ -19,8 +19,8 @@ slime, vime and miles have these functions, the first two under their own names.
 ``TrainingWorker.train_mini_batch``      what the teachers said is checked
 =======================================  =====================================================================
 
-The patch changes what is trained, so only its name selects it. OpenClaw-RL, whose rollouts bring a teacher's
-top-k along, needs no patch: it names the loss as a custom one.
+The patch changes what is trained, so it is selected by name only. No patch is needed where rollouts bring a
+teacher's top-k along (OpenClaw-RL): there the loss can be named as a custom one.
 """
 
 from __future__ import annotations

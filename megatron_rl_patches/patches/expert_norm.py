@@ -15,7 +15,7 @@ from ..engine.patch import Patch
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _COUNTS = ("param_is_not_tensor_parallel_duplicate",)
-_BY_THEIR_OWN = "upstream itself counts experts by their own tensor-parallel group"
+_COUNTS_EXPERTS = "upstream itself counts experts by their own tensor-parallel group"
 
 
 patch = Patch(
@@ -29,7 +29,7 @@ patch = Patch(
     _LAYERS,
     "param_is_not_tensor_parallel_duplicate",
     parameters=("param",),
-    skip_if=lambda code: _BY_THEIR_OWN if code.mentions("expert_tp_group") else None,
+    skip_if=lambda code: _COUNTS_EXPERTS if code.mentions("expert_tp_group") else None,
 )
 def counts(call: Call) -> bool:
     from ..reentry import expert_norm

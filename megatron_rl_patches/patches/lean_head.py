@@ -60,8 +60,8 @@ def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
     losses = [s for s in sites if s.patch == "lean-loss" and s.target.endswith(_LOG_PROB_FUNCTIONS)]
     if models and not losses:
         if any(status.patch == "lean-loss" for status in statuses):
-            others = "losses of this package compute the logits in tiles; other code gets all of them"
-            return [f"lean-head: {others}"]
+            tiles = "losses of this package compute the logits in tiles; other code gets all of them"
+            return [f"lean-head: {tiles}"]
         return [f"{_MATERIALIZED} for losses of frameworks: `lean-loss` is not selected"]
     notes = []
     for loss in losses:

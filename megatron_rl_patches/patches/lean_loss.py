@@ -34,7 +34,7 @@ def _checkpoints_without_reentrance(target: TargetSource) -> str | None:
 
 
 def _placeholder_follows_values(target: TargetSource) -> str | None:
-    # The backward of one that always requires grad starts a collective that other ranks may not start.
+    # A placeholder that always requires grad starts a collective in backward, and other ranks may start none.
     passed = {call.keywords.get("requires_grad") for call in target.calls()}
     follows = ... in passed and True not in passed
     return "its placeholder requires grad when the values do" if follows else None

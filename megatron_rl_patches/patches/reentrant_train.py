@@ -153,11 +153,11 @@ for _method, _read, _skip_if in (
     )
 patch.wrap(_MODELS, "train", _TRAIN, parameters=("model", "optimizer"), skip_if=_train_is_reentrant)
 patch.wrap(_MODELS, "save", ".frameworks.training:save", parameters=("model",), skip_if=_restores_hooks)
-_OF_BRIDGE = ("model", "optimizer", "global_state")
+_BRIDGE_READS = ("model", "optimizer", "global_state")
 for _module, _function, _adapter, _parameters, _skip_if in (
     (_MEGATRON, "train", "megatron_train", ("model", "optimizer", "config"), _train_is_reentrant),
     (_MEGATRON, "save_checkpoint_and_time", "megatron_save", ("model",), _save_is_safe),
-    (f"{_BRIDGE}.train", "train", "bridge_train", _OF_BRIDGE, _train_is_reentrant),
+    (f"{_BRIDGE}.train", "train", "bridge_train", _BRIDGE_READS, _train_is_reentrant),
     (f"{_BRIDGE}.setup", _SET_UP, f"bridge{_SET_UP}", ("model", "model_config"), _setup_is_reentrant),
 ):
     _path = f".frameworks.training:{_adapter}"
