@@ -209,7 +209,7 @@ def _unknown_variable(name: str, value: str) -> Problem:
 def problems_of(
     choice: Choice, statuses: Sequence[SiteStatus], startup: Startup | None, wrapt: str | None
 ) -> list[Problem]:
-    """Return why selected patches take no effect; ``startup`` is ``None`` if a framework's hook applies them."""
+    """Return why patches take no effect; ``startup`` is ``None`` if a hook of the framework applies them."""
     problems = list(choice.problems)
     number = tuple(map(int, re.findall(r"\d+", wrapt or "")[:2]))
     if not (1, 16) <= number < (3,):

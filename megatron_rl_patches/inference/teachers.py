@@ -20,9 +20,10 @@ _BLOCK_BYTES = 1 << 28
 
 
 class TeacherPool:
-    """Teachers of one shape that share one inference-only model, each with its bytes in host memory.
+    """Teachers of one shape that share one inference-only model.
 
-    That is pinned if the model is on a GPU. Parameters keep their storages: CUDA graphs stay valid. ::
+    Device memory is the model's; each teacher takes its bytes in host memory, pinned if the model is on a
+    GPU. Parameters keep their storages: CUDA graphs stay valid. ::
 
         pool = TeacherPool(build_inference_model(model_provider, config, dtype="bf16"))
         pool.add("math", "checkpoints/math")
@@ -33,8 +34,8 @@ class TeacherPool:
     **Inside** :meth:`use` the model holds the named teacher; an inner ``use`` puts back, bit for bit, what
     the outer one had. **Outside**, the last teacher stays: taking turns costs one copy a turn. **Weights that
     are no teacher's** are saved in host memory and put back by each outermost ``use``, unless they are all
-    NaN, as ``build_inference_model`` leaves them: fill them with NaN after other code, such as
-    torch_memory_saver, drops their memory.
+    NaN, as ``build_inference_model`` leaves them: fill weights with NaN after other code, such as
+    torch_memory_saver, has dropped their memory.
 
     **A swap costs** one copy from host memory, queued on the current CUDA stream. Where a teacher was left in
     the model, the CPU first waits for a checksum, which tells whether other code has loaded weights since.
@@ -84,7 +85,7 @@ class TeacherPool:
     def add(self, name: str, source: str | os.PathLike[str] | Callable[[Any], Any] | None = None) -> None:
         """Add a teacher. Afterwards, also if this raises, the model holds the same weights as before.
 
-        If they are all NaN, it keeps the new teacher's instead.
+        A model that held nothing but NaN keeps the new teacher.
 
         Args:
             name: the name for :meth:`use`.

@@ -86,24 +86,24 @@ def load_inference_checkpoint(
     """
     if world() is None:
         raise InvalidInputError("loading needs a process group: call torch.distributed.init_process_group")
-    chunks = [unwrap(chunk) for chunk in as_chunks(model)]
+    chunks, source = [unwrap(chunk) for chunk in as_chunks(model)], os.fspath(path)
     if not chunks:
         raise InvalidInputError("model has no chunks; expected what Megatron's get_model returns")
     if meta := next((name for name, weight in named_weights(chunks) if weight.is_meta), None):
         raise InvalidInputError(
             f"{meta} is on the meta device, without memory: materialize it, as build_inference_model does"
         )
-    iteration, states = _read(chunks, os.fspath(path), ckpt_step, exact, with_output_head)
+    iteration, states = _read(chunks, source, ckpt_step, exact, with_output_head)
     # From here on only a device can fail.
     outcome = "Some weights may be new and others not; build the model again."
-    with _on_all_ranks_or_none(f"writing the weights of {path}", outcome=outcome):
+    with _on_all_ranks_or_none(f"writing the weights of {source}", outcome=outcome):
         for index, chunk in enumerate(chunks):
             chunk.load_state_dict(states.get(str(index), {}), strict=False)
     return iteration
 
 
 def read_iteration(path: str | os.PathLike[str], ckpt_step: int | None = None) -> int:
-    """Return the iteration that :func:`load_inference_checkpoint` would load; it needs no process group."""
+    """Return the iteration that :func:`load_inference_checkpoint` would load; no other rank takes part."""
     folder = locate(path, ckpt_step)
     if (iteration := iteration_of(folder.name)) is not None:
         return iteration
@@ -120,7 +120,7 @@ def _read(
     from .torch_dist import TorchDistCheckpoint
 
     with _on_all_ranks_or_none(f"cannot load {source}"):
-        # With sharded optimizers, also the weights that another replica updates have a main parameter.
+        # With sharded optimizers, weights that another replica updates have a main parameter, too.
         if name := next((name for name, x in named_weights(chunks) if hasattr(x, "main_param")), None):
             raise CheckpointError(
                 f"{name} has a main parameter, from which the optimizer's next step would write the old "
@@ -138,7 +138,7 @@ def _read(
         for index, chunk in enumerate(chunks):
             loaded = {*request.tensors.get(str(index), {}), *request.others.get(str(index), {})}
             differing |= _missing(chunk, loaded, with_output_head)
-    # Some rank must request each stored tensor. A rank sends a byte for each: names would be megabytes.
+    # Each stored tensor must be requested by a rank. Ranks send a byte for each: names would be megabytes.
     names = checkpoint.names(with_output_head)
     is_requested = bytes(name in requested for name in names)
     ranks = gathered((folder.name, is_requested, differing, paddings), world())
@@ -172,9 +172,9 @@ def _read(
 def _other_heads(vocabularies: set[tuple[str, int, int]]) -> Differences:
     """Return heads of another kind, as a critic's is; warn of vocabularies with another padding.
 
-    Of all ranks' vocabularies, the argument has the names, and the rows as stored and as in the model.
+    The argument has each vocabulary of any rank: its name, and its rows as stored and as in the model.
     """
-    # Padding gives an output layer as many rows as the embeddings.
+    # Padding gives an output layer as many rows as the embeddings, which may be on another rank.
     rows = {(stored, own) for name, stored, own in vocabularies if name.endswith("word_embeddings.weight")}
     differing: Differences = set()
     for name, stored, own in sorted(x for x in vocabularies if x[1] != x[2]):

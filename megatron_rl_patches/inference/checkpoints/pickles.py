@@ -44,7 +44,7 @@ _IN_PIECE = re.compile(r"torch\.(_utils\._rebuild_tensor_v[23]|(storage\.)?\w+)|
 class Record:
     """Stands for an object of a class that a file names, or for what a function returns that it names."""
 
-    #: The class or function, with its module. Each name in a file has a subclass.
+    #: The class or function, with its module. Each name in a file gets a subclass.
     qualified_name = ""
     args: tuple[Any, ...] = ()
     state: Any = None
@@ -119,7 +119,7 @@ def unpickle_dict(content: bytes, file: Path) -> dict[str, Any]:
 
 
 def describe_tensor(stream: Any, nbytes: int) -> torch.Tensor:
-    """Return the tensor that a ``torch.save`` file describes, on meta; raise if not within ``nbytes``."""
+    """Return the tensor in a ``torch.save`` file, on meta; raise if its storage is not within ``nbytes``."""
     record = _unpickle(stream, _IN_PIECE)
     storage, start, size, stride, _, _, *others = record.args
     _, kind, _, _, stored = storage.args[0]

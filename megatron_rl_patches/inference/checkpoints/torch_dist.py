@@ -55,7 +55,7 @@ class Request(NamedTuple):
     factories: _State  # what joins weights that Megatron splits for storage
 
     def by_name(self) -> dict[str, ShardedTensor]:
-        """Return the tensors by their names in the checkpoint."""
+        """Return every tensor of the request, by its name in the checkpoint."""
         return {tensor.key: tensor for tensor in nested_values(self.tensors)}
 
 
@@ -80,8 +80,8 @@ class TorchDistCheckpoint:
     def request(self, chunks: Sequence[Any], with_output_head: bool) -> Request:
         """Ask for the sharded state dict of the model alone, as Megatron's ``generate_state_dict`` does.
 
-        The loader writes into host memory instead of into the model. Objects, which are extra states of
-        Transformer Engine, are left out.
+        Tensors get host memory, into which the loader writes instead of into the model. Objects are left out,
+        which Megatron would unpickle without protection: extra states of Transformer Engine.
         """
         metadata = self.common.get("content_metadata") or {}  # it says how the saver named layers
         states: _State = {str(n): c.sharded_state_dict(metadata={**metadata}) for n, c in enumerate(chunks)}
@@ -100,10 +100,10 @@ class TorchDistCheckpoint:
     def compare(
         self, requested: Mapping[str, ShardedTensor], exact: bool
     ) -> tuple[Differences, set[tuple[str, int, int]]]:
-        """Compare what this rank asks for with what is stored; return differences, and the vocabularies.
+        """Compare what this rank asks for with what is stored; return differences, and padded vocabularies.
 
-        Unless ``exact``, other floating-point dtypes and other paddings are no difference. Of a vocabulary,
-        the result has the name, and the rows as stored and as requested.
+        Unless ``exact``, other floating-point dtypes and other paddings are no difference. The second result
+        has the name of each vocabulary, and its rows as stored and as requested.
         """
         expected = {name: _shaped(tensor.global_shape, tensor.dtype) for name, tensor in requested.items()}
         stored, paddings = {}, set()
@@ -174,8 +174,9 @@ class TorchDistCheckpoint:
                 place = self.metadata.storage_data[index]
                 with self._opened(place) as stream:
                     piece = describe_tensor(stream, place.length)
-                expected = f"{[*chunk.sizes]} of {entry.properties.dtype}"
-                if (actual := f"{[*piece.shape]} of {piece.dtype}") != expected:
+                stored, indexed = (piece.shape, piece.dtype), (chunk.sizes, entry.properties.dtype)
+                if stored != indexed:
+                    actual, expected = (f"{[*shape]} of {dtype}" for shape, dtype in (stored, indexed))
                     piece_of = f"{self.folder / place.relative_path}: a piece of {tensor.key}"
                     raise CheckpointError(f"{piece_of} is {actual}, and the index says {expected}")
 
@@ -199,7 +200,7 @@ def _shaped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _corners(boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> dict[tuple[int, ...], int]:
-    """Count corners of boxes, with signs: boxes with equal counts cover every element equally often."""
+    """Count corners with signs: only boxes that cover every element equally often have the same counts."""
     counts = Counter[tuple[int, ...]]()
     for start, size in boxes:
         for ends in itertools.product((0, 1), repeat=len(start)):

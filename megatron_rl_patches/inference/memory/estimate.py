@@ -86,8 +86,8 @@ class Memory:
 class StageEstimate:
     """Memory of one rank of a pipeline stage; ranks of a stage differ by no more than a shard's padding.
 
-    ``with_teachers`` is training next to a pool of models: the device holds one, host memory all. Only
-    ``training`` and the numbers of parameters include layers of multi-token prediction.
+    ``with_teachers`` is training next to a pool of models: the device holds one, host memory all. Layers of
+    multi-token prediction count in training and as parameters, but not in ``inference_only`` and teachers.
     """
 
     dense_parameters: int
@@ -239,7 +239,7 @@ def _in_training(
 
 
 def _padded(numels: Sequence[int], replicas: int) -> int:
-    """Return the length of a buffer for the distributed optimizer, but for the padding of its buckets."""
+    """Return the length of a distributed optimizer's buffer, without the little padding of its buckets."""
     end = 0
     for numel in reversed(numels):
         end += -end % 64 + numel
@@ -256,6 +256,7 @@ def _adam(shard: int, dtype: str, optimizer: OptimizerSettings) -> Memory:
         main_parameters = 0 if dtype == "fp32" else size  # fp32 parameters are their own
         main_gradients = 0 if optimizer.gradient_dtype(dtype) == "fp32" else size
         return memory + Memory(main_parameters=main_parameters, main_gradients=main_gradients)
+    if offload:  # it copies the model's parameters
+        return memory
     # FusedAdam keeps the main parameters itself, and reads gradients from the buffer.
-    own = 0 if offload else shard * 2 if dtype == "bf16" else size
-    return memory + Memory(main_parameters=own)
+    return memory + Memory(main_parameters=shard * 2 if dtype == "bf16" else size)

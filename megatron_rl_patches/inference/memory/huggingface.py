@@ -11,7 +11,7 @@ from .estimate import fields_of
 
 _Config = Mapping[str, Any]
 
-#: Megatron's field -> Hugging Face's. Files may lack those with a question mark: the defaults are the same.
+#: Megatron's field -> Hugging Face's. A file may lack those with a question mark: both have one default.
 _NAMES = {name: name for name in ("hidden_size", "num_attention_heads", "vocab_size")}
 _NAMES |= {"num_layers": "num_hidden_layers", "ffn_hidden_size": "intermediate_size"}
 _GROUPS = {"num_query_groups": "num_key_value_heads"}
@@ -36,7 +36,7 @@ def _number(text: _Config, name: str, default: int | None = None, least: int = 1
     if (value := text.get(name)) is None:
         return default
     is_whole = type(value) is int or (isinstance(value, float) and value.is_integer())
-    if not is_whole or not least <= value <= 2**31:
+    if not is_whole or not least <= value <= 2**31:  # no dimension and no count of a model is larger
         expected = f"a whole number of at least {least}"
         raise InvalidInputError(f"{name} is {value!r:.40} in the configuration; expected {expected}")
     return int(value)

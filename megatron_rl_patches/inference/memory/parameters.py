@@ -1,4 +1,4 @@
-"""Parameters of every pipeline stage, from the real ``GPTModel``, which a child process builds."""
+"""Parameters of every pipeline stage, from the real ``GPTModel``: a child process builds it on meta."""
 
 from __future__ import annotations
 
@@ -222,7 +222,8 @@ def _provide(
         if not block.layer_specs:
             *_, last = gpt_layer_specs.get_gpt_decoder_layer_specs(config, **arguments)
             last = _buildable(config, last, config.num_layers - 1)
-        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, last, False, vp_stage=vp_stage)
+        local: Any = {"use_transformer_engine": False, "vp_stage": vp_stage}
+        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, last, **local)
     values = dataclasses.asdict(own)
     multiple = values.pop("make_vocab_size_divisible_by") * config.tensor_model_parallel_size
     values["vocab_size"] += -own.vocab_size % multiple

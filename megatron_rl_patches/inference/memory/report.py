@@ -133,15 +133,16 @@ class MemoryReport:
     device_total: int = 0
 
     def __str__(self) -> str:
-        line = "host: {rss} in this process, {host_available} of {host_total} free"
+        gib = {name: f"{size / 2**30:.2f} GiB" for name, size in asdict(self).items() if size is not None}
+        line = f"host: {gib['rss']} in this process, {gib['host_available']} of {gib['host_total']} free"
         if self.teachers is not None:
-            weights = "{teacher_weights} in host memory, output layers {teacher_heads}"
+            weights = f"{gib['teacher_weights']} in host memory, output layers {gib['teacher_heads']}"
             line += f"; {self.teachers} teachers: {weights}"
         if self.device is not None:
-            usage = "{allocated} allocated, peak {peak_allocated}, {reserved} reserved"
-            line = f"cuda:{self.device}: {usage}, {{device_free}} of {{device_total}} free; {line}"
-        sizes = {name: f"{(size or 0) / 2**30:.2f} GiB" for name, size in asdict(self).items()}
-        return line.format_map(sizes)
+            usage = f"{gib['allocated']} allocated, peak {gib['peak_allocated']}, {gib['reserved']} reserved"
+            free = f"{gib['device_free']} of {gib['device_total']} free"
+            line = f"cuda:{self.device}: {usage}, {free}; {line}"
+        return line
 
 
 def memory_report(*, pool: TeacherPool | None = None) -> MemoryReport:

@@ -31,7 +31,7 @@ def replaced_in_this_thread(owner: Any, name: str, substitute: Callable[..., Any
     """Call ``substitute(original, ...)`` in place of ``owner.name(...)``, in the calling thread only.
 
     The attribute belongs to all threads, so it gets a function that asks which thread is calling. Blocks may
-    overlap and nest: the last to end puts back what the first has found, which is the original of all.
+    overlap and nest: the last to end puts back what the first has replaced, which is the original of all.
     """
     place = id(owner), name
     with _lock:
@@ -145,8 +145,8 @@ def construction(*, on_meta: bool, use_cuda: bool) -> Iterator[list[Parameter]]:
     weights of TransformerEngine). Buffers and plain tensors are real, unlike under ``torch.device("meta")``.
     What needs a meta tensor's values raises :class:`NeedsValuesError`.
 
-    Without ``use_cuda`` the current device is the CPU, and no CUDA context comes into being. Routers of
-    experts are not on Megatron's list of the routers of the process.
+    Without ``use_cuda`` the current device is the CPU, and no CUDA context comes into being. The routers of
+    mixtures of experts are not on Megatron's list of the routers of the process.
     """
     created: list[Parameter] = []
 
@@ -179,10 +179,11 @@ def construction(*, on_meta: bool, use_cuda: bool) -> Iterator[list[Parameter]]:
 
 
 def materialize(module: torch.nn.Module, device: torch.device) -> None:
-    """Give the module's meta parameters memory on ``device``; raise ``NeedsValuesError`` if that misses some.
+    """Give the module's meta parameters memory on ``device``.
 
     They are NaN, so that the first output shows if no checkpoint has filled one. A parameter stays the same
     object with the same attributes: modules share parameters, and some (Mamba's) hold references besides.
+    ``NeedsValuesError`` is raised if something else holds on to a tensor on the meta device.
     """
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
@@ -215,7 +216,7 @@ def _not_listed(original: Any, replay: Any, *args: Any, **kwargs: Any) -> None:
 
 
 class _CudaIfReal(TorchFunctionMode):
-    """Make ``tensor.cuda()`` do nothing to meta tensors, and without ``use_cuda`` to any.
+    """Make ``tensor.cuda()`` return a meta tensor as it is, and without ``use_cuda`` any tensor.
 
     Another function that fails with a meta tensor raises :class:`NeedsValuesError`.
     """

@@ -150,10 +150,7 @@ def _virtual_stages(config: Any) -> int | None:
 def _constructed(
     provider: Callable[..., Any], config: Any, own: Any, target: torch.device, dtype: str, initializes: bool
 ) -> list[Module]:
-    """Call the provider for each virtual stage, with ``own``, the copy of the config.
-
-    Parameters that are not to be initialized have no memory before all chunks are there.
-    """
+    """Call the provider for each virtual stage with ``own``, the copy of the config, and then give memory."""
     changes: dict[str, Any] = {}
     if not initializes:
         changes = {name: lambda tensor: None for name in _INIT_METHODS if hasattr(own, name)}
@@ -249,7 +246,7 @@ def _refuse(role: str, setting: str, action: str, *args: Any, **kwargs: Any) -> 
 
 
 class _StayFrozen:
-    """``requires_grad_`` of a chunk, without a cycle in which a deleted teacher would wait for gc."""
+    """``requires_grad_`` of a chunk, held weakly: in a cycle, a deleted teacher would wait for gc."""
 
     def __init__(self, role: str, setting: str, chunk: Module) -> None:
         self._role, self._setting, self._chunk = role, setting, weakref.ref(chunk)

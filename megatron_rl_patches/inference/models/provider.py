@@ -17,8 +17,8 @@ from ...errors import InferenceOnlyError, InvalidInputError
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # Fields of a config that training loops set, and that schedules act upon.
-_TRAINING_ONLY = {"finalize_model_grads_func", "timers", *SYNC_FUNCTIONS}
-_TRAINING_ONLY |= {"grad_scale_func", "moe_grad_scale_func", "mtp_grad_scale_func"}
+_TRAINING_ONLY = [*SYNC_FUNCTIONS, "finalize_model_grads_func", "timers"]
+_TRAINING_ONLY += ["grad_scale_func", "moe_grad_scale_func", "mtp_grad_scale_func"]
 
 
 def without_training(config: Any) -> Any:
@@ -105,8 +105,8 @@ def require_new_parameters(chunk: Module, created: Sequence[Parameter], provider
 def give_own_config(chunk: Module, own: Any, original: Any, dtype: str) -> None:
     """Give the chunk a config that it shares with no policy.
 
-    A provider may ignore ``own``, the copy of the ``original`` config, and make another one, which another
-    model may hold, too: the chunk gets a copy of that.
+    A provider may ignore ``own``, the copy of the ``original`` config, and make another one. Another model
+    may hold that one, too, so the chunk gets a copy of it.
     """
     used = getattr(chunk, "config", None)
     if used is own:

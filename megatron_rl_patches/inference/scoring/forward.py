@@ -141,7 +141,7 @@ def forward_topk(
         most = plan.vocabulary
         if k is None:
             return _problem_with_ids(at_ids, plan)
-        is_valid = at is None and is_integer(k) and 1 <= k <= (most or k)
+        is_valid = at is None and is_integer(k) and 1 <= k <= (k if most is None else most)
         return None if is_valid else f"k is {k!r}. Expected: 1 to {most}, the vocabulary, and no `at`."
 
     def score(batch: ScoringBatch, logits_tv: torch.Tensor, how: Any) -> tuple[torch.Tensor, ...]:
@@ -181,8 +181,8 @@ def forward_hidden_states(
 
     Returns:
         Per sample ``[response_length, h]`` in the model's dtype; ``None`` on stages other than the last. In
-        host memory they are pinned if the model is on a GPU. Those of a microbatch are views of one tensor,
-        whose memory each keeps, and takes along when it is pickled: clone what you send.
+        host memory they are pinned if the model is on a GPU. Those of a microbatch are views of one tensor:
+        each keeps the memory of all, and takes it along when it is pickled, so clone what you send.
 
     Raises:
         InvalidInputError: also, after the last microbatch and on all stages, if the model's output layer is

@@ -35,7 +35,7 @@ from ..models.isolation import rng_tracker_is_seeded, rng_tracker_that_does_not_
 from .microbatches import Limits, ScoreOptions, ScoringBatch, data_of, described, parse_microbatches
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
-#: Computes ``[n, ...]`` for ``n`` response tokens, from logits ``[T, V / tp]`` and arguments of losses.
+#: Computes ``[n, ...]`` for ``n`` response tokens, from logits ``[T, V / tp]`` and arguments of all losses.
 Score = Callable[[ScoringBatch, torch.Tensor, Mapping[str, Any]], tuple[torch.Tensor, ...]]
 # Classes whose attribute scales an auxiliary loss in backward.
 _LOSS_SCALERS = (
@@ -94,10 +94,7 @@ class Plan:
         self.rounds = self._agreed_rounds(experts)
 
     def _checked(self) -> Limits:
-        """Refuse options on all stages, and chunks that are no model of Megatron's or cannot be scored now.
-
-        Return what microbatches must fit.
-        """
+        """Refuse wrong options, on all stages, and chunks that cannot be scored now; return the limits."""
         chunks, options = self.chunks, self.options
         virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
         if len(chunks) != virtual:
@@ -140,7 +137,7 @@ class Plan:
     def _agreed_rounds(self, experts: torch.distributed.ProcessGroup | None) -> int:
         """Return how many microbatches this rank runs: whole groups if interleaved, as many as its replicas.
 
-        A replica with fewer would leave others that share its experts waiting in the token dispatcher. One
+        A replica with fewer would leave those that share its experts waiting in the token dispatcher. One
         collective, if there are such replicas.
         """
         group_size = self.config.microbatch_group_size_per_vp_stage if len(self.chunks) > 1 else 1
@@ -265,7 +262,7 @@ class Plan:
                 stack.enter_context(replaced(model, mtp_process=False))
             for config in configs:
                 stack.enter_context(replaced(config, mtp_num_layers=None))
-            # Schedules call the sync functions in ``no_sync``; a backward pass undoes some, but none comes.
+            # Schedules call sync functions in ``no_sync``. Only a backward pass undoes some, and none comes.
             without = dict.fromkeys(("timers", *SYNC_FUNCTIONS))
             stack.enter_context(replaced(self.config, **without, variable_seq_lengths=variable))
             # Schedules set these scales for the whole process, forward only, too: in place, if they exist.
