@@ -69,7 +69,7 @@ def _search(name: str, locations: list[str] | None) -> ModuleSpec | None:
     for finder in list(sys.meta_path):
         spec = None
         if finder is PathFinder and locations is not None:
-            # For the whole name of a bare folder it needs the imported parent. Its list follows `sys.path`.
+            # With its whole name, a bare folder needs its parent imported; its own list follows `sys.path`.
             spec = PathFinder.find_spec(name.rpartition(".")[2], locations)
             if spec is not None and spec.loader is None:
                 spec.submodule_search_locations = [*(spec.submodule_search_locations or ())]
@@ -86,7 +86,7 @@ class Files:
     """What ``import`` would find in a list of files.
 
     Every folder that is not inside a package is a place to import from, the shallowest first, so that layouts
-    (``src/``, ``slime/slime/``) need no options. ``paths`` have forward slashes; ``content`` reads the bytes.
+    (``src/``, ``slime/slime/``) need no options. ``paths`` have forward slashes; ``content`` reads one.
     """
 
     def __init__(self, name: str, paths: Iterable[str], content: Callable[[str], bytes]) -> None:
