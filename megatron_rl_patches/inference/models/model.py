@@ -150,7 +150,7 @@ def _virtual_stages(config: Any) -> int | None:
 def _constructed(
     provider: Callable[..., Any], config: Any, own: Any, target: torch.device, dtype: str, initializes: bool
 ) -> list[Module]:
-    """Call the provider for each virtual stage with ``own``, the copy of the config, and then give memory."""
+    """Call the provider with ``own``, the copy of the config, for each stage; parameters get memory last."""
     changes: dict[str, Any] = {}
     if not initializes:
         changes = {name: lambda tensor: None for name in _INIT_METHODS if hasattr(own, name)}
