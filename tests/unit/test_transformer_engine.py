@@ -8,7 +8,7 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +18,6 @@ from megatron_rl_patches.errors import MegatronRLPatchesError
 from megatron_rl_patches.testing import cpu_backend
 from megatron_rl_patches.testing.transformer_engine import refusals
 from tests.gpu import parameter_marks
-
-NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +34,8 @@ def te() -> Iterator[Any]:
 
 
 def _marks(parameter: torch.nn.Parameter) -> tuple[object, ...]:
-    return tuple(getattr(parameter, name, None) for name in NAMES)
+    names = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
+    return tuple(getattr(parameter, name, None) for name in names)
 
 
 def test_it_is_in_place_inside_of_the_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,11 +123,10 @@ def test_what_parameters_carry(release: str, marked: bool) -> None:
 def test_marks_are_compared_with_those_of_an_installation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real, layers = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
-    vars(real)["__version__"] = "2.14.1+7a3e6f2"
-    vars(layers).update(vars(parameter_marks.STAND_IN))
-    monkeypatch.setitem(sys.modules, real.__name__, real)
-    monkeypatch.setitem(sys.modules, layers.__name__, layers)
+    layers = SimpleNamespace(**vars(parameter_marks.STAND_IN))
+    modules = {"": SimpleNamespace(__version__="2.14.1+7a3e6f2"), ".pytorch": layers}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, f"transformer_engine{name}", module)
     assert parameter_marks.main() == 0
 
     def linear(*sizes: int, **options: Any) -> Any:
@@ -137,7 +135,7 @@ def test_marks_are_compared_with_those_of_an_installation(
             layer.bias.partition_stride = 2
         return layer
 
-    vars(layers)["Linear"] = linear
+    layers.Linear = linear
     assert parameter_marks.main() == 1
     *_, last = capsys.readouterr().out.splitlines()
     assert "'partition_stride': 2" in last.partition("; the stand-in")[0]
