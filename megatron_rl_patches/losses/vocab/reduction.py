@@ -56,14 +56,14 @@ class Blocks(NamedTuple):
 class Block(NamedTuple):
     """Some rows of a tile."""
 
-    # Their logits of each source, the student's first, perhaps as RowsOf a tile: stretches where they are
-    # summed up, rows [b, w] or one stretch for a gradient.
+    # Logits of each source, the student's first, perhaps RowsOf a tile: stretches where they are summed up,
+    # rows [b, w] or one stretch for a gradient.
     xs: list[Any]
     out: Any  # where to write their gradient; perhaps the very object xs[0], so that a compiler knows it
     rows: slice  # of the n rows
     tile: Tile  # the student's
-    # Buffers for plain operators, cut as the logits are. Without a gradient the first may be the logits.
-    work: Tensor | None  # None: the function is compiled
+    # Buffers, cut as the logits are, which the first may be without a gradient; None for a compiled function.
+    work: Tensor | None
     function: Callable[..., Any]  # computes the block
     cut: Callable[[Tensor], Tensor]  # returns what the function gets in place of a tensor [..., w]
 
