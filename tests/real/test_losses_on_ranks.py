@@ -316,7 +316,7 @@ def test_one_rank_cannot_overwrite_its_logits() -> None:
     (expected + entropies).sum().backward()
     leaf = whole.detach().chunk(2, dim=1)[rank].contiguous().requires_grad_()
     log_probs, entropies = log_probs_and_entropy(
-        leaf if rank == 1 else leaf * 1, TOKENS, dist.group.WORLD, with_entropy=True, inplace_backward=True
+        leaf if rank == 1 else leaf * 1, TOKENS, dist.group.WORLD, entropy_grad=True, inplace_backward=True
     )
     (log_probs + entropies).sum().backward()
     torch.testing.assert_close(log_probs, expected)
