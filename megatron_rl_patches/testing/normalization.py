@@ -136,10 +136,9 @@ def check_normalization(
         loss_func: a module-level function ``(microbatch, logits) -> (loss, metrics)`` or
             ``(loss, num_tokens, metrics)``, of which Megatron's schedule gets ``partial(loss_func,
             microbatch)``. It finds its process groups in ``parallel_state``. Logits are ``[1, rows,
-            vocabulary]`` in float32, the packed samples of a :class:`Microbatch` as Megatron's ``thd`` has
-            them: under context parallelism each sample is padded to a multiple of ``2 * cp``, and a rank has
-            a piece from either end; padding is at no other place. The vocabulary has 32 ids, or as many as
-            the tokens of the batch need.
+            vocabulary]`` in float32, packed as Megatron's ``thd``: under context parallelism alone, each
+            sample is padded, to a multiple of ``2 * cp``, and a rank has a piece from either end. The
+            vocabulary has 32 ids, or as many as the tokens of the batch need.
         batch: samples, each with the int64 ``tokens`` ``[total_length]``, the ``loss_mask``
             ``[response_length]`` of the response that ends it, and whatever else the loss function reads.
         splits: names and splits to compare. A split of four ranks is ``Split(dp=2, cp=2)``.

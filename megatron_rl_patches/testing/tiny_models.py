@@ -71,8 +71,7 @@ class TinyModel:
         frozen_head: the output layer is not trained.
         vocab_size, seq_length: of the model, in tokens.
         config: further fields of ``TransformerConfig``, which win over those of the kind.
-        lr: learning rate of Adam.
-        seed: of the parameters.
+        lr, seed: the learning rate of Adam, and the seed of the parameters.
         overlap_grad_reduce, overlap_param_gather, use_distributed_optimizer, grad_reduce_in_fp32: as in
             ``DistributedDataParallelConfig``.
 
