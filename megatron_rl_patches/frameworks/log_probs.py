@@ -44,7 +44,7 @@ def log_probs_and_entropy(
     vocab_size = logits.shape[-1] * (1 if tp_group is None else dist.get_world_size(tp_group))
     targets = tokens.reshape(-1).long()
     targets = torch.where((targets >= 0) & (targets < vocab_size), targets, _NO_TOKEN)
-    logits_tv = logits.reshape(-1, logits.shape[-1])
+    logits_tv = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
     options = VocabParallelOptions(
         tp_group=tp_group,
         temperature=temperature if in_float32(temperature) else 1.0,

@@ -164,7 +164,6 @@ def make_distillation_loss_func(
     over ``cp_group``. Arguments and errors are those of :func:`make_loss_func`, except for:
 
     Args:
-        layout: where the responses stand in the logits.
         batch: teachers and masks of the full responses.
         options: which loss to compute; the reverse KL by default.
         inplace_backward: with full distributions it has an effect where all tokens have the same teacher.

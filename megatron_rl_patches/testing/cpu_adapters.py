@@ -136,17 +136,13 @@ def _has_te() -> bool:
 class _HostCopies(TorchFunctionMode):
     """Make ``tensor.is_cuda`` true, except for results of ``tensor.cpu()`` and of functions of these."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._copies: dict[int, Any] = {}  # by id, which nothing else has while the copy lives
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_copy = bool(args) and id(args[0]) in self._copies
+        is_copy = bool(args) and hasattr(args[0], "_is_host_copy")
         if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return not is_copy
         result = func(*args, **(kwargs or {}))
-        if is_copy or func is torch.Tensor.cpu:
-            self._copies[id(result)] = result
+        if isinstance(result, torch.Tensor) and (is_copy or func is torch.Tensor.cpu):
+            result._is_host_copy = True  # type: ignore[attr-defined]
         return result
 
 

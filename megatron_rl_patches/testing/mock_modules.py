@@ -92,9 +92,8 @@ class MockFloat16Module(MockModule):
 class MockBucketGroup:
     """Stands for ``_ParamAndGradBucketGroup``, which keeps track of outstanding collectives.
 
-    The real class has neither ``is_stale``, which is true when the optimizer has stepped and no parameter
-    gather that began later has been completed, nor ``is_unreduced``, which is true when a backward pass has
-    added to a gradient and no reduction that began later has been completed.
+    The real class has neither ``is_stale``, which is true when no parameter gather was completed that began
+    after the optimizer's step, nor ``is_unreduced``, the same of reductions after a backward pass.
     """
 
     def __init__(

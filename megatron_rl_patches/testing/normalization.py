@@ -19,6 +19,7 @@ from ..errors import InvalidInputError
 from .cpu_backend import cpu_backend
 from .ranks import spawn_ranks
 from .tiny_models import TinyModel
+from .transformer_engine.distributed import positions_of
 
 Sample = Mapping[str, Any]
 #: Gradients that differ by less than this are the same: float32 leaves a tenth of it.
@@ -135,10 +136,9 @@ def check_normalization(
         loss_func: a module-level function ``(microbatch, logits) -> (loss, metrics)`` or
             ``(loss, num_tokens, metrics)``, of which Megatron's schedule gets ``partial(loss_func,
             microbatch)``. It finds its process groups in ``parallel_state``. Logits are ``[1, rows,
-            vocabulary]`` in float32, the packed samples of a :class:`Microbatch` as Megatron's ``thd`` has
-            them: under context parallelism each sample is padded to a multiple of ``2 * cp``, and a rank has
-            a piece from either end; padding is at no other place. The vocabulary has 32 ids, or as many as
-            the tokens of the batch need.
+            vocabulary]`` in float32, packed as Megatron's ``thd``: under context parallelism alone, each
+            sample is padded, to a multiple of ``2 * cp``, and a rank has a piece from either end. The
+            vocabulary has 32 ids, or as many as the tokens of the batch need.
         batch: samples, each with the int64 ``tokens`` ``[total_length]``, the ``loss_mask``
             ``[response_length]`` of the response that ends it, and whatever else the loss function reads.
         splits: names and splits to compare. A split of four ranks is ``Split(dp=2, cp=2)``.
@@ -233,11 +233,13 @@ def _forward_step(
 
 def _packed_logits(chunk: torch.nn.Module, microbatch: Microbatch) -> Tensor:
     """Return logits of packed samples; each runs alone, as packed attention needs TransformerEngine."""
-    cp, logits = microbatch.split.cp, []
+    from megatron.core import parallel_state
+
+    cp, rank, logits = microbatch.split.cp, parallel_state.get_context_parallel_rank(), []
     for sample in microbatch.samples:
         length = _padded(len(sample["tokens"]), 2 * cp if cp > 1 else 1)
         tokens_s = torch.nn.functional.pad(sample["tokens"], (0, length - len(sample["tokens"])))
-        positions_s = TinyModel(cp=cp, seq_length=length).positions()
+        positions_s = positions_of(rank, cp, length // cp)
         mask_ss = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
         logits.append(chunk(tokens_s[None, positions_s], positions_s[None], mask_ss))
     return torch.cat(logits, dim=1)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InvalidInputError
-from .transformer_engine.distributed import positions_of
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -72,8 +71,7 @@ class TinyModel:
         frozen_head: the output layer is not trained.
         vocab_size, seq_length: of the model, in tokens.
         config: further fields of ``TransformerConfig``, which win over those of the kind.
-        lr: learning rate of Adam.
-        seed: of the parameters.
+        lr, seed: the learning rate of Adam, and the seed of the parameters.
         overlap_grad_reduce, overlap_param_gather, use_distributed_optimizer, grad_reduce_in_fp32: as in
             ``DistributedDataParallelConfig``.
 
@@ -253,13 +251,3 @@ class TinyModel:
             use_distributed_optimizer=self.use_distributed_optimizer,
         )
         return model, get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=False)
-
-    def positions(self) -> torch.Tensor:
-        """Return the positions that this context-parallel rank has, ``[seq_length / cp]``, int64.
-
-        Each rank has a piece from either end of the sequence, as Megatron's batches are cut.
-        """
-        from megatron.core import parallel_state
-
-        rank = parallel_state.get_context_parallel_rank()
-        return positions_of(rank, self.cp, self.seq_length // self.cp)

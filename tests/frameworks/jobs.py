@@ -267,7 +267,7 @@ JOBS: dict[str, type[Job]] = {
 def provider(pre_process: bool = True, post_process: bool = True, **unused: Any) -> torch.nn.Module:
     """Draws its weights from the global generators, as real providers do; each model has a config."""
     args = global_vars.get_args()
-    return TinyModel(bf16=args.bf16, **(args.tiny_model or {})).provider()
+    return TinyModel(bf16=args.bf16).provider()
 
 
 def global_arguments(**values: Any) -> Arguments:

@@ -18,7 +18,6 @@ from tests.ranks import everywhere
 
 PATCH = "reentrant-train"
 NO_SYNC = "AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None"
-KEY_ERROR = "KeyError: GPTModel"  # of the handles, for the first module that has none
 TIMER = "AssertionError: timer has already been started"
 FINE = "fine"
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"

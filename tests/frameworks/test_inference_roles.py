@@ -1,7 +1,7 @@
 """``inference-only`` and ``scheduler-resume`` on stand-ins for frameworks, and real megatron-core.
 
-Every test runs in fresh processes. A patched framework's teacher costs its weights, and the policy beside it
-is trained as if it were alone. What a teacher costs unpatched is in ``test_real_inference_roles.py``.
+Every test runs in fresh processes. A patched framework's teacher costs its weights, and leaves the policy
+beside it and all globals as they were. What it costs unpatched is in ``test_real_inference_roles.py``.
 """
 
 from __future__ import annotations
@@ -33,21 +33,13 @@ def test_policy_and_teachers_side_by_side(tmp_path: Path) -> None:
     from tests.references import tiny_gpt
 
     policy, teacher = jobs.checkpoints(tmp_path)
-    slime = jobs.slime_model()
-
-    def policy_and_batches() -> Any:
-        jobs.process()
-        args = jobs.global_arguments(load=policy)
-        return args, slime.initialize_model_and_optimizer(args, "actor")[:3], jobs.Batches()
-
-    _, state, batches = policy_and_batches()
-    jobs.train(state, 4, batches)
-    alone = tiny_gpt.checksum(state[0], state[1])
-
+    slime, batches = jobs.slime_model(), jobs.Batches()
     apply(PATCH, "reentrant-train")
-    args, state, batches = policy_and_batches()
+    args = jobs.global_arguments(load=policy)
+    state = slime.initialize_model_and_optimizer(args, "actor")[:3]
     assert type(state[0][0]).__name__ == DDP and state[1] is not None
     jobs.train(state, 2, batches)
+    trained = tiny_gpt.checksum(state[0], state[1])
     args.load = teacher
     saved = torch.load(Path(teacher) / jobs.WEIGHTS, weights_only=False)["model"]
     teachers = []
@@ -58,8 +50,8 @@ def test_policy_and_teachers_side_by_side(tmp_path: Path) -> None:
         assert chunk.config is not state[0][0].config and chunk.config.no_sync_func is None
         assert slime.logits_of(chunk, torch.arange(16)[None]).shape == (1, 16, 32)
         teachers.append([chunk])
-    jobs.train(state, 2, batches)
-    assert tiny_gpt.checksum(state[0], state[1]) == alone
+    assert tiny_gpt.checksum(state[0], state[1]) == trained
+    jobs.train(state, 1, batches)
     for error in (
         outcome(jobs.train, (teachers[0], None, None), 1, jobs.Batches()),
         outcome(optimizer.get_megatron_optimizer, optimizer.OptimizerConfig(), teachers[0]),

@@ -20,8 +20,6 @@ import torch
 
 from megatron_rl_patches.testing.transformer_engine import layers, refusals
 
-#: Parameter -> its attributes and shape.
-Table = dict[str, dict[str, Any]]
 _SIZES = {"Linear": (8, 16), "LayerNormLinear": (8, 16), "GroupedLinear": (2, 8, 16)}
 STAND_IN = SimpleNamespace(**{name: getattr(layers, name) for name in ("LayerNorm", "RMSNorm", *_SIZES)})
 
@@ -43,8 +41,8 @@ def _cases() -> Iterator[tuple[str, tuple[int, ...], dict[str, Any]]]:
         yield name, (8,), {"sequence_parallel": sequence_parallel}
 
 
-def table(layers: Any) -> Table:
-    """Return what parameters of the layers of a module carry."""
+def table(layers: Any) -> dict[str, dict[str, Any]]:
+    """Return shapes and attributes of the parameters of a module's layers."""
     device, marks = "cuda" if torch.cuda.is_available() else "cpu", {}
     for name, sizes, options in _cases():
         layer = getattr(layers, name)(*sizes, **options, params_dtype=torch.float32, device=device)

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 import megatron_rl_patches
 from megatron_rl_patches import apply, inference, losses, revert, testing
-from tests.unit.frameworks.test_slime_losses import Framework
+from megatron_rl_patches.engine.call import Call
+from megatron_rl_patches.frameworks import slime_losses
 
 PACKAGE = Path(megatron_rl_patches.__file__).parent
 N, HIDDEN, VOCABULARY = 8, 4, 32
-FRAMEWORK = Framework()
 
 
 def stays_of(call: Callable[[], Any]) -> list[str]:
@@ -61,10 +61,41 @@ def _scored(logits: torch.Tensor) -> None:
     (log_probs.sum() + entropy.sum()).backward()
 
 
-def _slime(framework: Any, logits: torch.Tensor) -> None:
+def get_parallel_state() -> SimpleNamespace:
+    """Groups of the function below, as miles has its own."""
+    alone = SimpleNamespace(rank=0, size=1, group=None)
+    return SimpleNamespace(cp=alone, tp=alone)
+
+
+def get_log_probs_and_entropy(
+    logits: torch.Tensor,
+    *,
+    args: Any,
+    unconcat_tokens: list[torch.Tensor],
+    total_lengths: list[int],
+    response_lengths: list[int],
+    with_entropy: bool = True,
+) -> dict[str, list[torch.Tensor]]:
+    """As in miles."""
+    log_probs, entropies = [], []
+    samples = logits[0].div(args.rollout_temperature).log_softmax(-1).split(total_lengths)
+    for sample, tokens, n in zip(samples, unconcat_tokens, response_lengths, strict=True):
+        rows = sample[-n - 1 : -1]
+        log_probs.append(rows.gather(1, tokens[-n:, None]).squeeze(1))
+        entropies.append(-(rows.exp() * rows).sum(-1))
+    return {"log_probs": log_probs, "entropy": entropies}
+
+
+def _slime(logits: torch.Tensor) -> None:
     """The responses of a microbatch of two samples with a temperature, forward and backward."""
-    batch = {"unconcat_tokens": [torch.arange(6), torch.arange(5)], "total_lengths": [6, 5]}
-    scores = framework.patched(logits, batch={**batch, "response_lengths": [4, 2]}, loss_type="policy_loss")
+    batch = {
+        "args": SimpleNamespace(rollout_temperature=0.7, loss_type="policy_loss"),
+        "unconcat_tokens": [torch.arange(6), torch.arange(5)],
+        "total_lengths": [6, 5],
+        "response_lengths": [4, 2],
+        "with_entropy": True,
+    }
+    scores = slime_losses.get_log_probs_and_entropy(Call(get_log_probs_and_entropy, (logits,), batch))
     torch.cat([*scores["log_probs"], *scores["entropy"]]).sum().backward()
 
 
@@ -112,8 +143,8 @@ WALKS: dict[str, Callable[[], Any]] = {
         losses.full_vocabulary_divergence(_deferred(), _deferred(frozen=True)).sum().backward()
     ),
     # What takes the place of ``get_log_probs_and_entropy``, on logits that exist and on deferred ones.
-    "slime": lambda: _slime(FRAMEWORK, torch.randn(1, 11, VOCABULARY, requires_grad=True)),
-    "slime, deferred": lambda: _slime(FRAMEWORK, _deferred(11)[None]),
+    "slime": lambda: _slime(torch.randn(1, 11, VOCABULARY, requires_grad=True)),
+    "slime, deferred": lambda: _slime(_deferred(11)[None]),
     "teacher's build": lambda: _on_one_rank(_teacher),
     "teacher's scores": lambda: _on_one_rank(_scores_of_a_teacher),
 }

@@ -316,7 +316,7 @@ def test_one_rank_cannot_overwrite_its_logits() -> None:
     (expected + entropies).sum().backward()
     leaf = whole.detach().chunk(2, dim=1)[rank].contiguous().requires_grad_()
     log_probs, entropies = log_probs_and_entropy(
-        leaf if rank == 1 else leaf * 1, TOKENS, dist.group.WORLD, with_entropy=True, inplace_backward=True
+        leaf if rank == 1 else leaf * 1, TOKENS, dist.group.WORLD, entropy_grad=True, inplace_backward=True
     )
     (log_probs + entropies).sum().backward()
     torch.testing.assert_close(log_probs, expected)
@@ -349,29 +349,25 @@ def _cases(cp_size: int) -> list[Case]:
     return corners + [Case(**RAGGED, cp_size=cp_size, **scheme) for scheme in SCHEMES]
 
 
-def counting_all_reduces() -> Any:
-    return mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce)
-
-
 def _check_gathering(case: Case, group: dist.ProcessGroup) -> None:
     rank = dist.get_rank(group)
     layout, generator = case.layout(rank), torch.Generator().manual_seed(1)
     full = [torch.randn(n, 2, dtype=torch.float64, generator=generator) for n in case.responses]
     local = torch.cat(layout.local_parts(full)).requires_grad_()
 
-    with counting_all_reduces() as all_reduce:
+    with sent_bytes() as calls:
         gathered = layout.gather_responses(local, group)
-        assert all_reduce.call_count == (sum(case.responses) > 0)
+        assert len(calls) == (sum(case.responses) > 0)
         # The loss of rank r is (r + 1) times the sum of squares: together 1 + 2 + ... times.
         sum((rank + 1) * (part**2).sum() for part in gathered).backward()
-        assert all_reduce.call_count == 2 * (sum(case.responses) > 0)
+        assert len(calls) == 2 * (sum(case.responses) > 0)
     assert all(map(torch.equal, gathered, full))
     ranks = case.cp_size * (case.cp_size + 1) // 2
     torch.testing.assert_close(local.grad, 2 * ranks * local.detach())
 
-    with counting_all_reduces() as all_reduce, torch.no_grad():
+    with sent_bytes() as calls, torch.no_grad():
         quiet = layout.gather_responses(layout.split_responses(local), group)
-        assert all_reduce.call_count == (sum(case.responses) > 0)
+        assert len(calls) == (sum(case.responses) > 0)
     assert all(map(torch.equal, quiet, full))
     assert not any(part.requires_grad for part in quiet)
     ids = [torch.arange(n) for n in case.responses]
@@ -382,12 +378,12 @@ def _check_wrong_groups(cp2: dist.ProcessGroup, cp4: dist.ProcessGroup) -> None:
     """What is wrong on one rank alone is in ``tests/unit/losses/sequences``."""
     layout = Case((3, 2), (4, 9), cp_size=2).layout(dist.get_rank(cp2))
     values = torch.zeros(len(layout.response_index))
-    with counting_all_reduces() as all_reduce:
+    with sent_bytes() as calls:
         with pytest.raises(InvalidInputError, match=r"rank \d of 4, but .* rank \d of 2"):
             layout.gather_responses(values, cp4)
         with pytest.raises(InvalidInputError, match="values have the shapes"):
             layout.gather_responses([values], cp2)
-        all_reduce.assert_not_called()
+    assert calls == []
 
 
 @on_ranks(4, megatron=False)

@@ -167,30 +167,13 @@ def test_a_loss_of_nothing() -> None:
         check_normalization(of_nothing, global_batch(), ONLY_CP)
 
 
-# --- without ranks
-
-
-def samples(*lengths: tuple[int, int]) -> list[dict[str, Any]]:
-    return [
-        {"tokens": torch.zeros(prompt + response).long(), "loss_mask": torch.ones(response)}
-        for prompt, response in lengths
-    ]
-
-
-SAMPLES = samples((2, 9), (1, 7), (5, 1), (1, 4), (1, 2), (2, 1))
-
-
-@pytest.mark.parametrize(
-    ("split", "expected"),
-    [
-        (Split(dp=3, microbatches=2), [[[11], [8]], [[6], [5]], [[3], [3]]]),
-        (Split(dp=2, microbatches=2, even=False), [[[11], [8]], [[6], [5, 3, 3]]]),
-        (Split(microbatches=6, even=False), [[[11], [8], [6], [5], [3], [3]]]),
-    ],
-)
-def test_cuts(split: Split, expected: list[list[list[int]]]) -> None:
-    cut = [[[len(one["tokens"]) for one in piece] for piece in replica] for replica in split.cut(SAMPLES)]
-    assert cut == expected
+def test_cuts() -> None:
+    for split, expected in (
+        (Split(dp=2, microbatches=2), [[[11, 8], [6, 11]], [[5, 4], [4, 4]]]),
+        (Split(dp=2, microbatches=2, even=False), [[[11], [8]], [[6], [11, 5, 4, 4, 4]]]),
+    ):
+        cut = [[[len(x["tokens"]) for x in part] for part in of_dp] for of_dp in split.cut(global_batch())]
+        assert cut == expected
 
 
 @pytest.mark.parametrize(
@@ -199,11 +182,11 @@ def test_cuts(split: Split, expected: list[list[list[int]]]) -> None:
         ({"batch": []}, "batch and splits must not be empty"),
         ({"splits": {}}, "batch and splits must not be empty"),
         ({"batch": [{"tokens": torch.zeros(3)}]}, r"sample 0 of the batch needs .* loss_mask"),
-        ({"batch": samples((0, 3))}, "sample 0 of the batch needs .* one token of a prompt"),
-        ({"batch": samples((2, 3), (4, 3))}, "same number of unmasked tokens"),
+        ({"batch": [{"tokens": torch.zeros(3), "loss_mask": torch.ones(3)}]}, "one token of a prompt"),
+        ({"batch": global_batch()[:1] * 2}, "same number of unmasked tokens"),
         ({"splits": {"none": Split(dp=0)}}, "sizes must be positive, and they are .*dp=0"),
-        ({"splits": {"many": Split(dp=2, microbatches=2)}}, "6 samples, and .*dp=2.* needs a multiple of 4"),
-        ({"splits": {"more": Split(microbatches=7, even=False)}}, "a multiple of 7, or as many at least"),
+        ({"splits": {"many": Split(dp=3)}}, "8 samples, and .*dp=3.* needs a multiple of 3"),
+        ({"splits": {"more": Split(microbatches=9, even=False)}}, "a multiple of 9, or as many at least"),
     ],
 )
 def test_bad_input_starts_no_rank(
@@ -211,7 +194,7 @@ def test_bad_input_starts_no_rank(
 ) -> None:
     monkeypatch.setattr(module, "spawn_ranks", lambda *args: pytest.fail("a rank has started"))
     with pytest.raises(InvalidInputError, match=message):
-        check_normalization(of_nothing, **{"batch": SAMPLES, **changes})
+        check_normalization(of_nothing, **{"batch": global_batch(), **changes})
 
 
 def test_a_report_is_a_table() -> None:

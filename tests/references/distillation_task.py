@@ -18,6 +18,7 @@ from megatron.core import dist_checkpointing, parallel_state
 
 from megatron_rl_patches import Settings, applied, inference, losses
 from megatron_rl_patches.testing import TinyModel, cpu_backend, spawn_ranks
+from megatron_rl_patches.testing.transformer_engine.distributed import positions_of
 
 TRAIN = "megatron_rl_patches.demo.program:train"
 DIGITS = 5
@@ -245,7 +246,7 @@ def _train(
     layout = losses.SequenceLayout.build(
         lengths, [DIGITS] * size, qkv_format="bshd", max_seq_lens=lengths, **cp
     )
-    positions_s = TinyModel(cp=cp_group.size(), seq_length=LENGTH).positions()
+    positions_s = positions_of(cp_group.rank(), cp_group.size(), LENGTH // cp_group.size())
 
     def forward_step(data_iterator: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Any]:
         batch = next(data_iterator)

@@ -27,6 +27,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.utils import get_model_config
 
 from megatron_rl_patches.testing import TinyModel
+from megatron_rl_patches.testing.transformer_engine.distributed import positions_of
 
 VOCABULARY, SEQUENCE, BATCH, HIDDEN, LAYERS, HEADS = TinyModel.vocab_size, TinyModel.seq_length, 2, 32, 4, 4
 
@@ -52,7 +53,8 @@ def predicts_in_hybrid_models() -> bool:
 
 def positions() -> torch.Tensor:
     """Return the positions that this context-parallel rank has of each sequence, ``[s / cp]``."""
-    return TinyModel(cp=parallel_state.get_context_parallel_world_size(), seq_length=SEQUENCE).positions()
+    cp = parallel_state.get_context_parallel_world_size()
+    return positions_of(parallel_state.get_context_parallel_rank(), cp, SEQUENCE // cp)
 
 
 class SyntheticData:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,6 @@ from megatron_rl_patches.errors import MegatronRLPatchesError
 from megatron_rl_patches.testing import cpu_backend
 from megatron_rl_patches.testing.transformer_engine import refusals
 from tests.gpu import parameter_marks
-
-NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +35,8 @@ def te() -> Iterator[Any]:
 
 
 def _marks(parameter: torch.nn.Parameter) -> tuple[object, ...]:
-    return tuple(getattr(parameter, name, None) for name in NAMES)
+    names = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
+    return tuple(getattr(parameter, name, None) for name in names)
 
 
 def test_it_is_in_place_inside_of_the_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,13 +47,11 @@ def test_it_is_in_place_inside_of_the_block_alone(monkeypatch: pytest.MonkeyPatc
         assert te.__version__ == "2.8.0" and te.pytorch.module.Linear is te.pytorch.Linear
         with pytest.raises(ModuleNotFoundError):
             import_module("transformer_engine.pytorch.cross_entropy")
-        with cpu_backend(), cpu_backend(transformer_engine=True):
+        with cpu_backend(), cpu_backend(transformer_engine=True), cpu_backend(transformer_engine="2.8"):
             assert metadata.version("transformer-engine") == "2.8.0"
         for other, message in (("2.9.0", r"stands for 2\.8\.0"), ("newest", "'newest'; expected a version")):
             with pytest.raises(MegatronRLPatchesError, match=message), cpu_backend(transformer_engine=other):
                 pass
-        with cpu_backend(transformer_engine="2.8"):
-            pass
     assert find_spec("transformer_engine") is None
     assert not [finder for finder in sys.meta_path if "transformer_engine" in type(finder).__module__]
     assert not [name for name in sys.modules if name.startswith("transformer_engine")]
@@ -124,11 +122,10 @@ def test_what_parameters_carry(release: str, marked: bool) -> None:
 def test_marks_are_compared_with_those_of_an_installation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real, layers = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
-    vars(real)["__version__"] = "2.14.1+7a3e6f2"
-    vars(layers).update(vars(parameter_marks.STAND_IN))
-    monkeypatch.setitem(sys.modules, real.__name__, real)
-    monkeypatch.setitem(sys.modules, layers.__name__, layers)
+    layers = SimpleNamespace(**vars(parameter_marks.STAND_IN))
+    modules = {"": SimpleNamespace(__version__="2.14.1+7a3e6f2"), ".pytorch": layers}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, f"transformer_engine{name}", module)
     assert parameter_marks.main() == 0
 
     def linear(*sizes: int, **options: Any) -> Any:
@@ -137,7 +134,7 @@ def test_marks_are_compared_with_those_of_an_installation(
             layer.bias.partition_stride = 2
         return layer
 
-    vars(layers)["Linear"] = linear
+    layers.Linear = linear
     assert parameter_marks.main() == 1
     *_, last = capsys.readouterr().out.splitlines()
     assert "'partition_stride': 2" in last.partition("; the stand-in")[0]
@@ -183,13 +180,13 @@ def test_attention_is_that_of_torch(te: Any, mask_type: str, window: tuple[int, 
     torch.testing.assert_close(found, expected.permute(2, 0, 1, 3).flatten(2))
 
 
-@pytest.mark.parametrize("poisoned", [0, 1])  # queries, keys
-def test_attention_of_nan_is_nan(te: Any, poisoned: int) -> None:
-    qkv = [torch.randn(3, 1, 2, 4) for _ in range(3)]
-    qkv[poisoned][1] = float("nan")
-    found = te.DotProductAttention(2, 4)(*qkv)
-    # The query, or the later ones that see the key.
-    assert found.isnan().all((1, 2)).tolist() == [False, True, poisoned > 0]
+def test_permutation_with_probabilities(te: Any) -> None:
+    x, probs = torch.randn(4, 3), torch.rand(4, 2)
+    routes = torch.tensor([[1, 1], [0, 1], [1, 0], [0, 0]])
+    rows, of_rows, row_map = te.permutation.moe_permute_with_probs(x, probs, routes, num_out_tokens=4)
+    assert torch.equal(rows, x[[0, 2, 0, 1]]) and torch.equal(of_rows, probs.t()[routes.t().bool()])
+    back = te.permutation.moe_unpermute(rows, row_map, probs, restore_shape=x.shape)
+    torch.testing.assert_close(back, x * (probs * routes).sum(1, keepdim=True))
 
 
 def test_softmax_with_an_offset_and_the_largest_logit(te: Any) -> None:
@@ -204,6 +201,8 @@ def test_softmax_with_an_offset_and_the_largest_logit(te: Any) -> None:
     )
     torch.testing.assert_close(found, torch.einsum("bhst,tbhd->sbhd", weights, v).flatten(2))
     torch.testing.assert_close(largest, scores[0].amax((1, 2)))
+    q[1, 0, 0] = math.nan
+    assert attention(q, k, v)[0].isnan().any((1, 2)).tolist() == [False, True, False, False, False]
 
 
 def test_gradients_of_weights_are_added_or_overwrite() -> None:

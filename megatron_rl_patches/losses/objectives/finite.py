@@ -37,18 +37,15 @@ def finite_where_masked(values_n: Tensor, counted_n: Tensor) -> Tensor:
 
 
 def comparable_where_masked(log_probs: list[Tensor], counted_n: Tensor) -> list[Tensor]:
-    """Return log-probs of the same tokens under several policies, whose ratios do not overflow where masked.
-
-    A token that is not counted gets the log-prob 0 under all of them if a ratio of two would overflow.
-    """
+    """Return log-probs under several policies, all 0 at tokens that are not counted whose ratios overflow."""
     overflows_n = ~counted_n & _overflows(log_probs)
     return [torch.where(overflows_n, 0.0, values_n) for values_n in log_probs]
 
 
 def kept_near(log_probs_n: Tensor, others: list[Tensor], counted_n: Tensor) -> Tensor:
-    """Return the log-probs in training, without a gradient at masked tokens whose ratios would overflow.
+    """Return the log-probs in training; tokens that are not counted whose ratios overflow are constants.
 
-    Such a token gets the first of the other log-probs, which :func:`comparable_where_masked` returned.
+    These are the first of the other log-probs, which :func:`comparable_where_masked` returned.
     """
     constant_n = others[0] if others else torch.zeros_like(log_probs_n)
     overflows_n = ~counted_n & _overflows([log_probs_n, *others])

@@ -221,8 +221,8 @@ def total_and_tail(
 ) -> tuple[Tensor, Tensor]:
     """Return the log of the sum of all, ``[n, 1]``, and the log of the tail's part of it, ``[n]``.
 
-    ``z`` ``[n, K]`` are the logs of the terms of the ids, -inf for those that do not count. The tail's
-    largest logit is relative to the same logit as ``z``, and the sum of its terms to its largest.
+    ``z`` ``[n, K]`` are the logs of the ids' terms, -inf for those that do not count. The tail's largest
+    logit is relative to the same logit, and the sum of its terms to its largest.
     """
     log_ids = z.logsumexp(1, keepdim=True)
     log_tail = (tail_max / temperature + sum_exp_minus_1.log1p())[:, None]

@@ -213,10 +213,10 @@ class DeferredLogits(Tensor):
         It may unless code has written to the values or has an ordinary tensor in their memory, a hook waits
         for their gradient, or an operation whose gradient this class does not know has returned them.
         """
-        contents, needs_gradient = self._contents, self.requires_grad and torch.is_grad_enabled()
-        has_values = contents.memory is not None or contents.layer.has_hooks
-        known = self.has_gradient_of_rows or not needs_gradient
-        return not has_values and known and contents.layer.is_unchanged
+        layer, needs_gradient = self._contents.layer, self.requires_grad and torch.is_grad_enabled()
+        if self._contents.memory is not None or layer.has_hooks:
+            return False
+        return (not needs_gradient or self.has_gradient_of_rows) and layer.is_unchanged
 
     @property
     def has_gradient_of_rows(self) -> bool:

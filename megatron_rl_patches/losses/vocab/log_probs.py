@@ -122,14 +122,12 @@ def vocab_parallel_log_probs_and_entropy(
     """
     how = tp_group, temperature, inplace_backward, block_bytes, vocab_size, fused, ignore_index
     options = VocabParallelOptions(*how, with_entropy=True, entropy_grad=entropy_grad)
-    log_probs, entropies = log_probs_and_entropy(logits, targets, rows, keep_mask, options)
-    assert entropies is not None
-    return log_probs, entropies
+    return log_probs_and_entropy(logits, targets, rows, keep_mask, options)
 
 
 def log_probs_and_entropy(
     logits: Tensor, targets: Tensor, rows: Rows, keep_mask: Tensor | None, options: VocabParallelOptions
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Any]:
     """Return log-probabilities and entropies, or ``None``, of selected rows; see the functions above."""
     source = rows_of(logits, rows, options)
     if keep_mask is not None:

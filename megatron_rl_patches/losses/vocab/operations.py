@@ -45,11 +45,8 @@ def _derived(
 
 
 def _has_gradient_of_rows(parents: Sequence[DeferredLogits]) -> bool | None:
-    """Return whether the gradient of a result is that of its rows; ``None`` if it is so for some rows only.
-
-    Without grad mode a result has no graph, or it gets the one of an autograd function of other code.
-    """
-    if not torch.is_grad_enabled():
+    """Return whether the gradient of a result is that of its rows; ``None`` if that is so for some only."""
+    if not torch.is_grad_enabled():  # it has no graph, or gets that of an autograd function of other code
         return False
     are_of_rows = [parent.has_gradient_of_rows for parent in parents]
     if all(are_of_rows):
@@ -58,7 +55,7 @@ def _has_gradient_of_rows(parents: Sequence[DeferredLogits]) -> bool | None:
 
 
 def _view(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-    """Return the view, deferred, if it keeps the vocabulary as the last dimension, and all of it.
+    """Return the view if it keeps the vocabulary as the last dimension, and all of it.
 
     The operation is applied to a matrix with the row's number in every column, which takes no memory.
     """
@@ -131,10 +128,7 @@ def _divide_in_place(func: Any, logits: DeferredLogits, divisor: Any) -> Deferre
 
 
 def _division(divisor: Any, logits: DeferredLogits) -> tuple[float, Tensor | float] | None:
-    """Return the number that all logits are divided by, and what holds it; ``None`` if rows differ in it.
-
-    A column of divisors, one per row, counts if all are the same.
-    """
+    """Return the number that all rows are divided by, and what holds it; ``None`` if they differ in it."""
     operand = number = divisor
     if isinstance(divisor, Tensor):
         per_row = divisor.dim() == 0 or (divisor.shape[-1] == 1 and divisor.dtype == logits.dtype)

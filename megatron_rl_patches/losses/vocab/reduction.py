@@ -32,7 +32,7 @@ from . import compiling
 from .arguments import VocabParallelOptions
 from .autograd import gradients_of_inputs, save_sources
 from .softmax import RowsOf
-from .sources import Grid, Inputs, Place, Source, Tensors, Tile, cut
+from .sources import Grid, Inputs, Place, Source, Tensors, Tile, cut_runs
 
 Read = Callable[..., Tensor]  # Loss.read of the sources
 Results = tuple[Sequence[Tensor | None], Tensors]  # and what backward needs
@@ -56,14 +56,14 @@ class Blocks(NamedTuple):
 class Block(NamedTuple):
     """Some rows of a tile."""
 
-    # Their logits of each source, the student's first, perhaps as RowsOf a tile: stretches where they are
-    # summed up, rows [b, w] or one stretch for a gradient.
+    # Logits of each source, the student's first, perhaps RowsOf a tile: stretches where they are summed up,
+    # rows [b, w] or one stretch for a gradient.
     xs: list[Any]
     out: Any  # where to write their gradient; perhaps the very object xs[0], so that a compiler knows it
     rows: slice  # of the n rows
     tile: Tile  # the student's
-    # Buffers for plain operators, cut as the logits are. Without a gradient the first may be the logits.
-    work: Tensor | None  # None: the function is compiled
+    # Buffers, cut as the logits are, which the first may be without a gradient; None for a compiled function.
+    work: Tensor | None
     function: Callable[..., Any]  # computes the block
     cut: Callable[[Tensor], Tensor]  # returns what the function gets in place of a tensor [..., w]
 
@@ -194,8 +194,8 @@ def grid_of(sources: Sequence[Source]) -> Grid:
     first = sources[0]
     width = max(first.num_columns, 1)
     rows, columns = max(first.n, 1), width
-    if cut := [source for source in sources if source.computes_tiles]:
-        shapes = [source.shape_of_tiles(width, len(sources)) for source in cut]
+    if computed := [source for source in sources if source.computes_tiles]:
+        shapes = [source.shape_of_tiles(width, len(sources)) for source in computed]
         rows, columns = (min(sizes) for sizes in zip(*shapes, strict=True))
     # Where padding follows, what exceeds a multiple of a stretch is a range of its own. It comes first where
     # tiles are computed, since backward begins with the last tile.
@@ -250,14 +250,15 @@ def each_block(
         # On a CPU, what is computed for each logit alone is faster in one loop over a row.
         view = _as_one_stretch if is_writing and source.device.type == "cpu" else stretches
         if call.compiled:
-            parts = cut(tile.runs, tile.rows, _compiled_rows(tile, options, row_bytes, blocks))
+            parts = cut_runs(tile.runs, tile.rows, _compiled_rows(tile, options, row_bytes, blocks))
             done = call.each(parts, lambda *part: add(*part, None, call, view, blocks.takes_numbers), done)
         if call.compiled:
             return results
     view = (lambda x: x) if is_writing or not blocks.has_work else stretches
     tensors = blocks.tensors + (is_writing and blocks.has_work and source.copies_rows)
     left, most = slice(done, tile.rows.stop), rows_of_block(tile.x, options, row_bytes * max(tensors, 1))
-    parts = tile.runs if left == tile.rows and most >= left.stop - left.start else cut(tile.runs, left, most)
+    is_one_block = left == tile.rows and most >= left.stop - left.start
+    parts = tile.runs if is_one_block else cut_runs(tile.runs, left, most)
     longest = max(rows.stop - rows.start for rows, _ in parts)
     work = tile.x.new_empty((tensors * blocks.has_work, longest, tile.x.shape[1]), dtype=source.dtype)
     for rows, place in parts:

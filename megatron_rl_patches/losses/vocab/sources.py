@@ -84,7 +84,7 @@ class Tile:
         x[numbers, column] = torch.where(is_here, values, x[numbers, column])
 
 
-def cut(runs: Runs, rows: slice, step: int) -> Runs:
+def cut_runs(runs: Runs, rows: slice, step: int) -> Runs:
     """Return the parts of runs that are among these rows, cut again into so many; no rows are one part."""
     parts: Runs = []
     for run, place in runs:
@@ -250,7 +250,7 @@ class SelectedRows(Source):
         logits = self.logits.detach()
         for columns, rows in product(grid.columns, grid.rows):
             x = logits[:, columns] if self.num_columns else logits.new_full((len(logits), 1), float("-inf"))
-            yield Tile(x, rows, columns, cut(self._runs, rows, max(self.n, 1)))
+            yield Tile(x, rows, columns, cut_runs(self._runs, rows, max(self.n, 1)))
 
     def gradients(self, needed: Sequence[bool]) -> Gradients:
         check_not_overwritten(self.logits)

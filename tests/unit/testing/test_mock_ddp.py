@@ -22,7 +22,8 @@ def test_only_a_gather_after_the_step_makes_parameters_fresh() -> None:
     ddp.start_param_sync()
     MockOptimizer([ddp]).step()  # while parameters are gathered
     ddp.start_param_sync(force_sync=True)  # which only waits
-    assert all(group.is_stale for group in ddp.bucket_groups)
+    ddp.module()
+    assert ddp.stale_forwards == 1
 
 
 def test_a_module_of_torch_trains_and_keeps_its_names() -> None:
@@ -71,6 +72,7 @@ def test_optimizer() -> None:
         assert inner.param_groups is optimizer.param_groups and inner.state is optimizer.state
     assert part.config is optimizer.config and part.config.clip_grad == 1.0
     assert MockOptimizer([]).is_stub_optimizer
+    assert MockOptimizer([], result=(False, None, None)).step() == (False, None, None)
 
 
 def test_finite_step_on_a_mock() -> None:
