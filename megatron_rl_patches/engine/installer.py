@@ -111,7 +111,7 @@ class Installer(Listener):
         return {r.site.patch for r in self._records.values() if not all(each.lasts for each in r.apply_calls)}
 
     def release(self, apply_call: ApplyCall) -> None:
-        """Undo what the call did; a site that another call has selected stays in place, with its options."""
+        """Undo what the call did, options included; sites that other calls have selected stay in place."""
         with self._lock:
             released = [record for record in self._records.values() if apply_call in record.apply_calls]
             for record in released:

@@ -11,7 +11,7 @@ from .estimate import fields_of
 
 _Config = Mapping[str, Any]
 
-#: Megatron's field -> Hugging Face's. A file may lack those with a question mark: both have one default.
+#: Megatron's field -> Hugging Face's. A file may lack those with a question mark: the defaults are equal.
 _NAMES = {name: name for name in ("hidden_size", "num_attention_heads", "vocab_size")}
 _NAMES |= {"num_layers": "num_hidden_layers", "ffn_hidden_size": "intermediate_size"}
 _GROUPS = {"num_query_groups": "num_key_value_heads"}
