@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .common.lazy import lazy_names
 
-if TYPE_CHECKING:  # `lazy_names` reads this, and imports a name when it is first used
+if TYPE_CHECKING:
     from .engine.api import applied as applied
     from .engine.api import apply as apply
     from .engine.api import available as available
@@ -29,4 +29,15 @@ if TYPE_CHECKING:  # `lazy_names` reads this, and imports a name when it is firs
 
 __version__ = "0.2.0"
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        ".engine.api": ["applied", "apply", "available", "revert", "status", "verify_ranks"],
+        ".engine.call": ["Call"],
+        ".engine.statuses": ["SiteStatus"],
+        ".engine.patch": ["Patch", "Site"],
+        ".engine.settings": ["Settings"],
+        ".engine.target_source": ["TargetSource"],
+        ".errors": ["MegatronRLPatchesError", "PatchError"],
+    },
+)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
-import pkgutil
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,22 +14,24 @@ from typing import Any
 from ..errors import MegatronRLPatchesError
 
 
-def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def lazy_names(
+    package: str, names_by_module: Mapping[str, Iterable[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose import stays cheap.
 
-    It offers the names that its source imports for type checkers, under ``if TYPE_CHECKING``.
+    It offers, for each relative name of a module, some names in that module.
     """
-    source = pkgutil.get_data(package, "__init__.py") or b""
-    blocks = (node for node in ast.parse(source).body if isinstance(node, ast.If))
-    imports = (node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom))
-    module_of = {alias.name: f".{node.module}" for node in imports for alias in node.names}
+    module_of = {name: module for module, names in names_by_module.items() for name in names}
 
     def get(name: str) -> Any:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(module_of[name], package), name)
 
-    return get, (lambda: sorted({*vars(sys.modules[package]), *module_of})), sorted(module_of)
+    def list_names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *module_of})
+
+    return get, list_names, sorted(module_of)
 
 
 def require_megatron(action: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..common.lazy import lazy_names
 
-if TYPE_CHECKING:  # `lazy_names` reads this, and imports a name when it is first used
+if TYPE_CHECKING:
     from .checkpoints.load import load_inference_checkpoint as load_inference_checkpoint
     from .memory.estimate import MemoryEstimate as MemoryEstimate
     from .memory.estimate import OptimizerSettings as OptimizerSettings
@@ -26,4 +26,18 @@ if TYPE_CHECKING:  # `lazy_names` reads this, and imports a name when it is firs
     from .scoring.forward import output_head as output_head
     from .teachers import TeacherPool as TeacherPool
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        ".models.model": ["build_inference_model"],
+        ".checkpoints.load": ["load_inference_checkpoint"],
+        ".memory.estimate": ["MemoryEstimate", "OptimizerSettings", "estimate_memory"],
+        ".memory.parameters": ["GPTArguments"],
+        ".memory.report": ["MemoryReport", "memory_report"],
+        ".scoring.forward": [
+            *("Scores", "forward_hidden_states", "forward_log_probs", "forward_topk", "forward_values"),
+            "output_head",
+        ],
+        ".teachers": ["TeacherPool"],
+    },
+)

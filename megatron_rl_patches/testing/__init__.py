@@ -10,7 +10,7 @@ from .cpu_backend import cpu_backend as cpu_backend
 from .ranks import RanksFailed as RanksFailed
 from .ranks import spawn_ranks as spawn_ranks
 
-if TYPE_CHECKING:  # `lazy_names` reads this, and imports a name when it is first used
+if TYPE_CHECKING:
     from .mock_ddp import MockDDP as MockDDP
     from .mock_modules import MockBucketGroup as MockBucketGroup
     from .mock_modules import MockConfig as MockConfig
@@ -26,5 +26,20 @@ if TYPE_CHECKING:  # `lazy_names` reads this, and imports a name when it is firs
     from .tiny_models import TinyModel as TinyModel
     from .tiny_models import tiny_model as tiny_model
 
-__getattr__, __dir__, _lazy = lazy_names(__name__)
+__getattr__, __dir__, _lazy = lazy_names(
+    __name__,
+    {
+        ".mock_ddp": ["MockDDP"],
+        ".mock_modules": [
+            "MockBucketGroup",
+            "MockConfig",
+            "MockDDPConfig",
+            "MockFloat16Module",
+            "MockModule",
+        ],
+        ".mock_optimizer": ["MockOptimizer"],
+        ".normalization": ["SPLITS", "Microbatch", "NormalizationReport", "Split", "check_normalization"],
+        ".tiny_models": ["TinyModel", "tiny_model"],
+    },
+)
 __all__ = ["RanksFailed", "cpu_backend", "spawn_ranks", *_lazy]
