@@ -38,18 +38,6 @@ except ImportError:
 finally:
     def log(model): return "finally"
 """
-LOOP = """
-def save(chunks): ...
-
-def train(model, optimizer, wide=False):
-    for chunk in model:
-        assert chunk.config.no_sync_func is None
-        handles[chunk].remove()
-    try:
-        optimizer.step(scale(model, wide=True), wait=wide)
-    finally:
-        chunk.enable()
-"""
 
 
 def read(text: str, name: str = "train") -> TargetSource:
@@ -81,17 +69,9 @@ def test_a_function_that_has_moved(tmp_path: Path, old: Any, new: Any, expected:
         assert f"{one.state}: {one.reason}".startswith(start)
 
 
-def test_questions_of_the_function_and_of_its_module() -> None:
-    target = read(LOOP)
-    assert target.mentions("enable") and not target.mentions("chunks")
-    assert target.mentions("chunks", in_module=True)
-    assert target.asserts("no_sync_func", in_loop=True) and not target.asserts("model")
-    assert target.cleans_up("enable") and not target.cleans_up("step")
-    assert target.looks_up_unchecked("handles") and not target.looks_up_unchecked("model")
-    for checked in ("if handles: handles[chunk]", "if not handles: return\n        handles[chunk]"):
-        text = f"def train(model):\n    for chunk in model:\n        {checked}\n"
-        assert not read(text).looks_up_unchecked("handles")
-    for text, expected in (
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
         ("step()", {}),
         ("if a: step()\n    elif b: c", {"a": True}),
         ("if a: pass\n    elif b: pass\n    else: step()", {"a": False, "b": False}),
@@ -99,12 +79,11 @@ def test_questions_of_the_function_and_of_its_module() -> None:
         ("for b in c:\n        if a: continue\n        step()", {"a": False}),
         ("if a:\n        if b: return\n    c if d else step()", {"d": False}),
         ("step()\n    if a: return", {}),
-    ):
-        assert read(f"def train(model):\n    {text}").tests_before("step") == [expected], text
-    [call] = target.calls("step")
-    assert (call.function, call.keywords) == ("optimizer.step", {"wait": ...})
-    assert [call.keywords for call in target.calls("scale", in_module=True)] == [{"wide": True}]
-    assert len(target.calls()) == 4
+    ],
+)
+def test_the_tests_before_a_call(body: str, expected: dict[str, bool]) -> None:
+    """What else patches ask of code is in ``tests/unit/patches/test_judgements.py``."""
+    assert read(f"def train(model):\n    {body}").tests_before("step") == [expected]
 
 
 def test_where_a_definition_is_found() -> None:
