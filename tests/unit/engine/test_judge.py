@@ -26,33 +26,27 @@ from tests.worlds.files import write
 
 from .conftest import MODEL, PLAIN, REFUSING, REPLACED, Engine, Framework, patch_of, states, tag, verdicts
 
-EVERYWHERE = """
-if fast:
-    def train(model): return "if"
-else:
-    def evaluate(model): return "else"
-try:
-    def save(model): return "try"
-except ImportError:
-    def load(model): return "except"
-finally:
-    def log(model): return "finally"
-"""
+DEFINED = "def train(model): ..."
+#: Places of a definition, which are looked at although they may not run.
+PLACES = (
+    *("if fast: {}", "if fast: pass\nelse: {}", "try: {}\nfinally: pass", "try: pass\nfinally: {}"),
+    "try: pass\nexcept ImportError: {}",
+)
 
 
-def read(text: str, name: str = "train") -> TargetSource:
-    return from_source("framework.model", name, text)
+def read(text: str) -> TargetSource:
+    return from_source("framework.model", "train", text)
 
 
-HERE, ELSEWHERE = "def train(model): ...", "not needed: this release has it in framework."
+ELSEWHERE = "not needed: this release has it in framework."
 
 
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        (HERE, None, ["fits", f"{ELSEWHERE}old"]),
-        ("", HERE, [f"{ELSEWHERE}new", "fits"]),  # a folder now
-        ("from framework.new import train", HERE, [f"{ELSEWHERE}new", "fits"]),
+        (DEFINED, None, ["fits", f"{ELSEWHERE}old"]),
+        ("", DEFINED, [f"{ELSEWHERE}new", "fits"]),  # a folder now
+        ("from framework.new import train", DEFINED, [f"{ELSEWHERE}new", "fits"]),
         (None, None, ["missing: no source of", "missing: no source of"]),
     ],
 )
@@ -62,7 +56,7 @@ def test_a_function_that_has_moved(tmp_path: Path, old: Any, new: Any, expected:
     patch.wrap(["framework.old", "framework.new", "other.old"], "train", to="adapter")
     texts = {"__init__.py": "", "old.py": old, "new.py": new}
     write(tmp_path, {f"framework/{name}": text for name, text in texts.items() if text is not None})
-    write(tmp_path, {"other/__init__.py": "", "other/old.py": HERE})
+    write(tmp_path, {"other/__init__.py": "", "other/old.py": DEFINED})
     found = judge_all(open_source(str(tmp_path)), [patch], Settings())
     assert found[-1].state == "fits"
     for one, start in zip(found, expected, strict=False):
@@ -88,14 +82,13 @@ def test_the_tests_before_a_call(body: str, expected: dict[str, bool]) -> None:
 
 def test_where_a_definition_is_found() -> None:
     """Under ``if`` and ``try``, too; and the last binding counts."""
-    for name in ("train", "evaluate", "save", "load", "log"):
-        found = read(EVERYWHERE, name)
-        assert found.target == f"framework.model.{name}"
-        assert found.function is not None and found.function.name == name
-    defined, imported = "def train(model): ...\n", "from .. import train\n"
-    found = read(defined + imported)
+    for place in PLACES:
+        found = read(place.format(f"\n    {DEFINED}"))
+        assert found.function is not None and found.function.name == "train"
+    imported = "from .. import train"
+    found = read(f"{DEFINED}\n{imported}")
     assert (found.function, found.imported_from) == (None, "..")
-    found = read(imported + defined)
+    found = read(f"{imported}\n{DEFINED}")
     assert found.function is not None and found.imported_from is None
 
 
