@@ -55,17 +55,6 @@ def test_configured(tagged: Framework, engine: Engine, caplog: Any, error: Any, 
             must()
 
 
-def test_skip_if(tagged: Framework, caplog: Any) -> None:
-    package = tagged("train", skip_if=raising(SystemExit(0)))
-    apply()
-    assert package.model.train("m") == PLAIN
-    reason = "checking it raised SystemExit: 0"
-    assert [(s.state, s.reason) for s in status()] == [("failed", reason)]
-    skipped = f"skipped tagging: {package}.model.train: failed: {reason}"
-    [message] = caplog.messages
-    assert message.startswith(f"megatron_rl_patches: {skipped}. ")
-
-
 @pytest.mark.parametrize("error", [SystemExit(0), ValueError("no")])
 def test_detail(tagged: Framework, caplog: Any, error: BaseException) -> None:
     package = tagged("train", detail=raising(error))
