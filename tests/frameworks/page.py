@@ -132,10 +132,8 @@ def _state(one: Known, patch: str) -> str:
     if patch in one.not_judged():
         return NOT_CHECKED
     statuses = [status for status in one.judged() if status.patch == patch]
-    faults = [status.state for status in statuses if status.is_fault]
-    return (faults or ["fits" for s in statuses if s.state == "fits"] or [s.state for s in statuses] or [""])[
-        0
-    ]
+    states = [status.state for status in statuses if status.is_fault] or [s.state for s in statuses]
+    return "fits" if "fits" in states else next(iter(states), "")
 
 
 def _range(fitting: Sequence[str], releases: Sequence[str]) -> str:
