@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.frameworks import page, verdicts
 from tests.frameworks.checkouts import DIRECTORIES, REPOSITORIES
 from tests.frameworks.verdicts import Known
-from tests.recording import Run, commit_of, write
+from tests.recording import commit_of, write
 
 HERE = Path(__file__).parent
 #: Checkout of Megatron-LM -> the file of a framework that names its revision.
@@ -90,11 +90,6 @@ def changed_sources(before: Sequence[Known], after: Sequence[Known]) -> list[str
     return [known.source for known in after if old.get(known.source, known.verdicts) != known.verdicts]
 
 
-def of_known_sources(runs: Sequence[Run], table: Sequence[Known]) -> list[Run]:
-    identities = {known.identity for known in table}
-    return [run for run in runs if {run["source"], run["megatron"]} <= identities]
-
-
 def run(folder: Path, record: Path, arguments: Sequence[str]) -> int:
     """Run the suites, all of them whatever fails; return how many calls of pytest failed."""
     pytest = [sys.executable, "-m", "pytest", "-m", "", f"--record={record}", *map(str, TESTS), *arguments]
@@ -115,7 +110,9 @@ def main(command: str, place: str, *arguments: str) -> int:
         verdicts.save(table)
         failed = len(changed := changed_sources(before, table))
         print(*(f"{source}: a verdict changed" for source in changed), sep="\n")
-        write(of_known_sources(page.runs_on_record(), table), page.RUNS)
+        known = {one.identity for one in table}
+        runs = [run for run in page.runs_on_record() if {run["source"], run["megatron"]} <= known]
+        write(runs, page.RUNS)
     elif command == "run":
         failed = run(folder, page.RUNS, arguments)
     else:

@@ -54,7 +54,7 @@ class Known:
 
     def judged(self) -> list[SiteStatus]:
         return [
-            SiteStatus(patch, framework, site, *_state_and_reason(verdict))  # type: ignore[arg-type]
+            SiteStatus(patch, framework, site, *verdict.partition(": ")[::2])  # type: ignore[arg-type]
             for framework, patches in self.verdicts.items()
             for patch, sites in patches.items()
             for site, verdict in sites.items()
@@ -69,13 +69,13 @@ class Known:
         ]
 
 
-def load(file: Path = TABLE) -> list[Known]:
-    return [Known(**entry) for entry in json.loads(file.read_text())]
+def load() -> list[Known]:
+    return [Known(**entry) for entry in json.loads(TABLE.read_text())]
 
 
-def save(table: Sequence[Known], file: Path = TABLE) -> None:
+def save(table: Sequence[Known]) -> None:
     text = json.dumps([asdict(one) for one in table], indent=1, ensure_ascii=False)
-    file.write_text(text + "\n")
+    TABLE.write_text(text + "\n")
 
 
 def judge(source: str) -> Verdicts:
@@ -86,11 +86,6 @@ def judge(source: str) -> Verdicts:
             verdict = f.state if f.state == "fits" else f"{f.state}: {f.reason}"
             verdicts.setdefault(f.framework, {}).setdefault(f.patch, {})[f.target] = verdict
     return verdicts
-
-
-def _state_and_reason(verdict: str) -> tuple[str, str]:
-    state, _, reason = verdict.partition(": ")
-    return state, reason
 
 
 def judge_release(release: str, packages: Packages) -> Known:
@@ -125,7 +120,7 @@ def _git(repository: str, *arguments: str) -> str:
 def main(sources: Sequence[str]) -> None:
     from tests.frameworks.page import PAGE, page_of_records
 
-    table = {one.source: one for one in load()} if TABLE.exists() else {}
+    table = {one.source: one for one in load()}
     with tempfile.TemporaryDirectory() as folder:
         packages = Packages(Path(folder))
         for known in load() if "--anew" in sources else ():

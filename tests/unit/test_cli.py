@@ -275,15 +275,3 @@ def test_estimates_that_are_refused(counter: Mock, tmp_path: Path) -> None:
     for error in (ZeroDivisionError("by zero"), KeyError("x"), OSError("no"), MemoryError()):
         counter.side_effect = error
         assert f"no such model can be estimated: {type(error).__name__}" in refuse_estimate(*SMALL)
-
-
-@pytest.mark.usefixtures("one_process")
-def test_the_case_of_a_27b_teacher(tmp_path: Path) -> None:
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(GEMMA_3_27B))
-    [stage] = estimate_json("--hf-config", file)["stages"]
-    assert stage["dense_parameters"] == 27_009_023_744
-    assert stage["inference_only"]["total"] == 54_018_047_488
-    training = stage["training"]
-    assert training["gradients"] == training["main_parameters"] == 2 * training["parameters"]
-    assert training["exp_avg"] + training["exp_avg_sq"] == 216_072_189_952

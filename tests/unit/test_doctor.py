@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shlex
 import shutil
 import site
-import subprocess
 import sys
 import venv
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -31,6 +28,7 @@ from megatron_rl_patches.engine.sources import Environment
 from megatron_rl_patches.engine.statuses import SiteStatus
 from megatron_rl_patches.errors import InvalidInputError
 from tests.worlds.files import write
+from tests.worlds.program import run_program, without_ours
 
 ROOT = Path(__file__).parents[2]
 NAME, ERROR = "MEGATRON_RL_PATCHES", ": no such variable;"
@@ -156,22 +154,18 @@ def site_packages(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     return folder
 
 
-def environ(**variables: str) -> dict[str, str]:
-    inherited = {name: text for name, text in os.environ.items() if not name.startswith((NAME, "PYTHON"))}
-    return {**inherited, "PYTHONPATH": str(ROOT), **variables}
-
-
 def test_if_the_startup_file_fires(tmp_path: Path, site_packages: Path, monkeypatch: MonkeyPatch) -> None:
     """From site-packages alone, and if nothing in it fails."""
     beside = shutil.copy(ROOT / "packaging" / doctor.STARTUP_FILE, tmp_path)
-    found = doctor.examine_startup(environ())
+    environ = without_ours() | {"PYTHONPATH": str(ROOT)}
+    found = doctor.examine_startup(environ)
     assert (found.file, found.fires) == (str(beside), False)
     assert "Python reads no .pth file there" in found.reason
     file = str(shutil.copy(beside, site_packages))
     reason = "a new process of this Python has the import trigger"
-    assert doctor.examine_startup(environ()) == Startup(file, True, reason)
+    assert doctor.examine_startup(environ) == Startup(file, True, reason)
     Path(file).write_text("import mrp_nowhere\n")
-    found = doctor.examine_startup(environ())
+    found = doctor.examine_startup(environ)
     assert (found.file, found.fires) == (file, False) and found.reason
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     found = doctor.examine_startup({})
@@ -187,10 +181,9 @@ print(json.dumps(dataclasses.asdict(diagnosis)))
 """
 
 
-def test_a_python_without_torch_megatron_wrapt_and_startup_file(site_packages: Path) -> None:
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60}
-    variables = environ(MEGATRON_RL_PATCHES="1")
-    done = subprocess.run([sys.executable, "-c", CODE], env=variables, cwd=site_packages, **options)
+@pytest.mark.usefixtures("site_packages")
+def test_a_python_without_torch_megatron_wrapt_and_startup_file(tmp_path: Path) -> None:
+    done = run_program(tmp_path, {"program.py": CODE}, MEGATRON_RL_PATCHES="1")
     assert done.returncode == 0, done.stderr
     diagnosis = json.loads(done.stdout)
     assert diagnosis["torch"] is diagnosis["wrapt"] is None

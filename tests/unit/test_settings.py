@@ -26,7 +26,8 @@ NO_LEAN_LOSS = [name for name in DEFAULT if name != "lean-loss"]
     [
         *((value, [], []) for value in ("", "0", " Off ")),
         *((value, DEFAULT, []) for value in ("1", "TRUE", "Default", "all,-lean-head")),
-        *((value, ALL, []) for value in ("all", "ALL,1")),
+        *((value, ALL, []) for value in ("all", "ALL,1", "all,-distillation")),
+        ("all,distillation", [*ALL[:-1], "distillation", ALL[-1]], []),
         *((value, NO_LEAN_LOSS, []) for value in ("1,-lean-loss", "-lean-loss")),
         *((value, [], [value]) for value in ("os.system", "-lean-los", ",,,")),
         ("reentrant-train", ["reentrant-train"], []),
@@ -38,6 +39,8 @@ NO_LEAN_LOSS = [name for name in DEFAULT if name != "lean-loss"]
 def test_the_grammar_of_the_variable(value: str, names: list[str], unknown: list[str]) -> None:
     patches, refused = parse_selection(value)
     assert ([patch.name for patch in patches], refused) == (names, unknown)
+    # Only its own name selects it, as it is no repair.
+    assert "distillation" not in [*DEFAULT, *ALL]
 
 
 def test_is_a_frozen_value() -> None:

@@ -124,13 +124,6 @@ def test_spec_of_a_mere_look_up_can_be_read_and_loaded(framework, arm):
     assert calls.call_count == 1 and module.__doc__ is None
 
 
-def test_hook_that_the_activation_puts_on_the_root_itself_fires(framework, arm, mocker):
-    listener = mocker.Mock(startup.Listener)
-    arm(lambda: startup.finder.watch(framework, listener))
-    importlib.import_module(framework)
-    listener.loaded.assert_called_once_with(framework)
-
-
 @pytest.mark.parametrize("wrapt_before", [True, False])
 def test_root_that_activation_imports_is_executed_once(framework, arm, tmp_path, monkeypatch, wrapt_before):
     """As the entry point of a framework that ships its own patch does."""

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.settings import parse_selection
@@ -75,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "skipped": outcomes[runs.SKIPPED],
             "not_runnable": dict(reasons.most_common()),
             "failed": [asdict(result) for result in failed],
-            "changed_by_patches": [_as_dict(change) for change in changed],
-            "differed_once": [_as_dict(change) for change in differed_once],
+            "changed_by_patches": [change.as_dict() for change in changed],
+            "differed_once": [change.as_dict() for change in differed_once],
         }
         options.json.write_text(json.dumps(facts, indent=1) + "\n")
     return int(bool(changed))
@@ -116,10 +115,6 @@ def _numbers(text: str) -> list[int]:
     if numbers[0] < 1:
         raise argparse.ArgumentTypeError(f"{text!r} has a number below 1")
     return numbers
-
-
-def _as_dict(change: Change) -> dict[str, Any]:
-    return {"without": asdict(change.without), "with": asdict(change.patched)}
 
 
 if __name__ == "__main__":

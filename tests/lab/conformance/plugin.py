@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from importlib import import_module
@@ -81,44 +81,11 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
         names = () if options.patches == "all" else options.patches.split(",")
         megatron_rl_patches.apply(*names)
-    try:
-        import_module("tests.unit_tests.conftest")
-    except Exception as error:  # packages of the wrong version raise other errors than ImportError
-        options.noconftest = True
-        early_config.pluginmanager.register(_Fixtures())
-        replaced = f"Megatron's conftest is replaced, as it cannot be imported: {error}"
-        early_config.issue_config_time_warning(pytest.PytestConfigWarning(replaced), 2)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Conductor(config), "megatron-tests-conductor")
     config.add_cleanup(_until_exit.close)
-
-
-class _Fixtures:
-    """Fixtures of Megatron-LM's conftest, where that cannot be imported for want of a package."""
-
-    @pytest.fixture(autouse=True)
-    def reset_env_vars(self) -> Iterator[None]:
-        with mock.patch.dict(os.environ):
-            yield
-
-    @pytest.fixture(autouse=True)
-    def experimental(self, request: pytest.FixtureRequest) -> None:
-        from megatron.core import config
-
-        config.ENABLE_EXPERIMENTAL = request.config.option.experimental
-
-    @pytest.fixture(scope="session")
-    def tmp_path_dist_ckpt(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """Return a folder that the ranks share; it goes away with them."""
-        folder = tmp_path_factory.getbasetemp().parent / "tmp_dist_ckpt"
-        folder.mkdir(exist_ok=True)
-        return folder
-
-    @pytest.fixture(scope="class")
-    def tmp_dir_per_class(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return tmp_path_factory.mktemp("data")
 
 
 def _utils() -> Any:

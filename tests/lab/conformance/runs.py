@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_rl_patches.errors import MegatronRLPatchesError
 
@@ -47,15 +47,15 @@ def read_results(path: Path) -> list[Result]:
     return results
 
 
-def final_of(path: Path, patches: str = "") -> list[Result]:
-    """Return one result per test with these patches, of those in a file.
+def final_of(path: Path) -> list[Result]:
+    """Return one result per test without patches, of those in a file.
 
     It is the one at the fewest ranks at which the test passed, or else at the most ranks.
     """
     chosen: dict[str, Result] = {}
     for result in sorted(read_results(path), key=lambda result: result.ranks):
         before = chosen.get(result.nodeid)
-        if result.patches == patches and (before is None or before.outcome != PASSED):
+        if not result.patches and (before is None or before.outcome != PASSED):
             chosen[result.nodeid] = result
     return list(chosen.values())
 
@@ -65,6 +65,9 @@ class Change(NamedTuple):
 
     without: Result
     patched: Result
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        return {"without": asdict(self.without), "with": asdict(self.patched)}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pytest import MonkeyPatch
 from megatron_rl_patches import status
 from megatron_rl_patches.engine import installer, registry
 from megatron_rl_patches.engine.call import Call
-from megatron_rl_patches.engine.patch import Patch, Site
+from megatron_rl_patches.engine.patch import Patch
 from tests.worlds.files import write
 
 PLAIN, PATCHED = ("trained", "m", 1), ("patched", ("trained", "m", 1))
@@ -147,10 +147,4 @@ def states() -> dict[str, str]:
 class Options:
     """For ``Patch.options``."""
 
-    train_functions: tuple[str, ...] = ()
     inference_roles: tuple[str, ...] = ()
-
-
-def sites_in(options: Options) -> tuple[Site, ...]:
-    """For ``Patch.configured``: a site for every train function."""
-    return tuple(Site(*path.split(":"), tag) for path in options.train_functions)

@@ -26,45 +26,27 @@ from tests.worlds.files import write
 
 from .conftest import MODEL, PLAIN, REFUSING, REPLACED, Engine, Framework, patch_of, states, tag, verdicts
 
-EVERYWHERE = """
-if fast:
-    def train(model): return "if"
-else:
-    def evaluate(model): return "else"
-try:
-    def save(model): return "try"
-except ImportError:
-    def load(model): return "except"
-finally:
-    def log(model): return "finally"
-"""
-LOOP = """
-def save(chunks): ...
-
-def train(model, optimizer, wide=False):
-    for chunk in model:
-        assert chunk.config.no_sync_func is None
-        handles[chunk].remove()
-    try:
-        optimizer.step(scale(model, wide=True), wait=wide)
-    finally:
-        chunk.enable()
-"""
+DEFINED = "def train(model): ..."
+#: Places of a definition, which are looked at although they may not run.
+PLACES = (
+    *("if fast: {}", "if fast: pass\nelse: {}", "try: {}\nfinally: pass", "try: pass\nfinally: {}"),
+    "try: pass\nexcept ImportError: {}",
+)
 
 
-def read(text: str, name: str = "train") -> TargetSource:
-    return from_source("framework.model", name, text)
+def read(text: str) -> TargetSource:
+    return from_source("framework.model", "train", text)
 
 
-HERE, ELSEWHERE = "def train(model): ...", "not needed: this release has it in framework."
+ELSEWHERE = "not needed: this release has it in framework."
 
 
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        (HERE, None, ["fits", f"{ELSEWHERE}old"]),
-        ("", HERE, [f"{ELSEWHERE}new", "fits"]),  # a folder now
-        ("from framework.new import train", HERE, [f"{ELSEWHERE}new", "fits"]),
+        (DEFINED, None, ["fits", f"{ELSEWHERE}old"]),
+        ("", DEFINED, [f"{ELSEWHERE}new", "fits"]),  # a folder now
+        ("from framework.new import train", DEFINED, [f"{ELSEWHERE}new", "fits"]),
         (None, None, ["missing: no source of", "missing: no source of"]),
     ],
 )
@@ -74,24 +56,16 @@ def test_a_function_that_has_moved(tmp_path: Path, old: Any, new: Any, expected:
     patch.wrap(["framework.old", "framework.new", "other.old"], "train", to="adapter")
     texts = {"__init__.py": "", "old.py": old, "new.py": new}
     write(tmp_path, {f"framework/{name}": text for name, text in texts.items() if text is not None})
-    write(tmp_path, {"other/__init__.py": "", "other/old.py": HERE})
+    write(tmp_path, {"other/__init__.py": "", "other/old.py": DEFINED})
     found = judge_all(open_source(str(tmp_path)), [patch], Settings())
     assert found[-1].state == "fits"
     for one, start in zip(found, expected, strict=False):
         assert f"{one.state}: {one.reason}".startswith(start)
 
 
-def test_questions_of_the_function_and_of_its_module() -> None:
-    target = read(LOOP)
-    assert target.mentions("enable") and not target.mentions("chunks")
-    assert target.mentions("chunks", in_module=True)
-    assert target.asserts("no_sync_func", in_loop=True) and not target.asserts("model")
-    assert target.cleans_up("enable") and not target.cleans_up("step")
-    assert target.looks_up_unchecked("handles") and not target.looks_up_unchecked("model")
-    for checked in ("if handles: handles[chunk]", "if not handles: return\n        handles[chunk]"):
-        text = f"def train(model):\n    for chunk in model:\n        {checked}\n"
-        assert not read(text).looks_up_unchecked("handles")
-    for text, expected in (
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
         ("step()", {}),
         ("if a: step()\n    elif b: c", {"a": True}),
         ("if a: pass\n    elif b: pass\n    else: step()", {"a": False, "b": False}),
@@ -99,24 +73,22 @@ def test_questions_of_the_function_and_of_its_module() -> None:
         ("for b in c:\n        if a: continue\n        step()", {"a": False}),
         ("if a:\n        if b: return\n    c if d else step()", {"d": False}),
         ("step()\n    if a: return", {}),
-    ):
-        assert read(f"def train(model):\n    {text}").tests_before("step") == [expected], text
-    [call] = target.calls("step")
-    assert (call.function, call.keywords) == ("optimizer.step", {"wait": ...})
-    assert [call.keywords for call in target.calls("scale", in_module=True)] == [{"wide": True}]
-    assert len(target.calls()) == 4
+    ],
+)
+def test_the_tests_before_a_call(body: str, expected: dict[str, bool]) -> None:
+    """What else patches ask of code is in ``tests/unit/patches/test_judgements.py``."""
+    assert read(f"def train(model):\n    {body}").tests_before("step") == [expected]
 
 
 def test_where_a_definition_is_found() -> None:
     """Under ``if`` and ``try``, too; and the last binding counts."""
-    for name in ("train", "evaluate", "save", "load", "log"):
-        found = read(EVERYWHERE, name)
-        assert found.target == f"framework.model.{name}"
-        assert found.function is not None and found.function.name == name
-    defined, imported = "def train(model): ...\n", "from .. import train\n"
-    found = read(defined + imported)
+    for place in PLACES:
+        found = read(place.format(f"\n    {DEFINED}"))
+        assert found.function is not None and found.function.name == "train"
+    imported = "from .. import train"
+    found = read(f"{DEFINED}\n{imported}")
     assert (found.function, found.imported_from) == (None, "..")
-    found = read(imported + defined)
+    found = read(f"{imported}\n{DEFINED}")
     assert found.function is not None and found.imported_from is None
 
 

@@ -55,17 +55,6 @@ def test_configured(tagged: Framework, engine: Engine, caplog: Any, error: Any, 
             must()
 
 
-def test_skip_if(tagged: Framework, caplog: Any) -> None:
-    package = tagged("train", skip_if=raising(SystemExit(0)))
-    apply()
-    assert package.model.train("m") == PLAIN
-    reason = "checking it raised SystemExit: 0"
-    assert [(s.state, s.reason) for s in status()] == [("failed", reason)]
-    skipped = f"skipped tagging: {package}.model.train: failed: {reason}"
-    [message] = caplog.messages
-    assert message.startswith(f"megatron_rl_patches: {skipped}. ")
-
-
 @pytest.mark.parametrize("error", [SystemExit(0), ValueError("no")])
 def test_detail(tagged: Framework, caplog: Any, error: BaseException) -> None:
     package = tagged("train", detail=raising(error))
@@ -127,7 +116,6 @@ def test_a_signal_ends_the_program_whatever_runs(tagged: Framework, handler: Any
 
 PATCHES = {
     "exits": "import sys; sys.exit(0)",
-    "stops": "raise type('Stop', (BaseException,), {})('here')",
     "judges": """
 import sys
 from megatron_rl_patches import Patch
@@ -159,7 +147,6 @@ def test_the_environment_variable_never_ends_the_process(tmp_path: Path) -> None
     assert "in exiting_framework: works" in summary
     assert [line.partition(". ")[0] for line in lines] == [
         "a patch is left out: loading patch exits of patch_that_exits:patch raised SystemExit: 0",
-        "a patch is left out: loading patch stops of patch_that_stops:patch raised Stop: here",
         "skipped judges: exiting_framework.train: failed: checking it raised SystemExit: 0",
     ]
 

@@ -1,4 +1,4 @@
-"""``distillation``: the command line with it, and what selects it; ``tests/frameworks`` trains with it."""
+"""``distillation``: slime's command line with it; ``tests/frameworks`` trains with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from pytest import MonkeyPatch
 
-from megatron_rl_patches import PatchError, Settings, apply, revert, status
+from megatron_rl_patches import PatchError, Settings, apply, revert
 from megatron_rl_patches.engine import installer
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.frameworks.distillation_arguments import LOSS_PATH, LOSS_TYPE
@@ -112,19 +112,6 @@ def test_teachers_exist_and_have_this_vocabulary(parse: Parse, settings: Setting
     assert parse(opd_divergence="forward_kl").opd_divergence == "forward_kl"
     with pytest.raises(PatchError, match="opd_top_k=0: expected at least 1"):
         parse(opd_top_k=0)
-
-
-@pytest.mark.parametrize("variable", ["1", "all", NAME, f"all,{NAME}", f"all,-{NAME}"])
-def test_the_variable(parse: Parse, variable: str) -> None:
-    from megatron_rl_patches.doctor import choice_of
-    from megatron_rl_patches.engine.api import activate_from_environment
-
-    selected = variable in (NAME, f"all,{NAME}")
-    activate_from_environment({"MEGATRON_RL_PATCHES": variable})
-    assert (NAME in {site.patch for site in status()}) is selected
-    choice = choice_of({"MEGATRON_RL_PATCHES": variable})
-    assert (NAME in choice.patches) is selected and not choice.problems
-    assert ("lean-loss" in choice.patches) is (variable != NAME)
 
 
 def test_helpers_for_a_run_without_rewards() -> None:

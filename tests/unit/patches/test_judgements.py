@@ -253,12 +253,10 @@ def reentrant_train() -> list[Case]:
         (logs, logged, f"{reset} or iteration % args.log_interval == 0", f"not needed: {MAY_END}"),
         (logs, "total_loss_dict, iteration", "pass", f"not needed: {MAY_END}"),  # up to 0.15
         (logs, MODULE, "def train(): pass", f"{WITHOUT} is_first_iteration"),
-        (logs, MODULE, "def train(): is_first_iteration = True", "missing"),
         # verl asserts once per chunk; before, it did not install the function.
         (verl, "model, optimizer", per_chunk, FITS),
         (verl, "model, optimizer", per_chunk.replace("for one_model in", "if"), "not needed: for each chunk"),
         (verl, MODULE, "def get_model(): pass", f"{WITHOUT} no_sync_func"),
-        (verl, MODULE, "def register(config): config.no_sync_func = None", "missing"),
     ]
 
 
