@@ -206,8 +206,13 @@ class Installer(Listener):
 
     def _rebind_copies(self) -> None:
         """Have modules that hold copies of what was wrapped hold the wrapper, or the original again."""
-        moves, new = self._moved, {id(new) for _, new in self._moved}
-        wrapped = [record for record in self._records.values() if id(record.wrapper) in new]
+        moves, pairs = self._moved, {(id(old), id(new)) for old, new in self._moved}
+        # A revert may put back the wrapper of another patch, which has wrapped nothing now.
+        wrapped = [
+            record
+            for record in self._records.values()
+            if (wrapper := record.wrapper) is not None and (id(wrapper.__wrapped__), id(wrapper)) in pairs
+        ]
         # Modules are searched after a revert, or if anybody holds what has been wrapped.
         if len(wrapped) < len(moves) or any(record.copies_out_of_reach(moves) for record in wrapped):
             rebind(moves)

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import itertools
 import sys
+import weakref
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -140,18 +141,21 @@ def test_selection_by_name_and_exclusion(engine: Engine, tagged: Framework) -> N
 
 @pytest.mark.parametrize("order", [("tagging", "other"), ("other", "tagging"), ()])
 def test_two_patches_on_one_target(engine: Engine, tagged: Framework, order: tuple[str, ...]) -> None:
-    """They come off in any order."""
+    """They come off in any order, and each of them can be put back meanwhile."""
     package = tagged("train")
     engine["other"] = patch_of(package, "train", name="other")
     module, actor = package.model, package.actor
-    original = module.train
+    original = weakref.ref(module.train)  # which is no copy
     apply()
-    assert module.train("m") == ("patched", PATCHED)
-    assert actor.train is module.train
+    for patch in (*order, *order):
+        assert module.train("m") == ("patched", PATCHED)
+        assert actor.train is module.train and {site.reason for site in status()} == {"in place"}
+        revert(patch)
+        apply(patch)
     for patch in order:
         revert(patch)
     revert()
-    assert module.train is actor.train is original
+    assert module.train is actor.train is original()
 
 
 @pytest.mark.parametrize("how", ["reload", "import anew"])
