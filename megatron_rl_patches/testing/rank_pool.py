@@ -245,7 +245,7 @@ def _kill_children(pid: int) -> None:
 
 
 def _free_port() -> int:
-    """Return a port that is free until a rank binds it: systems give higher ones to other connections."""
+    """Return a free port for a rendezvous; until a rank binds it, systems give others higher ports."""
     while True:
         port = 10_000 + secrets.randbelow(22_000)
         with socket.socket() as probe:

@@ -226,7 +226,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     def _attend(self, qkv: _QKV, batch: _Batch, index: int | None, lengths: Any = None) -> Tensor:
         """Return the attention of one sample of a batch, ``[queries, heads, channels]``.
 
-        ``index`` is ``None`` if it is packed. ``lengths``: queries and keys of all ranks, without padding.
+        ``index`` is ``None`` for packed samples; ``lengths`` are queries and keys of all ranks, unpadded.
         """
         q, k, v = qkv
         hidden = self._hidden(len(q), len(k), lengths, batch).to(q.device)
