@@ -1,11 +1,11 @@
-"""Measure what this package claims, and write it into the pages in docs, and JSON files.
+"""Measure what this package claims, and write it into the pages in docs and the JSON files beside them.
 
     python -m benchmarks.run [NAME ...] [--quick]
 
 Functions of other frameworks stand beside ours where their packages are installed, or where SLIME_DIR,
 VERL_DIR, NEMO_RL_DIR, OPENCLAW_DIR, SKYRL_DIR and TRL_DIR name checkouts or unpacked wheels. The page says
 what is left out, and why. Everything is measured on the CPU, and ``make gpu`` measures a GPU. The exit code
-is 1 if some result is not what is claimed.
+is 1 if some result is not what is claimed. ``make screenshots`` draws the plots from the JSON files.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def ours(logits: Tensor, ids: Tensor, group: Group, **options: Any) -> Values:
 
 def naive(logits: Tensor, ids: Tensor, group: Group) -> Values:
     log_probs = torch.log_softmax(logits, 1).gather(1, ids)
-    lost = -torch.finfo(log_probs.dtype).tiny
-    return log_probs, (-log_probs.logsumexp(1).clamp(max=lost).expm1()).log()
+    below_zero = -torch.finfo(log_probs.dtype).tiny
+    return log_probs, (-log_probs.logsumexp(1).clamp(max=below_zero).expm1()).log()
 
 
 def nemo_rl(module: Any, logits: Tensor, ids: Tensor, group: Group, chunk_size: int) -> Values:

@@ -61,6 +61,7 @@ def record(name: str) -> Any:
 def estimate() -> Any:
     matplotlib.rcParams.update(STYLE)
     memory = estimate_memory(fields_from_hf_config(GEMMA_3_27B), dtype="bf16", teachers=3)
+    # The plot of the command `estimate`, which would write it, is made as narrow as a page.
     with mock.patch.object(Figure, "savefig", autospec=True) as drawn:
         report.plot(memory, Path())
     figure = drawn.call_args.args[0]
@@ -73,7 +74,7 @@ def estimate() -> Any:
 
 
 def losses() -> Any:
-    """Draw float32 logits of the largest vocabulary on one rank."""
+    """Draw the costs of the last set-up of float32 logits on one rank, which has the largest vocabulary."""
     rows = record("loss")["losses"]
     setup = [row["set-up"] for row in rows if row["set-up"].startswith("TP 1, float32")][-1]
     costs = {(row["mode"], row["loss"]): row for row in rows if row["set-up"] == setup}

@@ -97,8 +97,7 @@ def _run_program(rollouts: int, seed: int) -> str | None:
 
         say = _say if is_rank_0() else lambda line: None
         versions = f"megatron-core {megatron.core.__version__}, torch {torch.__version__}"
-        backend = torch.distributed.get_backend()
-        say(f"{versions}, Python {platform.python_version()}; {backend}, seed {seed}")
+        say(f"{versions}, Python {platform.python_version()}; {torch.distributed.get_backend()}, seed {seed}")
         say("building a GPT that learns, and a reference that scores; the first rollout …")
         error = None
         try:

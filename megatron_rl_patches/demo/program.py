@@ -29,7 +29,8 @@ from ..losses import PolicyBatch, PolicyOptions, SequenceLayout, make_loss_func,
 DIGITS = 3
 PROMPT = DIGITS + 1
 LENGTH = PROMPT + DIGITS
-ASCENDING, DESCENDING, VOCABULARY = 10, 11, 12
+ASCENDING, DESCENDING = 10, 11
+VOCABULARY = 12
 
 # Numbers per rank and rollout.
 _PROMPTS, _ANSWERS_PER_PROMPT = 64, 8

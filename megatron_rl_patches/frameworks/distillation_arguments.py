@@ -116,8 +116,7 @@ def check_vocabularies(teachers: Mapping[str, str], student: str | os.PathLike[s
     Megatron pads vocabularies for tensor parallelism, and so loads an embedding of another size without an
     error: such a teacher would score, and its scores would mean nothing. ``teachers`` are checkpoints by
     name, of Megatron (``torch_dist``) or Hugging Face; those of other formats are not checked. ``student`` is
-    a Hugging Face checkpoint, which frameworks get for its tokenizer. A damaged checkpoint raises
-    :class:`CheckpointError`.
+    the Hugging Face checkpoint of its tokenizer. A damaged checkpoint raises :class:`CheckpointError`.
     """
     # Imported here and below, since this brings Megatron along, which the driver does not need otherwise.
     from ..inference.weights import MAX_PADDING

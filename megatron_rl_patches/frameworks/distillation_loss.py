@@ -135,14 +135,14 @@ def with_tail(
 ) -> tuple[TopKDistribution, Tensor]:
     """Return distributions from stored log-probabilities ``[n, k]``, and a mask ``[n]`` of rows that are one.
 
-    Without the ``tail`` ``[n]`` it is what the k ids leave to one, at least 1e-7.
+    ``tail`` is the log-probability ``[n]`` of all other ids; by default of what the k leave, at least 1e-7.
     """
     log_sum = log_probs.logsumexp(1)
     is_known = log_sum.exp() <= LARGEST_SUM
     if tail is None:
         # In float64, where 1 - exp(x) has correct digits for any x in float32.
         tail = (-log_sum.clamp(max=-_SMALLEST_TAIL).double().expm1()).log().to(log_probs.dtype)
-        if indices.shape[1] == 1:
+        if indices.shape[1] == 1:  # a certain id 0 is padding
             is_known &= (indices[:, 0] != 0) | (log_sum != 0)
     return TopKDistribution(indices, log_probs, tail), is_known
 

@@ -2,8 +2,7 @@
 
 Teachers are weights that the framework swaps into the actor's model, as its own reference is: there is no
 second model on the device. They are forwarded by the framework's own ``forward_only``, over the microbatches
-that it is about to train on, so each rank gets what belongs to its rows of the logits: nothing is gathered or
-cut.
+that it is about to train on, so each rank gets what belongs to its rows of the logits; nothing is gathered.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _TAG = "opd_"
 #: The key of slime's rollout data with a name per sample: its ``source``, or its ``metadata["source_name"]``.
 SOURCES = "source_names"
 Forward = Callable[[Callable[..., Any]], Mapping[str, Sequence[Any]]]
-#: From the rows of the logits, their layout and options of the losses to what is kept of this rank's tokens.
+#: Takes rows of logits, their layout and options of the losses; returns what is kept of this rank's tokens.
 Score = Callable[[Tensor, SequenceLayout, dict[str, Any]], Tensor | TopKDistribution]
 
 
@@ -156,7 +155,7 @@ class TeacherScorer:
             self.actor.load_other_checkpoint(tag, path)
 
     def _collected(self, forward: Forward, score: Score) -> Sequence[Any]:
-        """Forward; return what ``score`` makes of the logits, of each sample, on the last pipeline stage.
+        """Forward; return what ``score`` makes of each sample's logits, on the last pipeline stage.
 
         ``forward_only`` of miles, and of slime up to v0.2.2, calls Megatron with ``collect_non_loss_data``
         and expects the values alone; later releases of slime expect a loss before them.

@@ -80,10 +80,11 @@ def compute_policy_loss(call: Call) -> Any:
 
 def compute_approx_kl(call: Call) -> Any:
     """Estimate the KL divergence of bounded ratios, without a gradient if its coefficient is 0."""
-    names, changes = ("log_probs", "log_probs_base", "importance_ratio"), {}
+    changes = {}
     if call["kl_loss_type"] in ("k3", "low_var_kl"):
-        bounded = zip(names, finite.bounded_kl_arguments(*map(call.get, names)), strict=True)
-        changes = {name: values_n for name, values_n in bounded if values_n is not None}
+        names = ("log_probs", "log_probs_base", "importance_ratio")
+        bounded = finite.bounded_kl_arguments(*map(call.get, names))
+        changes = {name: x_n for name, x_n in zip(names, bounded, strict=True) if x_n is not None}
     kl_n = call(**changes)
     if (loss := _policy_loss.get()) is None or getattr(loss.args, "kl_loss_coef", None) != 0:
         return kl_n

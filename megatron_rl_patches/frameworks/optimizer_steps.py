@@ -76,7 +76,7 @@ def initialize_model_and_optimizer(call: Call) -> Any:
 
 
 def load_checkpoint(call: Call) -> Any:
-    """Load a checkpoint; within :func:`initialize_model_and_optimizer` note the step, loaded or not."""
+    """Load a checkpoint; in :func:`initialize_model_and_optimizer`, note the scheduler's step after it."""
     result, loaded, scheduler = call(), _loaded.get(), call.get("opt_param_scheduler")
     if loaded is not None and scheduler is not None:
         loaded.append((scheduler, scheduler.num_steps))

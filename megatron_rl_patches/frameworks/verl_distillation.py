@@ -84,7 +84,7 @@ def _register(call: Call) -> None:
 
 
 def _losses(own: Callable[..., Any], name: str, **arguments: Any) -> tuple[Tensor, dict[str, Any]]:
-    """Return losses ``[b, response]``, and metrics of verl's ``own`` function, which clamps at zero."""
+    """Return losses ``[b, response]``, and metrics of verl's ``own``, which sets negative losses to zero."""
     output, data = arguments["model_output"], arguments["data"]
     if _TRUNCATED not in output and name != FORWARD_KL:
         raise InvalidInputError(
@@ -134,7 +134,7 @@ _shares_logits: Scope[bool] = Scope("verl_policy_loss")
 def token_losses(call: Call) -> dict[str, Tensor]:
     """Return what verl's ``compute_forward_kl_topk`` does, for the objective that ``loss_mode`` names.
 
-    The gradient overwrites the logits, or a copy where the policy loss reads them, too, and may do the same.
+    The gradient overwrites the logits. If the policy loss reads and overwrites them, too, this takes a copy.
     """
     config, logits = call["config"].distillation_loss, call["student_logits"]
     divergence = MODES.get(config.loss_mode)

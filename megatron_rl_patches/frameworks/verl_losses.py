@@ -14,7 +14,7 @@ from ..engine.wrapper import is_patched
 from ..losses import DeferredLogits
 from . import log_probs
 
-# Asks the pass of the log-probabilities over the logits for the entropy, too, which it appends.
+# Where it is entered, the pass over the logits for log-probabilities appends the entropy, too.
 _entropies: Scope[list[Tensor]] = Scope("verl_entropy")
 
 
@@ -61,7 +61,8 @@ def lm_head_logits_processor(call: Call) -> dict[str, Any]:
     with _entropies.enter([]) as entropies:
         result = call(**changes, calculate_entropy=False)
     in_float32 = getattr(call.instance.engine_config, "entropy_from_logits_with_chunking", False)
-    return {**result, "entropy": entropies[-1] if in_float32 else entropies[-1].to(call["logits"].dtype)}
+    entropy = entropies[-1]
+    return {**result, "entropy": entropy if in_float32 else entropy.to(call["logits"].dtype)}
 
 
 def _also_for_padding(temperature: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ optimizer that is not chained and does not clip computes no norm, and its steps 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -213,4 +214,4 @@ def _names_of_bad_gradients(chunks: Model) -> Iterator[str]:
             gradient = parameter.grad if gradient is None else gradient
             gradient = getattr(gradient, "_local_tensor", gradient)  # of a DTensor, without a collective
             if gradient is not None and not gradient.isfinite().all():
-                yield prefix + name.removeprefix("module.").removeprefix("module.")  # of DDP, and in 16 bits
+                yield prefix + re.sub(r"^(module\.)+", "", name)  # without the names of wrappers

@@ -122,11 +122,7 @@ def end_step(model: Any, forward_only: bool = False) -> None:
 
 
 def check_not_fused(config: Any) -> None:
-    """Refuse a fused router, which returns before the replay, without a word.
-
-    Raises:
-        InvalidInputError: the config asks for both.
-    """
+    """Raise :class:`InvalidInputError` for a fused router with a replay, which it would silently ignore."""
     if getattr(config, "moe_router_fusion", False) and getattr(config, "moe_enable_routing_replay", False):
         raise InvalidInputError(
             "moe_router_fusion=True with moe_enable_routing_replay=True: the fused router chooses experts "

@@ -38,7 +38,7 @@ _running: weakref.WeakValueDictionary[int, RunningCall] = weakref.WeakValueDicti
 def places_in_use(*configs: Any) -> set[Place]:
     """Return the places on these configs whose function belongs to a call that runs."""
     with _lock:
-        return {*_owned(_functions(configs))}
+        return set(_owned(_functions(configs)))
 
 
 class RunningCall:
@@ -144,7 +144,7 @@ def _functions(configs: Any) -> dict[Place, Any]:
 
 
 def _owned(values: dict[Place, Any]) -> dict[Place, tuple[RunningCall, Any]]:
-    """Return the values that belong to calls that run, with these calls."""
+    """Return by place the values that belong to calls that run, and these calls; needs the lock."""
     calls = [*_running.values()]
     return {place: (call, v) for place, v in values.items() for call in calls if call.owns(place, v)}
 

@@ -1,8 +1,8 @@
 """Warnings of settings that spoil reinforcement learning on Megatron without an error.
 
 The checks run in each guarded call, until they have found something. Training goes on as it would without
-them: they start no collective, and an error in them is only logged. They read the config of the model, the
-weights and main parameters at entry, what reductions of gradients have left at a step, and the state of the
+them: they start no collective, and an error in them is only logged. They read the model's config, its weights
+and main parameters at entry, what reductions of gradients have left at a step, and the state of the
 parameter all-gather.
 """
 
@@ -71,13 +71,14 @@ class Watch:
         self.configs = distinct_configs(model)
         self._optimizer = optimizer
         self._other_configs = [config, *(getattr(unwrap(chunk), "config", None) for chunk in model)]
-        self._has_stepped, self._has_mask = False, True
+        self._has_stepped, self._sees_steps, self._has_mask = False, optimizer is None, True
         modules = [chunk for chunk in model if hasattr(chunk, "register_forward_pre_hook")]
         before = self._before_forward
         self._hooks = [each.register_forward_pre_hook(before, with_kwargs=True) for each in modules]
         with harmless():
-            steps = _parts(optimizer)
-            self._hooks += [each.register_step_pre_hook(self._before_step) for each in steps]
+            for each in _parts(optimizer):
+                self._hooks.append(each.register_step_pre_hook(self._before_step))
+                self._sees_steps = True
             _check_dropout(self.configs)
         with harmless():
             if optimizer is not None and "main_parameters" not in messages:
@@ -100,6 +101,8 @@ class Watch:
             import torch
 
             if torch.is_grad_enabled():
+                # An optimizer without one of torch's, such as a mock, does not show when it steps.
+                self._has_stepped |= not self._sees_steps
                 is_last = getattr(unwrap(chunk), "post_process", True)
                 self._has_mask &= arguments.get("loss_mask") is not None or not is_last
                 is_reducing = any(group.grad_reduce_handle is not None for group in bucket_groups(chunk))

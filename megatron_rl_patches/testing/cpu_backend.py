@@ -51,9 +51,9 @@ def cpu_backend(*, transformer_engine: bool | str = False) -> Iterator[None]:
     The redirect of device arguments holds for the thread that entered (torch's function modes belong to a
     thread) and for the backward passes that it starts; all threads see the replaced attributes.
 
-    Enter the block **before** megatron is imported if you can: functions that ``torch.compile`` decorates
-    are plain ones for good then, and else run eagerly inside the block. A module that did ``from
-    torch.distributed import isend`` before keeps that function; megatron-core has none where it matters.
+    Enter the block **before** megatron is imported if you can: then its functions under ``torch.compile`` are
+    plain ones for good; those that are compiled already run eagerly inside the block. A module that has done
+    ``from torch.distributed import isend`` keeps that function; megatron-core does this nowhere that matters.
 
     The CPU cannot show races between streams, memory figures, kernels of TransformerEngine, FP8 and CUDA
     graphs.

@@ -46,13 +46,7 @@ def names_cuda(device: object) -> bool:
 class CudaToCpu(TorchFunctionMode):
     """Function mode under which ``device="cuda"`` (or an index) means the CPU."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.device and isinstance(args[0], int):
             return torch.device("cuda", args[0])
@@ -68,8 +62,8 @@ class CudaToCpu(TorchFunctionMode):
 class _Engine(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """Wraps the autograd engine, so that backward passes run with the redirect on.
 
-    torch switches a function mode off while it handles a torch function, as ``Tensor.backward`` is, within
-    which custom backward functions run. Those of sequence parallelism allocate CUDA buffers.
+    ``Tensor.backward`` is a torch function, and while a mode handles one, it is off: for custom backward
+    functions, too, which run within. Those of sequence parallelism allocate CUDA buffers.
     """
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,9 +191,9 @@ def replacements() -> list[Replacements]:
         (torch.Tensor, tensor_methods),
         (torch.nn.Module, {"cuda": _itself}),
         (Variable, {"_execution_engine": _Engine(Variable._execution_engine)}),
-        (torch, dict.fromkeys(("get_autocast_dtype", "get_autocast_gpu_dtype"), autocast_dtype)),
-        (torch, {"is_autocast_enabled": _of_cpu(torch.is_autocast_enabled), "compile": _eager}),
-        (torch, {"Generator": _Generator, "Stream": Stream, "Event": Event}),
+        (torch, {"is_autocast_enabled": _of_cpu(torch.is_autocast_enabled)}),
+        (torch, {"get_autocast_dtype": autocast_dtype, "get_autocast_gpu_dtype": autocast_dtype}),
+        (torch, {"compile": _eager, "Generator": _Generator, "Stream": Stream, "Event": Event}),
     ]
 
 

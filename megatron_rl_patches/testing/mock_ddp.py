@@ -19,14 +19,7 @@ import torch
 from ..common.chunks import bucket_groups
 from ..errors import InvalidInputError
 from ..reentry import forward_pre_hooks
-from .mock_modules import (
-    MockBucketGroup,
-    MockConfig,
-    MockDDPConfig,
-    MockModule,
-    MockProcessGroup,
-    is_patched,
-)
+from .mock_modules import MockBucketGroup, MockConfig, MockDDPConfig, MockModule, MockProcessGroup, is_patched
 
 
 class _BaseDataParallel(torch.nn.Module):

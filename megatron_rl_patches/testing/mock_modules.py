@@ -36,8 +36,11 @@ class MockDDPConfig:
 class MockProcessGroup:
     """A process group of this rank alone: there is nobody to communicate with."""
 
-    size = staticmethod(lambda: 1)
-    rank = staticmethod(lambda: 0)
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
 
 
 @dataclass
@@ -92,8 +95,8 @@ class MockFloat16Module(MockModule):
 class MockBucketGroup:
     """Stands for ``_ParamAndGradBucketGroup``, which keeps track of outstanding collectives.
 
-    The real class has neither ``is_stale``, which is true when no parameter gather was completed that began
-    after the optimizer's step, nor ``is_unreduced``, the same of reductions after a backward pass.
+    The real class lacks ``is_stale``, true from an optimizer step until a gather that began later is done,
+    and ``is_unreduced``, true from a backward pass until a reduction that began later is done.
     """
 
     def __init__(

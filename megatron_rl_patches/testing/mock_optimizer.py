@@ -30,7 +30,7 @@ def _config() -> Any:
 class MockOptimizer:
     """Stands for Megatron's optimizer: a step leaves other ranks' shards of the parameters stale.
 
-    It is a ``ChainedOptimizer`` of one optimizer, as Megatron's is for a model without experts.
+    It is a chain of one optimizer, as Megatron's ``ChainedOptimizer`` is for a model without experts.
 
     Attributes:
         model_chunks: the chunks whose parameters it updates.
@@ -38,6 +38,7 @@ class MockOptimizer:
         result: what ``step`` returns: success, the gradient norm, and the number of zeros or ``None``.
             A step without a norm fails as Megatron's does when the loss scaler finds a bad gradient.
         unreduced_steps: how many steps have used gradients that no ``finish_grad_sync`` had reduced.
+        config: real or mocked.
         param_groups: one group with all parameters, which schedulers write learning rates to.
         optimizer: stands for the optimizer of torch, and has ``param_groups`` and ``state``.
         chained_optimizers: one optimizer, with the chunks, calls, config and groups of this one.

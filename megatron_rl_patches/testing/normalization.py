@@ -80,7 +80,7 @@ class Microbatch:
     Attributes:
         samples: the whole samples of this microbatch, the same on all context-parallel ranks.
         batch: all samples of the step, for numbers that belong to the global batch.
-        num_microbatches: of this replica in this step.
+        num_microbatches: how many this replica has in this step.
         split: sizes of the parallel groups.
         calculate_per_token_loss: as in the model's config.
     """
@@ -97,8 +97,8 @@ class NormalizationReport:
     """The result of :func:`check_normalization`; ``str()`` of it is a table.
 
     Attributes:
-        differences: by the name of the split, the norm of its gradient minus that of the undivided batch,
-            relative to the latter. With twice the gradient it is 1.
+        differences: by the name of the split, the norm of the difference between its gradient and that of
+            the undivided batch, relative to the latter. With twice the gradient it is 1.
     """
 
     differences: Mapping[str, float]
@@ -136,9 +136,9 @@ def check_normalization(
         loss_func: a module-level function ``(microbatch, logits) -> (loss, metrics)`` or
             ``(loss, num_tokens, metrics)``, of which Megatron's schedule gets ``partial(loss_func,
             microbatch)``. It finds its process groups in ``parallel_state``. Logits are ``[1, rows,
-            vocabulary]`` in float32, packed as Megatron's ``thd``: under context parallelism alone, each
-            sample is padded, to a multiple of ``2 * cp``, and a rank has a piece from either end. The
-            vocabulary has 32 ids, or as many as the tokens of the batch need.
+            vocabulary]`` in float32, packed as Megatron's ``thd``. Only under context parallelism is there
+            padding: of each sample, to a multiple of ``2 * cp``, of which a rank has a piece from either end.
+            The vocabulary has 32 ids, or as many as the tokens of the batch need.
         batch: samples, each with the int64 ``tokens`` ``[total_length]``, the ``loss_mask``
             ``[response_length]`` of the response that ends it, and whatever else the loss function reads.
         splits: names and splits to compare. A split of four ranks is ``Split(dp=2, cp=2)``.
@@ -158,7 +158,8 @@ def check_normalization(
     for ranks, chosen in by_ranks.items():
         arguments = loss_func, batch, chosen, calculate_per_token_loss
         gradients |= spawn_ranks(_gradients, ranks, *arguments, timeout=timeout)[0]
-    whole, norm = gradients[Split()], gradients[Split()].norm()
+    whole = gradients[Split()]
+    norm = whole.norm()
     if not 0 < norm < math.inf:
         raise InvalidInputError(
             f"the gradient of the undivided batch has the norm {norm:g}; pass a batch with a loss"

@@ -55,7 +55,8 @@ class Outcome:
 
         A death is noticed late, and other ranks fail since they lose their connection to the dead one.
         """
-        lost = {rank for rank, value in dict(self.sent).items() if _LOST_CONNECTION.search(str(value))}
+        sent = dict(self.sent)
+        lost = {rank for rank in self.failed_at if _LOST_CONNECTION.search(str(sent.get(rank, "")))}
         return sorted(self.failed_at, key=lambda rank: (rank in lost, self.failed_at[rank]))
 
 
@@ -225,7 +226,7 @@ def send(pipe: connection.Connection, value: Any, is_failure: bool) -> None:
 
 
 def _end_with_parent(folder: Path) -> None:
-    """End this process group and remove the folder when the parent has ended, which may have been killed."""
+    """Remove the folder and end this process group when the parent has ended, which may have been killed."""
     if (parent := parent_process()) is not None:
         connection.wait([parent.sentinel])
         shutil.rmtree(folder, ignore_errors=True)
@@ -244,7 +245,7 @@ def _kill_children(pid: int) -> None:
 
 
 def _free_port() -> int:
-    """Return a port for a rendezvous, below those that systems give to connections in the meantime."""
+    """Return a free port for a rendezvous; until a rank binds it, systems give others higher ports."""
     while True:
         port = 10_000 + secrets.randbelow(22_000)
         with socket.socket() as probe:

@@ -23,7 +23,7 @@ from .rank_pool import RankPool, send
 class RanksFailed(MegatronRLPatchesError):
     """Some rank raised, died or did not finish in time.
 
-    The message has the traceback of every failed rank, and the stacks of the ranks that were still running.
+    The message has the tracebacks of ``ranks`` in this order, and the stacks of ranks that still ran.
 
     Attributes:
         ranks: the failed ranks, the first to fail first; empty if ranks hang and none has failed.
@@ -49,9 +49,9 @@ def spawn_ranks(
     runs do not disturb each other. No process outlives the call, or a caller that is killed, except one that
     a rank has started in a session of its own before the rank died.
 
-    If ``multiprocessing.set_start_method("forkserver")`` was called, a rank is a fork, unless ``env`` is
-    given: of a process that has imported what ``set_forkserver_preload`` was told to, such as
-    ``megatron_rl_patches.testing.preload``, which imports Megatron with TransformerEngine's stand-in.
+    After ``multiprocessing.set_start_method("forkserver")``, and without ``env``, a rank is a fork of a
+    process that has imported the modules of ``set_forkserver_preload([...])`` once. The module
+    ``megatron_rl_patches.testing.preload`` imports Megatron, with the stand-in of TransformerEngine.
 
     Args:
         function: a picklable function, and so are its arguments and results. As with any spawned process, a
@@ -113,7 +113,7 @@ def call_on_ranks(
     if outcome.went_well:
         return [sent[rank] for rank in range(size)]
     if failed := outcome.failed:
-        message = f"rank {failed[0]} failed{' first' * (len(failed) > 1)}"
+        message = f"rank {failed[0]} failed" + (" first" if len(failed) > 1 else "")
     else:
         message = f"no result after {timeout:g} s; still running: rank {', '.join(map(str, outcome.stacks))}"
     for rank in failed:

@@ -124,7 +124,7 @@ class TinyModel:
         return torch.bfloat16 if self.bf16 else torch.float32
 
     def initialize(self) -> None:
-        """Initialize Megatron's random numbers, and its process groups unless the last call made the same."""
+        """Seed Megatron's generators; initialize its process groups unless the last call made the same."""
         from megatron.core import parallel_state, tensor_parallel
 
         layout = self._sizes, torch.distributed.group.WORLD

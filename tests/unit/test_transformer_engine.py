@@ -83,12 +83,14 @@ def test_it_comes_neither_after_a_real_one_nor_after_megatron(
 def test_what_it_does_not_have_is_refused_by_name(te: Any) -> None:
     with te.fp8_autocast(enabled=False), te.fp8_model_init(enabled=False):
         pass
-    attention = te.DotProductAttention(2, 4)
+    attention, adapted = te.DotProductAttention(2, 4), te.LayerNormLinear(2, 2)
+    adapted.return_layernorm_output = True
     refused: dict[str, Callable[[], Any]] = {
         "FP8": lambda: te.fp8_autocast(enabled=True),
         "fp8_model_init": lambda: te.fp8_model_init(enabled=True),
         "use_transformer_engine_op_fuser": lambda: te.ops.Sequential(named=True),
         "moe_router_fusion": te.router.fused_moe_aux_loss,
+        "return_layernorm_output": lambda: adapted(torch.ones(1, 2)),
         "padding for FP8": lambda: te.Fp8Padding(num_gemms=2),
         "without an attention_mask": lambda: attention(
             *(torch.ones(3, 1, 2, 4),) * 3, attn_mask_type="padding"

@@ -224,9 +224,9 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     @torch.autocast("cpu", enabled=False)  # type: ignore[untyped-decorator]
     def _attend(self, qkv: _QKV, batch: _Batch, index: int | None, lengths: Any = None) -> Tensor:
-        """Return the attention of one sample, ``[queries, heads, channels]``; packed ones have no index.
+        """Return the attention of one sample of a batch, ``[queries, heads, channels]``.
 
-        ``lengths`` are the queries and keys of all ranks, without padding.
+        ``index`` is ``None`` for packed samples; ``lengths`` are queries and keys of all ranks, unpadded.
         """
         q, k, v = qkv
         hidden = self._hidden(len(q), len(k), lengths, batch).to(q.device)
@@ -256,7 +256,10 @@ class DotProductAttention(TransformerEngineBaseModule):
         return torch.einsum("hst,thd->shd", weights_hst.to(v.dtype), v)
 
     def _hidden(self, queries: int, keys: int, lengths: Any, batch: _Batch) -> Tensor:
-        """Return which keys of all ranks a query of this rank does not see, ``[queries, all keys]``."""
+        """Return which keys of all ranks a query of this rank does not see, ``[queries, all keys]``.
+
+        They are padding, later than the query, or outside of its window, in which -1 is no limit.
+        """
         rank = 0 if self.cp_group is None else self.cp_group.rank()
         q_s = positions_of(rank, self.cp_size, queries)
         k_t = torch.cat([positions_of(other, self.cp_size, keys) for other in range(self.cp_size)])

@@ -140,7 +140,7 @@ def _contents() -> dict[str, dict[str, Any]]:
         "attention": _named(DotProductAttention) | rope,
         "attention.rope": rope,
         # FP8 alone has something to do in recomputations.
-        "distributed": {**tracker, "activation_recompute_forward": lambda **unused: nullcontext()},
+        "distributed": tracker | {"activation_recompute_forward": lambda *args, **kwargs: nullcontext()},
         "float8_tensor": {"Float8Tensor": refusals.QuantizedTensor},
         "fp8": fp8,
         "quantization": fp8,
@@ -165,7 +165,7 @@ def _contents() -> dict[str, dict[str, Any]]:
         },
         **{f"{_NAME}.pytorch.{name}": values for name, values in pytorch.items()},
         # Of apex: with it, Megatron's own layers add gradients of weights to main_grad, too.
-        "fused_weight_gradient_mlp_cuda": {
-            f"wgrad_gemm_accum_{dtype}": add_to_main_grad for dtype in ("fp32", "fp16")
-        },
+        "fused_weight_gradient_mlp_cuda": dict.fromkeys(
+            ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"), add_to_main_grad
+        ),
     }

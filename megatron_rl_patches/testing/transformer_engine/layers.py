@@ -37,6 +37,8 @@ class Linear(LinearBase):
 class LayerNormLinear(LinearBase):
     """A norm, and then a product."""
 
+    return_layernorm_output = False  # adapters such as LoRA's set it
+
     def __init__(
         self,
         in_features: int,
@@ -62,6 +64,8 @@ class LayerNormLinear(LinearBase):
                 parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        if self.return_layernorm_output:
+            refuse("return_layernorm_output of LayerNormLinear")
         inp, weight = self._prepared(inp), self.layer_norm_weight
         normed = normalized(inp, weight, self.layer_norm_bias, self.eps, self.zero_centered_gamma)
         y, bias = self._product(normed, is_first_microbatch, mode=self.parallel_mode)

@@ -23,10 +23,10 @@ def is_at_least(release: str) -> bool:
     return Version(current) >= Version(release)
 
 
-#: Options that signatures here do not name. Those before the bar may have any value: layers follow it, or no
-#: result on a CPU depends on it. The others must be off. The release after ``>`` is the first with an option.
 _LINEAR = "ub_name name | ub_overlap_ag ub_overlap_rs delay_wgrad_compute ub_overlap_rs_dgrad ub_bulk_dgrad "
 _LINEAR += "ub_bulk_wgrad parameters_split symmetric_ar_type"
+#: Options that signatures here do not name. Those before the bar may have any value: layers follow it, or no
+#: result on a CPU depends on it. The others must be off. The release after ``>`` is the first with an option.
 _OPTIONS = {
     "Linear": f"rng_tracker_name save_original_input {_LINEAR}",
     "LayerNormLinear": f"{_LINEAR} return_layernorm_output return_layernorm_output_gathered",

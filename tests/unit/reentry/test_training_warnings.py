@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl_patches.reentry import main_parameters, reentrant_train, training_warnings
 from megatron_rl_patches.reentry.training_warnings import reported
-from megatron_rl_patches.testing import MockDDP
+from megatron_rl_patches.testing import MockDDP, MockOptimizer
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +75,13 @@ def test_parameters_that_train_left_ungathered(changes: dict[str, Any], is_stale
     with reentrant_train(model, optimizer=SimpleNamespace(chained_optimizers=[adam])):
         adam.step()
     assert any("overlap_param_gather=True" in message for message in reported()) is is_stale
+
+
+def test_a_mock_optimizer_steps_too() -> None:
+    model = MockDDP()
+    with reentrant_train(model, optimizer=(optimizer := MockOptimizer([model]))):
+        model()
+        model.backward()
+        model.finish_grad_sync()
+        optimizer.step()
+    assert "overlap_param_gather=True" in reported()[0]
