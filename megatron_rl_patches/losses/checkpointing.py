@@ -1,7 +1,7 @@
 """Activation checkpointing of a loss: backward computes it again instead of keeping its tensors.
 
 Reentrant checkpointing, torch's default, is wrong for losses: its first pass runs without grad mode. A loss
-that then overwrites the logits is recomputed from overwritten values, as it was in OpenClaw-RL.
+that overwrites the logits in that mode is recomputed from the overwritten values, as it was in OpenClaw-RL.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def checkpointed(
             return loss_fn(*args, **kwargs)
         function, others = _bound(loss_fn, args, kwargs)
         # A context manager, since older releases of torch have no such argument. Only forward reads it.
-        alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-        stop = early_stop if alone or early_stop is not None else False
+        several_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        stop = False if early_stop is None and several_ranks else early_stop
         with nullcontext() if stop is None else set_checkpoint_early_stop(stop):
             return checkpoint(function, *others, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
@@ -68,9 +68,9 @@ def _bound(
 ) -> tuple[Callable[..., R], list[Any]]:
     """Return a function of those arguments that ``checkpoint()`` is to save, and these.
 
-    Keyword arguments are bound, since ``checkpoint()`` takes some of these names for its own options, and
-    deferred logits, since hooks of saved tensors, such as ``save_on_cpu``, would give back others without a
-    graph. They are clones, as code that reads logits before backward may make ordinary ones of them.
+    Keyword arguments are bound, since ``checkpoint()`` takes some of these names for its own options. So are
+    clones of deferred logits: hooks of saved tensors, such as ``save_on_cpu``, would give back others without
+    a graph, and code that reads or overwrites the logits before backward may make ordinary ones of them.
     """
     kwargs = {name: x.clone() if _is_deferred(x) else x for name, x in kwargs.items()}
     deferred = {place: x.clone() for place, x in enumerate(args) if _is_deferred(x)}

@@ -33,7 +33,7 @@ def packed_log_probs_and_entropy(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
     """Return log-probs and entropies of the response tokens of this CP rank, one tensor per sample.
 
-    Rows of prompts and padding are not read. One all-gather runs over ``tp_group``, in forward.
+    Other rows are not read; their gradient is zero. One all-gather runs over ``tp_group``, in forward.
 
     Args:
         logits: as the model returns them on this CP rank: ``[1, rows, vocab / tp]`` or ``[rows, vocab / tp]``
@@ -49,8 +49,8 @@ def packed_log_probs_and_entropy(
         ``[layout.local_lengths[i]]`` in float32 (float64 for float64 logits).
 
     Raises:
-        InvalidInputError: logits, tokens and layout are not of the same microbatch, or not on one device; an
-            id is outside of the vocabulary, on every CP rank, whichever of them scores it.
+        InvalidInputError: logits, tokens and layout are not of the same microbatch, or not on one device; or
+            an id is outside of the vocabulary, which every CP rank refuses, whichever of them scores it.
     """
     arguments.check_instance("layout", layout, SequenceLayout)
     keep_mask = options.pop("keep_mask", None)
@@ -190,7 +190,7 @@ def _checked_divisor(
     cp_group: torch.distributed.ProcessGroup | None,
     normalizer: float | None,
 ) -> float:
-    """Check all of them; return the divisor of a loss that every context-parallel rank computes in full."""
+    """Check the arguments; return the divisor of a loss that every CP rank computes in full."""
     arguments.check_instance("layout", layout, SequenceLayout)
     if response_lengths != list(layout.response_lengths):
         raise InvalidInputError(

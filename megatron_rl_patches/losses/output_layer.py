@@ -85,7 +85,7 @@ def language_model_forward(
     keep_bytes: int = 0,
 ) -> Any:
     """Call a model's own forward; its output layer defers the logits if the arguments ask for them."""
-    # With one of these it returns no logits, generates text, or hands the hidden states to other code.
+    # With one of these the model returns no logits, generates text, or hands hidden states to other code.
     others = ("labels", "inference_context", "inference_params", "output_processor")
     returns_logits = all(arguments.get(name) is None for name in others)
     layer = getattr(model, "output_layer", None) if returns_logits else None
@@ -104,9 +104,9 @@ def column_parallel_forward(forward: Callable[[], Any], layer: Any, *args: Any, 
 def loss_of_labels(compute: Callable[[], Any], layer: Any, labels: Tensor, logits: Tensor) -> Any:
     """Return a model's cross entropy, as multi-token prediction uses it, without materializing logits.
 
-    The model's own function is ``compute``, and ``layer`` the output layer, whose group has the vocabulary.
-    The loss, float32 ``[b, s]``, of one of the ``labels`` ``[b, s]`` that is no token id is zero. The
-    ``logits`` are ``[s, b, V / tp]``.
+    ``compute`` is the model's own function of these ``labels`` ``[b, s]`` and ``logits`` ``[s, b, V / tp]``,
+    which are split over the group of the output ``layer``. The loss is float32 ``[b, s]``, and zero for
+    labels that are no token ids.
     """
     # Whether somebody has read or written the logits on this rank alone must not decide about collectives.
     if not isinstance(logits, DeferredLogits):
@@ -187,11 +187,8 @@ def _reason_against(layer: Any, hidden: Tensor, weight: Tensor | None) -> str:
     function = getattr(layer, "_forward_impl", None)
     if getattr(function, "__module__", None) != "megatron.core.tensor_parallel.layers":
         return f"the layer multiplies with {function!r}"
-    if (
-        weight is None
-        or type(weight) not in (torch.nn.Parameter, Tensor)
-        or hasattr(weight, "__fsdp_param__")
-    ):
+    is_plain = type(weight) in (torch.nn.Parameter, Tensor) and not hasattr(weight, "__fsdp_param__")
+    if weight is None or not is_plain:
         return f"its weight is a {type(weight).__name__} that may be gone when the loss needs it"
     if has_base(layer, *_SHARDED):
         return "its weight is sharded after the layer has run"

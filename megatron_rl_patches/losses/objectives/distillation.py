@@ -92,14 +92,15 @@ class DistillationBatch:
                 "in the loss function, which Megatron calls on the last stage only"
             )
         scored = {f"teacher {number}": teacher for number, teacher in enumerate(self.teachers)}
-        scored |= {} if self.old is None else {"old": self.old}
+        if self.old is not None:
+            scored["old"] = self.old
         if not all(isinstance(distributions, Sequence) for distributions in scored.values()):
             raise InvalidInputError("teachers: expected a list of distributions for each, and for old")
         check_one_kind("teachers and old", self.distributions)
         arguments.in_common(self.distributions)
         for name, distributions in scored.items():
-            values, lengths = [one.tensors[0] for one in distributions], self.response_lengths
-            arguments.check_lengths(f"distributions of {name}", values, lengths, "the loss masks")
+            values, what = [one.tensors[0] for one in distributions], f"distributions of {name}"
+            arguments.check_lengths(what, values, self.response_lengths, "the loss masks")
         if not self.is_full:
             for scores in zip(*scored.values(), strict=True):
                 check_same_indices(scores)
@@ -151,7 +152,7 @@ def distillation_loss(
     Returns:
         ``(loss, num_tokens, metrics)`` as :func:`policy_loss` does. The metrics are ``loss`` in its own
         normalization, and per token ``divergence`` (nats) and the probabilities ``student_tail`` and
-        ``teacher_tail``. Errors are those of :func:`policy_loss`, too.
+        ``teacher_tail``. Errors are those of :func:`policy_loss`.
     """
     check_fit(batch, options)
     if batch.is_full:
@@ -211,10 +212,10 @@ def comparison(
 def _at_ids(
     batch: DistillationBatch, options: DistillationOptions, device: torch.device, index: Tensor | slice
 ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
-    """Return the ids of tokens, those of all response tokens, and a function from the student's values there.
+    """Return the ids ``[n, k]`` of this rank's tokens, those of all response tokens, and a function.
 
-    ``index`` are the tokens that this rank compares; masked ones have neither ids nor values. The function
-    takes log-probs at the ids and of the tails, and returns what the function of :func:`comparison` does.
+    The function takes the student's log-probs at the ids ``[n, k]`` and of the tails ``[n]``, and returns
+    what that of :func:`comparison` does. Tokens are at ``index``; masked ones have neither ids nor values.
     """
     counts = on_device(torch.cat(list(batch.loss_masks)), device) != 0
     mask_n, measure = counts[index], options.measure
@@ -261,13 +262,15 @@ def _full_comparison(
     old = FullDistribution.cat(cast("Sequence[FullDistribution]", batch.old)) if batch.old else None
     groups = []
     for weight, teacher in weighted(batch.teachers, options.teacher_weights):
+        of_teacher = []
         for source in dict.fromkeys(one.source for one in teacher):
             mine = [one for one in cast("Sequence[FullDistribution]", teacher) if one.source == source]
             is_mine = torch.cat([torch.full((len(one),), one.source == source) for one in teacher])
             places = (counts & is_mine[index]).nonzero().squeeze(1)  # among the n tokens
             positions = (is_mine.cumsum(0) - 1)[index[places]]  # in the distribution of these samples
-            groups.append((weight, places, positions, FullDistribution.cat(mine)))
-    groups = [group for group in groups if len(group[1])] or groups[:1]
+            of_teacher.append((weight, places, positions, FullDistribution.cat(mine)))
+        # One at least, so that a rank without tokens refuses a teacher that does not fit, as others do.
+        groups += [group for group in of_teacher if len(group[1])] or of_teacher[:1]
     if len(groups) > 1:
         # Each group reads the logits, and the first backward would overwrite what the others read.
         how = {**how, "inplace_backward": False}

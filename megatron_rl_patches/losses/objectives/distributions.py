@@ -300,9 +300,8 @@ def check_one_kind(name: str, distributions: Sequence[Distribution]) -> None:
 
 def check_same_indices(distributions: Sequence[TopKDistribution]) -> None:
     """Raise :class:`InvalidInputError` if the indices of :class:`TopKDistribution` differ."""
-    first = distributions[0].indices
-    for number, distribution in enumerate(distributions[1:], 1):
-        indices = distribution.indices
+    first, *others = [distribution.indices for distribution in distributions]
+    for number, indices in enumerate(others, 1):
         if indices is not first and not torch.equal(indices, first):
             raise InvalidInputError(
                 f"distributions 0 and {number} have different indices ({list(first.shape)} and "

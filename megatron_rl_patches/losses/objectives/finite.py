@@ -37,15 +37,15 @@ def finite_where_masked(values_n: Tensor, counted_n: Tensor) -> Tensor:
 
 
 def comparable_where_masked(log_probs: list[Tensor], counted_n: Tensor) -> list[Tensor]:
-    """Return log-probs under several policies, all 0 at tokens that are not counted whose ratios overflow."""
+    """Return log-probs under several policies, all 0 where a token is not counted and a ratio overflows."""
     overflows_n = ~counted_n & _overflows(log_probs)
     return [torch.where(overflows_n, 0.0, values_n) for values_n in log_probs]
 
 
 def kept_near(log_probs_n: Tensor, others: list[Tensor], counted_n: Tensor) -> Tensor:
-    """Return the log-probs in training; tokens that are not counted whose ratios overflow are constants.
+    """Return the log-probs in training, constant where a token is not counted and a ratio overflows.
 
-    These are the first of the other log-probs, which :func:`comparable_where_masked` returned.
+    Such a token gets the first of the other log-probs, which :func:`comparable_where_masked` returned.
     """
     constant_n = others[0] if others else torch.zeros_like(log_probs_n)
     overflows_n = ~counted_n & _overflows([log_probs_n, *others])
@@ -77,11 +77,8 @@ def bounded_kl_arguments(
     if importance_ratio_n is not None:
         smaller_n = importance_ratio_n.detach().clamp(max=math.exp(BOUND))
         importance_ratio_n = torch.where(overflows_n, smaller_n, importance_ratio_n)
-    return (
-        torch.where(overflows_n, -BOUND, log_probs_n),
-        torch.where(overflows_n, 0.0, base_n),
-        importance_ratio_n,
-    )
+    log_probs_n = torch.where(overflows_n, -BOUND, log_probs_n)
+    return log_probs_n, torch.where(overflows_n, 0.0, base_n), importance_ratio_n
 
 
 def _overflows(log_probs: list[Tensor]) -> Tensor:

@@ -1,7 +1,7 @@
 """Policy losses over the responses of a microbatch: PPO, GRPO, Dr. GRPO, DAPO, GSPO and CISPO.
 
 They differ in the ratio, the clipping, the KL penalty and the average, each of which is an option of
-:class:`PolicyOptions`; ``docs/losses.md`` has a table. All but PPO have :func:`group_advantages`.
+:class:`PolicyOptions`; ``docs/losses.md`` has a table. All but PPO use :func:`group_advantages`.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class PolicyOptions:
 
     def __post_init__(self) -> None:
         objectives, estimators = get_args(Objective), get_args(KlEstimator)
-        optional = ("dual_clip", "tis_clip")
-        for name in ("clip_low", "clip_high", "entropy_coef", "kl_coef", *optional):
-            if (value := getattr(self, name)) is not None or name not in optional:
-                if not is_number(value):
-                    raise InvalidInputError(f"{name} must be a number, not {value!r}")
-                object.__setattr__(self, name, float(value))
+        numbers = ["clip_low", "clip_high", "entropy_coef", "kl_coef"]
+        numbers += [name for name in ("dual_clip", "tis_clip") if getattr(self, name) is not None]
+        for name in numbers:
+            if not is_number(value := getattr(self, name)):
+                raise InvalidInputError(f"{name} must be a number, not {value!r}")
+            object.__setattr__(self, name, float(value))
         objective, estimator, dual, tis = self.objective, self.kl_estimator, self.dual_clip, self.tis_clip
         conditions = {
             f"objective must be one of {objectives}, not {objective!r}": objective in objectives,
@@ -158,9 +158,10 @@ def policy_loss(
         ``(loss, num_tokens, metrics)``, as Megatron's schedules take it. ``loss`` is a scalar with gradient,
         ``num_tokens`` an int32 scalar that counts tokens or responses, depending on the normalization.
         ``metrics`` are detached ``[sum, count]`` pairs for :func:`average_metrics` and recent Megatron-LM:
-        ``loss``, ``pg_loss`` and ``kl_loss`` in the normalization of the loss, ``ratio_max``, and averages
-        over tokens of ``entropy``, ``clip_fraction``, ``dual_clip_fraction``, ``approx_kl`` (k3 of KL(old,
-        new)), ``ratio``, ``tis_weight`` (before truncation) and ``tis_clip_fraction``.
+        ``loss``, ``pg_loss`` and ``kl_loss`` in the normalization of the loss; averages over tokens of
+        ``entropy``, ``clip_fraction``, ``dual_clip_fraction``, ``approx_kl`` (k3 of KL(old, new)), ``ratio``,
+        ``tis_weight`` (before truncation) and ``tis_clip_fraction``; and the maximum ``ratio_max``. Those of
+        terms that the options leave out are absent.
 
     Raises:
         InvalidInputError: shapes or dtype do not fit, or the options need something that is missing.
@@ -175,9 +176,8 @@ def policy_loss(
     if (dtype := log_probs[0].dtype) not in (torch.float32, torch.float64):
         raise InvalidInputError(f"log_probs are {dtype}; pass float32 or float64, in which they are computed")
     others = {"loss_masks": batch.loss_masks, "advantages": batch.advantages, "entropies": entropies}
-    check_one_device(
-        log_probs=log_probs[0], **{name: one[0] for name, one in others.items() if one is not None}
-    )
+    firsts = {name: one[0] for name, one in others.items() if one is not None}
+    check_one_device(log_probs=log_probs[0], **firsts)
     entropies_n = None if entropies is None else torch.cat(entropies)
     return loss_of_tokens(torch.cat(log_probs), batch, options, entropies_n)
 
@@ -299,8 +299,8 @@ def group_advantages(
         rewards: reward of each response, ``[b]``; another shape raises :class:`InvalidInputError`. The result
             has their dtype, or float32 for integers.
         groups: an integer for each response, ``[b]``, the same for responses to the same prompt.
-        divide_by_std: ``False`` gives the advantages of Dr. GRPO (arXiv 2503.20783), as the division favors
-            prompts that are almost always or almost never solved.
+        divide_by_std: ``False`` gives the advantages of Dr. GRPO (arXiv 2503.20783), which does not divide,
+            since that favors prompts that are almost always or almost never solved.
     """
     check_instance("rewards", rewards)
     check_instance("groups", groups)

@@ -184,10 +184,10 @@ def average_metrics(
             problem = f"reports: {wrong[0]!r} is {report[wrong[0]]!r}, expected a tensor [sum, count]"
     values = {} if problem else {name: torch.stack([one[name] for one in reports]).cpu() for name in names}
     ranks = agreed(values, problem, group)
-    for rank, others in enumerate(ranks):
-        if [*others] != [*ranks[0]]:
-            has = f"rank {rank} of the group has {[*others]}"
-            raise InvalidInputError(f"reports: {has}, rank 0 {[*ranks[0]]}")
+    all_names = [list(of_rank) for of_rank in ranks]
+    for rank, own in enumerate(all_names):
+        if own != all_names[0]:
+            raise InvalidInputError(f"reports: rank {rank} of the group has {own}, rank 0 {all_names[0]}")
     averages = {}
     for name in names:
         pairs = torch.cat([of_rank[name] for of_rank in ranks])

@@ -4,7 +4,7 @@ Every function takes the student's log-probabilities ``[n, k]`` and those of its
 the gradient flows, and a :class:`TopKDistribution` of the teacher *at the same ids*. It returns the
 divergence of each token, ``[n]``, in nats. Other shapes raise :class:`InvalidInputError`. ``p`` are the
 student's and ``q`` the teacher's probabilities of the k + 1 buckets, which are the ids and the tail. An id
-that a token has twice counts twice, which losses refuse; these functions do not know which tokens count.
+that a token has twice counts twice: losses refuse it, and these functions, which know no masks, do not.
 
 Divergences are zero where the buckets agree, never larger than the same one over the whole vocabulary
 (data-processing inequality), and equal to it if k is its size; :func:`generalized_kl` and
@@ -181,9 +181,9 @@ def opd_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
     """Return ``log q - log p`` of sampled tokens, as advantages for a policy loss, without gradient.
 
     Shapes that differ raise :class:`InvalidInputError`. The result is the negative k1 estimate of the reverse
-    KL (Thinking Machines 2025, "On-policy distillation"), with the variance of a single sample: the policy
-    gradient with it is unbiased for that of the reverse KL over the whole vocabulary. A top-k divergence is
-    no advantage: it does not depend on the sampled token, so nothing is learned (miles#2410).
+    KL (Thinking Machines 2025, "On-policy distillation"). The policy gradient with it is an unbiased estimate
+    of the gradient of the reverse KL over the whole vocabulary, with the variance of one sample. A top-k
+    divergence is no advantage: it does not depend on the sampled token, so nothing is learned (miles#2410).
     """
     arguments.check_floats(log_probs=log_probs, teacher_log_probs=teacher_log_probs)
     arguments.check_one_device(log_probs=log_probs, teacher_log_probs=teacher_log_probs)

@@ -1,4 +1,4 @@
-"""Options of the losses over logits, as one object, and checks, which all ranks make before they send."""
+"""Options of the losses over logits, and checks, which run alike on every rank, before it sends anything."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHORTEST_RUN = 16  # rows, on average: it takes longer to read shorter ones apa
 
 @dataclass(frozen=True)
 class VocabParallelOptions:
-    """How to read logits ``[T, V / tp]``; :func:`.vocab_parallel_log_probs` explains what it has of these."""
+    """How to read logits ``[T, V / tp]``; :func:`.vocab_parallel_log_probs` explains those that it takes."""
 
     tp_group: dist.ProcessGroup | None = None
     temperature: float = 1.0

@@ -68,15 +68,16 @@ def vocab_parallel_log_probs_at(
     Args:
         logits: ``[T, V / tp]``; for this and the others see :func:`vocab_parallel_log_probs`.
         indices: token ids ``[n, K]`` in the whole vocabulary, of the selected rows, the same on all ranks. An
-            id may occur twice in a row; its probability counts once. -100 fills up rows of fewer ids: it has
-            log-probability -inf and no gradient.
+            id may occur twice in a row; its probability counts once. -100, which fills up rows of fewer ids,
+            is no id: it has log-probability -inf and no gradient.
         with_tail: also return the log-probability of the vocabulary without the ids. In float32 its relative
             error is below 5e-6, however small the tail is.
 
     Returns:
         ``[n, K]``, or this and ``[n]``, in float32 (float64 for float64 logits), the same bits on all ranks
         of ``tp_group``. A tail without any token is -inf and has no gradient. NaN and +inf make NaN of their
-        row, its tail included.
+        row, its tail included. Backward needs the logits themselves, the ids and a few numbers per row, and
+        allocates the gradient, unless it is in place.
 
     Raises:
         InvalidInputError: as :func:`vocab_parallel_log_probs`; the one collective is an all-gather of
@@ -222,7 +223,7 @@ def total_and_tail(
     """Return the log of the sum of all, ``[n, 1]``, and the log of the tail's part of it, ``[n]``.
 
     ``z`` ``[n, K]`` are the logs of the ids' terms, -inf for those that do not count. The tail's largest
-    logit is relative to the same logit, and the sum of its terms to its largest.
+    logit is relative to the same logit as ``z``, and the sum of its terms to the tail's largest logit.
     """
     log_ids = z.logsumexp(1, keepdim=True)
     log_tail = (tail_max / temperature + sum_exp_minus_1.log1p())[:, None]

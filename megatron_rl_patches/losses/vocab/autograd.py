@@ -45,7 +45,7 @@ def gradients_of_inputs(
 ) -> Inputs:
     """Return the gradients of the first source's inputs, which cannot be differentiated.
 
-    ``compute`` is as :meth:`.Loss.gradients`. So many arguments of forward come ``before`` the inputs.
+    ``compute`` is such as :meth:`.Loss.gradients`. So many arguments of forward come ``before`` the inputs.
     """
     tensors = iter(_saved(ctx))
     sources = [restore(*islice(tensors, size)) for restore, size in ctx.restores]
@@ -68,10 +68,8 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
-        now = [
-            (name, getattr(tensor(), "_version", version), version) for name, tensor, version in ctx.versions
-        ]
-        names = [name for name, current, version in now if current != version]
+        current = [(name, reference(), version) for name, reference, version in ctx.versions]
+        names = [name for name, t, version in current if t is not None and t._version != version]
         if not names:
             raise
         raise InvalidInputError(
@@ -84,7 +82,7 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
 class _DifferentiableOnce(torch.autograd.Function):
     """Return a gradient as it is, and refuse to differentiate it.
 
-    With torch's ``once_differentiable`` it is silently wrong if the incoming gradients are constants.
+    With torch's ``once_differentiable`` it is silently wrong to do so if incoming gradients are constants.
     """
 
     @staticmethod

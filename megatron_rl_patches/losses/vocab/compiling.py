@@ -17,9 +17,9 @@ from torch.utils import _python_dispatch
 from ...common.messages import Message
 from ...common.text import one_line
 
-WORTHWHILE_ELEMENTS = 1 << 24  # the first function of a process takes some ten seconds, others one or two
+WORTHWHILE_ELEMENTS = 1 << 24  # the first function is compiled in some ten seconds, others in one or two
 RETRY_SECONDS = 300.0
-_VARIANTS = 1024  # of one function, by dtypes, with or without temperature, mask, entropy, ...: some hundreds
+_VARIANTS = 1024  # There are some hundreds of a function: dtypes, with or without temperature, mask, ...
 _DISABLING_VARIABLES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 
 _NOT_COMPILED = Message(
@@ -39,10 +39,10 @@ _functions: dict[Any, Callable[..., Any]] = {}  # by what has compiled them, and
 class BlockFunction:
     """A function to be called for one block of rows after the other.
 
-    If compiling fails that is not required, for instance since a disk is full, a warning names the cause,
-    ``compiled`` becomes false, and this block and later ones run as plain operators, on blocks that are made
-    for these; some minutes later compiling is tried again. What fails does so before any logits of a block
-    are overwritten, since the kernel that writes there is the last one. So a block can be computed again.
+    Where compiling is not required and fails, for instance since a disk is full, a warning names the cause,
+    ``compiled`` becomes false, and this block and later ones are computed by plain operators, on the smaller
+    blocks that these need; some minutes later compiling is tried again. A block can be computed again, since
+    the kernel that overwrites its logits is the last compiled one, and nothing is computed after it.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class BlockFunction:
 def _is_disabled() -> bool:
     """Return whether torch would not compile now.
 
-    Uncompiled, functions are slower than plain operators on buffers, and need several tensors of a block's
-    size. Torch 2.13 never compiles a function again that is called meanwhile, or under a dispatch mode;
-    others raise, or hide from the mode what is compiled.
+    What it returns then is slower than plain operators on buffers, and takes several times a block's memory.
+    Torch 2.13 never compiles a function again that is called meanwhile, or under a dispatch mode; other
+    releases raise, or hide from the mode what is compiled.
     """
     in_any_thread = getattr(_python_dispatch, "is_in_any_mode_without_ignore_compile_internals", bool)
     stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
@@ -109,7 +109,8 @@ def _has_compiler(device: str) -> bool:
     if device != "cpu":
         return device == "cuda" and importlib.util.find_spec("triton") is not None
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if (path := shutil.which(compiler)) is None and "CXX" in os.environ:
+    path = shutil.which(compiler)
+    if path is None and "CXX" in os.environ:
         _NO_COMPILER.log(compiler=compiler)
     return path is not None
 
@@ -139,8 +140,8 @@ def _call_compiled(function: Callable[..., Any], is_elementwise: bool, *args: An
 #: The compiler writes an intermediate result to memory if it needs more operations or reads than these. With
 #: its own limits, a divergence that is weighted with an old policy's probabilities takes twice the kernels.
 _OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 200, "realize_reads_threshold": 40}
-#: Kernels without sums get a grid of rows and columns: to divide integers to find the row of a logit takes a
-#: GPU three times as many instructions as all the rest.
+#: Kernels without sums get a grid of rows and columns. Without it a GPU divides integers to find the row of a
+#: logit, which takes three times as many instructions as all the rest.
 _ELEMENTWISE_OPTIONS = {**_OPTIONS, "triton.prefer_nd_tiling": True}
 
 

@@ -39,7 +39,7 @@ _warned: set[tuple[str, str, int]] = set()
 
 
 def _reading(function: Callable[..., Any], copies: bool = False, has_graph: bool = True) -> Any:
-    """Return a method that calls a function of an ordinary tensor's storage."""
+    """Return a method that calls a function of an ordinary tensor, since deferred logits have no storage."""
 
     def method(logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
         read = logits.plain if has_graph else partial(logits._plain_values, aliases=not copies)
@@ -66,9 +66,9 @@ def deferred_logits(
 
     Args:
         hidden: ``[..., h]``, what the output layer would get.
-        weight: ``[V / tp, h]``, in the dtype of ``hidden``: this rank's rows of the output layer, perhaps
-            frozen, or those of the embedding. Where nothing has a gradient it may stay in host memory, best
-            pinned: the losses copy a part to the device of ``hidden`` for each tile, at most two at a time.
+        weight: ``[V / tp, h]``, in the dtype of ``hidden``: this rank's rows of the output layer. It may be
+            frozen, or that of the embedding. Where nothing has a gradient it may stay in host memory, best
+            pinned: the losses copy it to the device of ``hidden`` in parts, of which at most two are there.
         bias: ``[V / tp]``, where the weight is.
         tp_group: ranks that hold the other rows of the weight. The gradient of ``hidden`` is summed over
             them; the losses need the group as well.
@@ -149,10 +149,10 @@ def dense(logits: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Contents:
-    """What deferred logits are, which all views of them share, and no copies.
+    """What deferred logits are. Their views share it; a copy has contents of its own.
 
     They are rows of an output layer's logits, converted and divided, until code writes to them or gets an
-    ordinary tensor in their memory, where nothing counts writes. From then on they are what it holds.
+    ordinary tensor in their memory, since nothing counts what is written there. Then they are what it holds.
     """
 
     layer: OutputLayer
@@ -166,11 +166,11 @@ class DeferredLogits(Tensor):
     """Logits that have a shape, a dtype and a device, and no values until some code reads them.
 
     They stay deferred where rows are selected, reordered or concatenated, where they are converted to
-    float32, and where they are divided by a number, unless they have 16 bits, as the quotient is rounded.
+    float32, and where they are divided by a number, which 16-bit logits are not, as the quotient is rounded.
     Functions of :mod:`megatron_rl_patches.losses` and ``sum()`` compute what they need from hidden states and
     weight. Any other operation that reads values materializes the logits by the output layer's own code, with
     a warning that names the operation and the line that called it. Once code writes to them, or gets an
-    ordinary tensor in their memory, such as some columns or an array, they are ordinary logits for losses.
+    ordinary tensor in their memory, such as some columns or an array, losses too take them as ordinary ones.
 
     Attributes:
         followed: for operations whose result is deferred, functions that compute it, or return ``None``; for

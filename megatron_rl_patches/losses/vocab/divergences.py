@@ -154,9 +154,9 @@ class Divergence:
     """A divergence; a class for each name, with :meth:`terms`, and :meth:`slope` or :meth:`derivative`."""
 
     needs_old: ClassVar[bool] = False  # it compares with the policy that sampled, too
-    needs_normalizers: ClassVar[bool] = False  # parts do not add up to it: a pass of its own finds masses
-    covers_mass: ClassVar[bool] = False  # its derivative is not zero where p is; its second term is p - q
-    counts_tail: ClassVar[bool] = True  # with a bucket of all other ids; else it is for buckets only
+    needs_normalizers: ClassVar[bool] = False  # parts do not add up to it, so a first pass finds masses
+    covers_mass: ClassVar[bool] = False  # at p = 0 its derivative is not zero; its second term is p - q
+    counts_tail: ClassVar[bool] = True  # the bucket of all other ids adds to it; False: it is over k ids only
     beta: Tensor | float  # weight of the teacher in m; a tensor without dimensions for a compiled function
 
     def __init_subclass__(cls, name: str | None = None) -> None:

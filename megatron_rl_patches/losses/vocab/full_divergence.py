@@ -7,8 +7,8 @@ relative entropy, which holds for tiles and for tensor-parallel ranks alike::
     KL(p, q) = sum of P_i KL(p_i, q_i) + KL(P, Q)
 
 Mixtures, of teachers or with the student, need the normalizers of the whole vocabulary first: a second pass
-and a second collective. So does a Kullback-Leibler divergence where one distribution rules an id out that the
-other does not, since the log-prob of that id is limited in the whole vocabulary (see RULED_OUT).
+and a second collective. So does a Kullback-Leibler divergence where only one distribution rules an id out:
+the log-prob of that id is limited (see RULED_OUT), which takes the normalizer of the whole vocabulary.
 
 For large logits ``torch.compile`` makes two kernels: one reads the logits of student and teachers and
 computes a partial result for each stretch of columns, the other combines the partial results of a row.
@@ -41,14 +41,14 @@ from .sources import SelectedRows, Source, Tensors, rows_of
 
 _MINUS_INF, _INF = float("-inf"), float("inf")
 # If the log-probabilities of a column, or of a block of columns, differ by more nats, one distribution rules
-# it out. This is a tenth of RULED_OUT, since a column's log-probability in its row is a sum (of the column in
-# its stretch, of the stretch in its tile, ...), whose terms may be well above that.
+# it out. This is a tenth of RULED_OUT, which limits a column's log-probability in its row: that is a sum (of
+# the column in its stretch, of the stretch in its tile, ...), whose terms may be well above it.
 _FAR = 1e3
 # If the teacher's log-probability exceeds the student's by more nats, the student's probability is less than
 # a millionth of the teacher's, and subtracting one from the other costs no digits.
 _LARGE = 16.0
-# Blocks are as large as if there were two tensors of their size, not eight: measured, smaller ones cost more
-# in calls than a larger cache saves.
+# A divergence has eight tensors of a block's size at once. Blocks are as large as if it had two: measured,
+# smaller ones cost more in calls than a larger cache saves.
 _BLOCKS = Blocks(2, has_work=False, compiled=16)
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ def full_vocabulary_divergence(
     Returns:
         ``[n]`` in float32 (float64 for float64 logits of the student), the same bits on all ranks of
         ``tp_group``. A log-probability below -10,000, such as -inf, counts as -10,000. NaN and +inf make NaN
-        of their own row. A row whose value gets a gradient of zero has a gradient of zero in any case.
+        of their own row. A row whose value gets a gradient of zero has one of zero, whatever its logits are.
 
     Raises:
         InvalidInputError: arguments do not fit; on every rank alike, before any collective. There is one
@@ -141,7 +141,7 @@ def _share_memory(*sources: Source) -> bool:
 
 
 def weighted(teachers: Sequence[T], weights: Sequence[float] | None) -> list[tuple[float, T]]:
-    """Return teachers with their weights, which add up to one; those of zero, which may hold NaN, go."""
+    """Return teachers and weights, which add up to one, without those of weight zero, which may hold NaN."""
     pairs = zip(normalize_weights(weights, len(teachers)), teachers, strict=True)
     return [(weight, teacher) for weight, teacher in pairs if weight]
 

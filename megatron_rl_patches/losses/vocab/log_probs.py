@@ -154,8 +154,8 @@ class LogProbsAndEntropy(Loss):
         sizes = [2 + entropy for _, entropy in passes]
         # Where the logits of a block are copied, the first of two passes must not overwrite them.
         spare = int(len(passes) > 1 and source.copies_rows)
-        is_linear = keep_mask is None and not (with_entropy and options.entropy_grad)
-        derivative = source.forward_derivative() if is_linear else None
+        only_log_probs = keep_mask is None and not (with_entropy and options.entropy_grad)
+        derivative = source.forward_derivative() if only_log_probs else None
 
         def part(block: Block) -> Tensor:
             masked_passes = [(_mask_of_block(mask, block), entropy) for mask, entropy in passes]
@@ -178,8 +178,9 @@ class LogProbsAndEntropy(Loss):
             if derivative is not None:
                 derivative.add(tile, statistics[0], column, is_here)
             values = torch.cat([statistics, logit[None]])
-            for row in (0, *sizes[:-1], -1) if options.divisor != 1 else ():  # those that are logits
-                values[row] /= options.divisor
+            if options.divisor != 1:
+                for row in (0, *sizes[:-1], -1):  # the largest logit of each pass, and the target's
+                    values[row] /= options.divisor
             return values
 
         def merge(parts: Sequence[Tensor]) -> Tensor:

@@ -33,7 +33,7 @@ def _derived(
 ) -> DeferredLogits | None:
     """Return logits with contents of their own: ``rows`` of the layer's logits, in the shape of the result.
 
-    They may have one ``division`` more than the first parent.
+    They have one ``division`` more than the first parent, if one is given.
     """
     if (has_gradient := _has_gradient_of_rows(parents)) is None:
         return None
@@ -128,7 +128,7 @@ def _divide_in_place(func: Any, logits: DeferredLogits, divisor: Any) -> Deferre
 
 
 def _division(divisor: Any, logits: DeferredLogits) -> tuple[float, Tensor | float] | None:
-    """Return the number that all rows are divided by, and what holds it; ``None`` if they differ in it."""
+    """Return the number that all rows are divided by, and what holds it; ``None`` if there is no such one."""
     operand = number = divisor
     if isinstance(divisor, Tensor):
         per_row = divisor.dim() == 0 or (divisor.shape[-1] == 1 and divisor.dtype == logits.dtype)

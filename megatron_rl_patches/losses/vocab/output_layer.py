@@ -2,8 +2,8 @@
 
 Backward multiplies again, turns the tile into its gradient in place, and multiplies that once for the hidden
 states and once for the weight. So memory is one tile, whatever the vocabulary is. Where they can, tiles have
-all selected rows and few columns: the weight's gradient of a tile is then complete, and forward's last tile
-stays in memory for backward, which begins with it, unless other logits are read before.
+all selected rows and few columns: the weight's gradient of a tile is then complete. Backward begins with
+forward's last tile, which stays in memory unless other logits are read before, or together with these.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _LARGE_TILE = 1 << 30
 _FEWEST_COLUMNS = 1024
 # Where torch has no float32 product of 16-bit matrices, so many of their columns are converted at a time.
 _CONVERTED_COLUMNS = 512
-# Where it has one, but does not add it to a float32 tensor, so large a part of it is computed at a time: the
-# product of few rows of logits would be as large as the weight.
+# Where it has one, but does not add it to a float32 tensor, so large a part of it is computed at a time: that
+# of few rows of logits would be as large as the weight.
 _PRODUCT_BYTES = 128 << 20
 
 
@@ -46,16 +46,16 @@ class TileOptions(NamedTuple):
 
     tile_bytes: int | None = None
     keep_bytes: int = 0
-    accumulating: Any = None  # the weight whose gradient goes into its main_grad; None: it goes to autograd
+    accumulating: Any = None  # the weight, if its gradient is added to its main_grad; None: autograd gets it
     logit_dtype: torch.dtype | None = None
 
 
 def placeholder_of(weight: Any) -> Tensor | None:
-    """Return what autograd gets for a gradient that a weight has in ``main_grad``; ``None`` without DDP."""
+    """Return a gradient for autograd in place of that in a weight's ``main_grad``; ``None`` without DDP."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
-    # DDP's hook requires a gradient, and ignores its values if this attribute is set. Where an embedding
-    # shares the weight (zero_out_wgrad), autograd and DDP add the embedding's gradient to these zeros.
+    # DDP's hook requires a gradient, and ignores its values if this attribute is set. Where an embedding has
+    # the same weight (zero_out_wgrad), autograd adds its gradient to zeros, and DDP adds that to main_grad.
     weight.grad_added_to_main_grad = True
     make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
     return make(weight.detach())
@@ -175,9 +175,9 @@ class OutputLayerRows(Source):
 
     def forward_derivative(self) -> ForwardDerivative | None:
         is_frozen = not any(t is not None and t.requires_grad for t in (self.weight, self.bias))
-        return (
-            ForwardDerivative(self) if is_frozen and self.keeps_tiles and self.hidden.requires_grad else None
-        )
+        if is_frozen and self.keeps_tiles and self.hidden.requires_grad:
+            return ForwardDerivative(self)
+        return None
 
     def select(
         self, index: slice | Tensor, options: VocabParallelOptions, trained: bool = True, keeps: bool = False
@@ -216,9 +216,8 @@ class _InputGradients(Gradients):
     def __init__(self, layer: OutputLayerRows, needed: Sequence[bool]) -> None:
         self._layer, self._weight = layer, layer.weight.detach()
         needs_hidden, needs_weight, needs_bias = needed
-        zeros, self._main = layer.hidden.new_zeros, None
-        if needs_weight:
-            self._main = getattr(layer.tiling.accumulating, "main_grad", None)
+        main, zeros = getattr(layer.tiling.accumulating, "main_grad", None), layer.hidden.new_zeros
+        self._main = main if needs_weight else None
         self._of_hidden = zeros(layer.hidden_nh.shape, dtype=layer.dtype) if needs_hidden else None
         self._of_weight = torch.empty_like(self._weight) if needs_weight and self._main is None else None
         if self._of_weight is not None:
@@ -260,9 +259,9 @@ class _InputGradients(Gradients):
 
 
 class OutputLayer:
-    """The logits ``[..., V / tp]`` that deferred ones are rows of, and their ``source``.
+    """The logits ``[..., V / tp]`` of an output layer, which deferred logits are rows of.
 
-    The ``numbers`` of all rows are int64 ``[T]``.
+    Its ``source`` reads all of them in tiles, and ``numbers`` are those of its rows, int64 ``[T]``.
     """
 
     has_hooks = False  # whether a hook waits for their gradient
@@ -372,8 +371,8 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
 def add_product(total: Tensor, a: Tensor, b: Tensor, *, may_round: bool = False) -> None:
     """Add ``a @ b`` to ``total``, in the precision of ``total``, which may be higher than that of both.
 
-    With ``may_round`` bfloat16 products are rounded where torch has none of another dtype, as on a
-    CPU. (A sum in float16 may be beyond its range.)
+    With ``may_round`` a product of bfloat16 matrices is rounded to bfloat16 where torch has no product with
+    another dtype, as on a CPU. (A sum in float16 may be beyond its range.)
     """
     # torch's build for AMD's GPUs refuses to multiply 16-bit matrices with a float32 result.
     is_on_nvidia = a.device.type == "cuda" and torch.version.hip is None

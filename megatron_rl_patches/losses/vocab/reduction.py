@@ -34,8 +34,8 @@ from .autograd import gradients_of_inputs, save_sources
 from .softmax import RowsOf
 from .sources import Grid, Inputs, Place, Source, Tensors, Tile, cut_runs
 
-Read = Callable[..., Tensor]  # Loss.read of the sources
-Results = tuple[Sequence[Tensor | None], Tensors]  # and what backward needs
+Read = Callable[..., Tensor]  # Loss.read, which has got the sources and the claim
+Results = tuple[Sequence[Tensor | None], Tensors]  # the results, and the tensors that backward needs
 _MIB = 1 << 20
 STRETCH, _SHORTEST_STRETCH = 1024, 64  # columns
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -56,14 +56,14 @@ class Blocks(NamedTuple):
 class Block(NamedTuple):
     """Some rows of a tile."""
 
-    # Logits of each source, the student's first, perhaps RowsOf a tile: stretches where they are summed up,
-    # rows [b, w] or one stretch for a gradient.
+    # The logits of each source, the student's first, perhaps as RowsOf a tile: in stretches where they are
+    # summed up, and for a gradient as rows [b, w] or as one stretch.
     xs: list[Any]
     out: Any  # where to write their gradient; perhaps the very object xs[0], so that a compiler knows it
     rows: slice  # of the n rows
     tile: Tile  # the student's
-    # Buffers, cut as the logits are, which the first may be without a gradient; None for a compiled function.
-    work: Tensor | None
+    # Buffers cut as the logits are, whose first one may hold the logits where no gradient is written.
+    work: Tensor | None  # None: the function is compiled
     function: Callable[..., Any]  # computes the block
     cut: Callable[[Tensor], Tensor]  # returns what the function gets in place of a tensor [..., w]
 
@@ -95,7 +95,7 @@ class Loss(ABC):
         """Return the results, and the tensors that :meth:`writer` needs; :meth:`read` has got the sources."""
 
     def writer(self, sources: Sequence[Any], saved: Tensors, *gradients: Tensor | None) -> Writer | Tensor:
-        """Return what writes the gradient of the first source from those of the results.
+        """Return what writes the gradient of the first source from those of the results, perhaps ``None``.
 
         Where forward has summed up the derivative by hidden states, return it for each row, weighted.
         """
@@ -197,8 +197,8 @@ def grid_of(sources: Sequence[Source]) -> Grid:
     if computed := [source for source in sources if source.computes_tiles]:
         shapes = [source.shape_of_tiles(width, len(sources)) for source in computed]
         rows, columns = (min(sizes) for sizes in zip(*shapes, strict=True))
-    # Where padding follows, what exceeds a multiple of a stretch is a range of its own. It comes first where
-    # tiles are computed, since backward begins with the last tile.
+    # Where padding follows, what exceeds a multiple of a stretch is a range of its own, so that others can be
+    # cut into stretches. It comes first where tiles are computed, since backward begins with the last tile.
     count = first.num_columns
     rest = count % STRETCH if count < first.width else 0
     end = rest if first.computes_tiles else count - rest
@@ -257,8 +257,8 @@ def each_block(
     view = (lambda x: x) if is_writing or not blocks.has_work else stretches
     tensors = blocks.tensors + (is_writing and blocks.has_work and source.copies_rows)
     left, most = slice(done, tile.rows.stop), rows_of_block(tile.x, options, row_bytes * max(tensors, 1))
-    is_one_block = left == tile.rows and most >= left.stop - left.start
-    parts = tile.runs if is_one_block else cut_runs(tile.runs, left, most)
+    must_cut = left != tile.rows or most < left.stop - left.start
+    parts = cut_runs(tile.runs, left, most) if must_cut else tile.runs
     longest = max(rows.stop - rows.start for rows, _ in parts)
     work = tile.x.new_empty((tensors * blocks.has_work, longest, tile.x.shape[1]), dtype=source.dtype)
     for rows, place in parts:

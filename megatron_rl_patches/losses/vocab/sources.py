@@ -85,7 +85,7 @@ class Tile:
 
 
 def cut_runs(runs: Runs, rows: slice, step: int) -> Runs:
-    """Return the parts of runs that are among these rows, cut again into so many; no rows are one part."""
+    """Return the parts of runs within ``rows``, of ``step`` rows or fewer; no rows are one empty part."""
     parts: Runs = []
     for run, place in runs:
         stop = min(run.stop, rows.stop)
@@ -106,7 +106,8 @@ class Gradients(ABC):
     def out(self, tile: Tile) -> Tensor:
         """Return where the gradient of a tile is written, in the shape of ``tile.x``; perhaps ``tile.x``."""
 
-    def add(self, tile: Tile) -> None:  # noqa: B027  # most need no more than the memory
+    @abstractmethod
+    def add(self, tile: Tile) -> None:
         """Take the gradient of a tile, which has been written."""
 
     @abstractmethod
@@ -130,7 +131,7 @@ class Source(ABC):
     computes_tiles: ClassVar[bool] = False  # whether a tile takes memory of its own
 
     def set_up(self, n: int, width: int, dtype: torch.dtype, *inputs: Tensor | None) -> None:
-        """Set the other attributes than options; ``dtype`` is that of the logits."""
+        """Set all attributes but the options, which are there; ``dtype`` is that of the logits."""
         assert inputs[0] is not None
         self.n, self.width, self.inputs, self.device = n, width, inputs, inputs[0].device
         options = self.options
@@ -143,7 +144,7 @@ class Source(ABC):
 
     @abstractmethod
     def tiles(self, grid: Grid, is_backward: bool = False) -> Iterator[Tile]:
-        """Yield tiles, each valid until the next, which backward overwrites; -inf on a rank without ids."""
+        """Yield tiles, each valid until the next, -inf on a rank without ids; backward overwrites them."""
 
     @abstractmethod
     def gradients(self, needed: Sequence[bool]) -> Gradients:
@@ -297,6 +298,9 @@ class _LogitGradients(Gradients):
     def out(self, tile: Tile) -> Tensor:
         return self._gradient[:, tile.columns]
 
+    def add(self, tile: Tile) -> None:
+        pass
+
     def totals(self) -> Inputs:
         rows = self._rows
         if rows.num_columns < rows.width:
@@ -309,8 +313,8 @@ class _LogitGradients(Gradients):
 # --- who may overwrite logits that exist, and who reads them after that
 #
 # Autograd's version counters stop operations that saved the logits before they were overwritten, but none
-# that reads them afterwards, as a loss that is computed again in a second backward through checkpointing. So
-# the storage, which all their views share, says that it holds a gradient.
+# that reads them afterwards, such as a loss that is computed again in a second backward: it would take the
+# gradient for logits. So the storage, which all their views share, says that it holds a gradient.
 
 _CLAIM = "_loss_storage_claim"
 _GRADIENT_VERSION = "_loss_gradient_version"
@@ -328,8 +332,8 @@ _REASONS = {
 class StorageClaim:
     """The right of a backward to overwrite the logits; it lives as long as the graph of the loss.
 
-    Each rank decides by its own logits whether they can be overwritten. The reason of one that refuses
-    travels with the collective of forward, so that no rank waits for another; see :meth:`check`.
+    Each rank decides by its own logits whether they can be overwritten. The reason of a rank that refuses
+    travels with the collective of forward, so that no other rank waits for it; see :meth:`check`.
     """
 
     asked_for: bool  # whether some rank wants to overwrite its logits, which is known alike on all ranks
@@ -344,17 +348,17 @@ class StorageClaim:
         if gathered.device.type == "cuda" and not self.reason:
             # Reading the values would make the CPU wait for the GPU.
             torch._assert_async((gathered == 0).all(), "another rank refused inplace_backward")
-        elif reasons := {rank: int(reason) for rank, reason in enumerate(gathered.tolist()) if reason}:
-            where = f" (of ranks {listed(reasons)} of tp_group)" if len(gathered) > 1 else ""
-            reason = _REASONS[self.reason or next(iter(reasons.values()))]
+        elif ranks := [rank for rank, reason in enumerate(gathered.tolist()) if reason]:
+            where = f" (of ranks {listed(ranks)} of tp_group)" if len(gathered) > 1 else ""
+            reason = _REASONS[self.reason or int(gathered[ranks[0]])]
             raise InvalidInputError(f"{reason}, or inplace_backward=False{where}")
 
 
 def _reason_against(logits: Tensor) -> int:
-    base, storage = logits if logits._base is None else logits._base, logits.untyped_storage()
+    base = logits if logits._base is None else logits._base
     if base.is_leaf and base.requires_grad:
         return _LEAF
-    dimensions = zip(logits.shape, logits.stride(), strict=True)
+    storage, dimensions = logits.untyped_storage(), zip(logits.shape, logits.stride(), strict=True)
     if any(size > 1 and stride == 0 for size, stride in dimensions) or storage.nbytes() != logits.nbytes:
         return _PART
     earlier = getattr(storage, _CLAIM, None)

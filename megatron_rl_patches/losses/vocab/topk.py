@@ -2,7 +2,7 @@
 
 The others, the *tail*, are summed in the same pass, relative to their largest logit, so that all digits stay
 where the k have next to all of the probability: ``log(1 - sum of p of the k)`` has none left in float32 once
-the tail is 1e-7. Tensor-parallel ranks exchange what belongs to k ids once (slime#2033: the vocabulary).
+the tail is 1e-7. Tensor-parallel ranks exchange what belongs to k ids once (slime#2033 gathers all logits).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .sources import Source, Tensors, Tile
 
 _MINUS_INF = float("-inf")
 _SMALLEST_GROUP, _LARGEST_GROUP = 4, 16
-# On a CPU, to take the tail's largest logit from the selection saves more than compiling.
+# Plain operators take the tail's largest logit from the selection. On a CPU this saves more than compiling.
 _COMPILED_ON = {"cuda"}
 # A candidate that is none has the logit -inf, and one whose logit is -inf has this one.
 _LOWEST = torch.finfo(torch.float64).min
@@ -30,7 +30,7 @@ _LOWEST = torch.finfo(torch.float64).min
 class TopK(Loss):
     """Ids ``[n, k]``, their log-probabilities ``[n, k]`` and the tail's ``[n]``; nothing has a gradient.
 
-    A block of columns adds its ``k`` largest logits, their ids, and the tail's largest logit and sum.
+    A block of columns adds ``k`` largest logits, their ids, exact in float64, and the tail's maximum and sum.
     """
 
     def __init__(self, k: int) -> None:
@@ -55,7 +55,7 @@ class TopK(Loss):
             size = min(k, tile.x.shape[1])
             logits, columns, tail = values[:size].T, values[size:-2].T, values[-2:]
             # torch.topk does not say which of equal logits it takes for the last places. It had a choice
-            # where the tail still has such a logit, whose statistics do not depend on the choice.
+            # where the tail still has such a logit. The tail's statistics do not depend on the choice.
             tied = (tail[0] == logits[:, -1]).nonzero().squeeze(1)
             _take_lowest_columns(tile, logits, columns, tied, options)
             columns, order = columns.sort(1)
@@ -67,12 +67,12 @@ class TopK(Loss):
             return torch.cat([logits, none - math.inf, ids.T, none, tail])
 
         def merge(parts: Sequence[Tensor]) -> Tensor:
-            """Merge parts in the order of their columns; a candidate that is displaced moves to the tail."""
+            """Merge parts in the order of their columns, so that of equal logits the lowest id is first."""
             logits = torch.cat([part[:k] for part in parts]).T
             ids = torch.cat([part[k:-2] for part in parts]).T
             logits, order = logits.sort(dim=1, descending=True, stable=True)
             displaced = logits[:, k:].T.masked_fill(logits[:, k:].T == _LOWEST, _MINUS_INF)
-            # Each displaced logit is a tail of one term.
+            # Each candidate that another one displaces is a tail of one term.
             singles = torch.stack([displaced, torch.zeros_like(displaced)], 1).unbind()
             tail = merged([*(part[-2:] for part in parts), *singles], options.temperature)
             return torch.cat([logits[:, :k].T, ids.gather(1, order)[:, :k].T, tail])

@@ -286,6 +286,8 @@ HOTTER, UNKNOWN = (replace(OLD, temperature=number) for number in (1.0, None))
 COLD, HOT = OLD.split(RESPONSES), HOTTER.split(RESPONSES)
 OTHER_IDS = [vocab_parallel_topk(random(n, V, seed=n), K) for n in RESPONSES]
 HEAD = HEADS["math"]
+NO_MASKS = [torch.zeros(n) for n in RESPONSES]
+NARROW = [FullDistribution.from_hidden(*one.hidden, OutputHead(HEAD.weight[1:])) for one in FULL]
 
 
 def batch(*teachers: Any, old: Any = None) -> DistillationBatch:
@@ -320,6 +322,11 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     # A loss over all V columns, and teachers over others.
     (lambda: loss_func(batch([replace(one, vocab_size=V - 1) for one in TOP_K]))(LOGITS), SIZES),
     (lambda: batch(TOP_K, [replace(one, vocab_size=n) for n, one in enumerate(TOP_K, V)]), SIZES),
+    # Ranks with tokens refuse the second teacher, so that one without any must refuse it, too.
+    (
+        lambda: make_distillation_loss_func(LAYOUT, DistillationBatch([FULL, NARROW], NO_MASKS))(LOGITS),
+        rf"teacher 0 is \[0, {V - 1}\] on cpu, expected 0 rows",
+    ),
     (lambda: mix_teachers([replace(OLD, vocab_size=n) for n in (V, V + 1)]), SIZES),
     (
         lambda: FullDistribution((random(3, 4, seed=0), random(2, 4, seed=0)), (HEAD, HEAD), (1.0, 1.0)),
