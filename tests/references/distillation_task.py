@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
 
 from megatron_rl_patches import Settings, applied, inference, losses
 from megatron_rl_patches.testing import TinyModel, cpu_backend, spawn_ranks
 from megatron_rl_patches.testing.transformer_engine.distributed import positions_of
 from tests.references.tiny_gpt import inference_model
-from tests.worlds.model import save
 
 TRAIN = "megatron_rl_patches.demo.program:train"
 DIGITS = 5
@@ -90,7 +89,11 @@ def _train_teacher(tiny: TinyModel, order: str, seed: int, folder: Path) -> None
             yield {"tokens": torch.cat([prompts_bp, _solve(prompts_bp)], dim=1)}
 
     _train(model, optimizer, solved_prompts(), TEACHER_STEPS, 1, TEACHER_BATCH)
-    save(model, folder)
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir()
+    torch.distributed.barrier()
+    dist_checkpointing.save({"model": model[0].module.sharded_state_dict()}, str(folder))
+    torch.distributed.barrier()
 
 
 def _distill(
