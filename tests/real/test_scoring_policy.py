@@ -221,6 +221,10 @@ def test_replicas_have_batches_of_their_own() -> None:
         scores_of(chunks, bad)
     with pytest.raises(InvalidInputError, match="there are no microbatches to score"):
         scores_of(chunks, [microbatch(0)][rank:])
+    policy = World()  # whose parameters have to be gathered
+    with pytest.raises(InvalidInputError, match=r"microbatch 0: lengths \[9, 9\] do not fit"):
+        policy.scores(bad)
+    assert policy.scores([microbatch(0)])
 
 
 @pytest.mark.parametrize("kind", ["moe", pytest.param("mtp", marks=pytest.mark.slow)])
