@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from tests.references.distillation_task import Student, distill
+from tests.references.distillation_task import ORDERS, distill
 
 from .page import Benchmark, Parts, Table
 
@@ -26,54 +24,33 @@ GOAL = 0.9
 WINDOW = 3
 
 
-@dataclass(frozen=True)
-class Run:
-    target: str
-    way: str
-    layout: str
-    student: Student
-
-    def shares(self, order: str) -> list[float]:
-        """Return the student's score / the teacher's, of each rollout and those just before it."""
-        scores = torch.tensor(self.student.score[order]).unfold(0, WINDOW, 1).mean(1)
-        return (scores / self.student.teachers[order]).tolist()
-
-    @property
-    def lowest(self) -> list[float]:
-        """Return the smaller share of the two orders, of each rollout from the ``WINDOW``-th on."""
-        return [min(both) for both in zip(*map(self.shares, self.student.teachers), strict=True)]
-
-    @property
-    def reached(self) -> int | None:
-        """Return the rollout from which on both shares stay at the goal or above, counted from 1."""
-        below = [number for number, share in enumerate(self.lowest) if share < GOAL]
-        number = below[-1] + 1 if below else 0
-        return number + WINDOW if number < len(self.lowest) else None
+def row(target: str, way: str, layout: str, scores_ro: torch.Tensor) -> dict[str, str]:
+    """Return a row of the table, of the student's scores relative to those of the teachers."""
+    means_ro = scores_ro.unfold(0, WINDOW, 1).mean(-1)
+    below = (means_ro < GOAL).any(1).nonzero()
+    first = int(below[-1]) + 1 if len(below) else 0  # from here on no score is below the goal
+    return {
+        "target": target,
+        "way": way,
+        "layout": layout,
+        "rollouts": str(len(scores_ro)),
+        **{f"score, {order}": f"{mean:.1%}" for order, mean in zip(ORDERS, means_ro[-1], strict=True)},
+        "reached": str(first + WINDOW) if first < len(means_ro) else "–",
+    }
 
 
-def measure(quick: bool) -> list[Run]:
-    runs = []
+def measure(quick: bool) -> list[dict[str, str]]:
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         for target, way, layout in RUNS:
             rollouts = QUICK_ROLLOUTS if quick else ROLLOUTS[target]
-            student = distill(LAYOUTS[layout], target, way, folder, rollouts, timeout=3600)
-            runs.append(Run(target, way, layout, student))
-            print(target, way, layout, f"{runs[-1].lowest[-1]:.1%}", flush=True)
-    return runs
+            scores_ro = distill(LAYOUTS[layout], target, way, folder, rollouts, timeout=3600)
+            rows.append(row(target, way, layout, scores_ro))
+            print(*rows[-1].values(), flush=True)
+    return rows
 
 
-def parts(runs: Sequence[Run]) -> Parts:
-    rows = [
-        {
-            "target": run.target,
-            "way": run.way,
-            "layout": run.layout,
-            "rollouts": str(len(run.lowest) + WINDOW - 1),
-            **{f"score, {order}": f"{run.shares(order)[-1]:.1%}" for order in run.student.teachers},
-            "reached": str(run.reached or "–"),
-        }
-        for run in runs
-    ]
+def parts(rows: list[dict[str, str]]) -> Parts:
     return {"students": Table(3, rows)}
 
 

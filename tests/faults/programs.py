@@ -172,7 +172,7 @@ class Loss(NamedTuple):
     Attributes:
         kind: ``scores``, ``at``, ``topk``, ``divergence``, ``sum``. Nobody draws ``alone``, log-probabilities
             without entropies, ``kept``, those of some columns, ``mutual``, a divergence from other rows of
-            the same logits, and ``mixture``.
+            the same logits, ``mixture``, and with ``labels`` or ``samples``, scores as frameworks have them.
         of: which tensor, as in a step.
         draw: seed of targets, ids, masks and teachers.
         within: ``checkpointed`` or ``reentrant``, the function that computes it again in backward.

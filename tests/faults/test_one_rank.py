@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_patches import applied
-from megatron_rl_patches.losses import deferred_logits, vocab_parallel_log_probs
 from megatron_rl_patches.testing import RanksFailed, TinyModel
 from tests.ranks import by_speed, on_ranks
 from tests.real import test_loss_func
@@ -152,30 +151,6 @@ def test_a_lone_retry_with_overlapped_gather_is_never_silent(tmp_path: Path) -> 
     with pytest.raises(RanksFailed) as failed:
         _mismatch(folder=tmp_path)
     assert sorted(failed.value.ranks) == [0, 1], failed.value
-
-
-@on_ranks(2, megatron=False, timeout=60)
-def _differing(folder: Path) -> None:
-    """A rank has no rows, its tensor-parallel peer has four."""
-    with short_lived_groups(folder, "groups"):
-        hidden, weight = torch.randn(6, 5, requires_grad=True), torch.randn(40, 5, requires_grad=True)
-        logits = deferred_logits(hidden, weight, tp_group=dist.group.WORLD)
-        rows = slice(0, (4, 0)[dist.get_rank()])
-
-        def step() -> None:
-            tokens = torch.arange(6)[rows]
-            vocab_parallel_log_probs(logits, tokens, rows=rows, tp_group=dist.group.WORLD).sum().backward()
-
-        assert error_of(step) != "no error"
-        assert logits.is_deferred
-
-
-def test_tensor_parallel_ranks_whose_rows_differ(tmp_path: Path) -> None:
-    """An error within the time-out of the collectives; where sizes differ, gloo ends a process."""
-    try:
-        _differing(folder=tmp_path)
-    except RanksFailed as failed:
-        assert "Fatal Python error: Aborted" in str(failed)
 
 
 @on_ranks(2)

@@ -53,6 +53,8 @@ ALL_LOSSES = (
     *(Loss(kind, -1, 1, temperature=1.2) for kind in ("alone", "scores", "kept", "at", "topk", "mixture")),
     *(Loss("mutual", -1, 1, divergence=name) for name in DIVERGENCES if name != "generalized_kl"),
 )
+#: On several ranks: as frameworks call them.
+OF_FRAMEWORKS = (Loss("labels", -1, 1), Loss("samples", -1, 1, temperature=1.2))
 #: Programs that failed once, shortened, and one that is never drawn: the sequence is split, too.
 FAILED_BEFORE = (
     # One rank writes out of place to what all have divided.
@@ -77,7 +79,7 @@ FAILED_BEFORE = (
 #: Operations of :data:`OPERATIONS` that the default suite has on one of two ranks.
 QUICK = (
     *("masked_fill", "divided twice", "written", "written, then divided", "hooked", "function of its own"),
-    *("written by data of columns", "written by numpy", "written by a collective"),
+    *("written by data of columns", "written by numpy", "written by a collective", "read"),
 )
 Leaves = tuple[Tensor, Tensor, Tensor]
 
@@ -252,7 +254,8 @@ def check_all(
         steps = [Step("divided twice", -1, 0)] * divisions + [Step(name, -1, 0, alone=odd)]
         of_made = {"made": made, "single": single, "gradients": (name not in OVERWRITTEN,) * 3}
         of_made["written_after"] = True
-        program = Program(odd, tp=ranks, steps=tuple(steps), losses=ALL_LOSSES, **of_made)
+        of_made["losses"] = ALL_LOSSES + OF_FRAMEWORKS * (ranks > 1)
+        program = Program(odd, tp=ranks, steps=tuple(steps), **of_made)
         check(program, group, may_be_refused=False)
 
 

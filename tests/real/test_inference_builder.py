@@ -25,6 +25,7 @@ from megatron_rl_patches.errors import InferenceOnlyError, InvalidInputError
 from megatron_rl_patches.inference import TeacherPool, build_inference_model, load_inference_checkpoint
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import by_speed, everywhere, on_ranks
+from tests.real import matrix
 from tests.references.live_bytes import reachable_bytes
 from tests.worlds.model import fill_at_random, save, scores_of
 from tests.worlds.unchanged import megatron_unchanged
@@ -33,18 +34,13 @@ pytestmark = pytest.mark.runs("inference-only", ranks=[1, 2])
 
 SYNC_FUNCTIONS = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "timers")
 
-ROUTER = {
-    "moe_router_topk": 2,
-    "moe_router_dtype": "fp32",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_score_function": "sigmoid",
-}
+EXPERTS = matrix.MODELS["MoE, expert bias"]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1 rank, tied embeddings": {"tied": True},
     "TP 2, bf16": {"tp": 2, "bf16": True},
     "PP 2, tied embeddings, bf16": {"pp": 2, "tied": True, "bf16": True},
     "PP 2, VPP 2": {"pp": 2, "vpp": 2},
-    "EP 2, MoE, bf16": {"ep": 2, "kind": "moe", "config": ROUTER, "bf16": True},
+    "EP 2, MoE, bf16": {"ep": 2, **EXPERTS, "bf16": True},
 }
 
 
@@ -333,7 +329,7 @@ def test_hooks_before_wrapping_and_configs_of_ones_own() -> None:
 @on_ranks(1)
 def test_what_stays_in_float32_keeps_its_bits(tmp_path: Path) -> None:
     """Biases of routers, from hooks, checkpoints and pools; parameters that modules of Bridge name."""
-    tiny = TinyModel(kind="moe", bf16=True, config=ROUTER)
+    tiny = TinyModel(**EXPERTS, bf16=True)
     tiny.initialize()
 
     def provider(*args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,6 @@ other losses, context parallelism, and the same bits on all ranks.
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
@@ -16,17 +15,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.functional import linear
 
 from megatron_rl_patches import losses
-from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.frameworks import slime_losses
 from megatron_rl_patches.frameworks.log_probs import log_probs_and_entropy
-from megatron_rl_patches.losses.output_layer import loss_of_labels
 from megatron_rl_patches.losses.vocab import compiling
-from tests.faults.programs import OPERATIONS
 from tests.ranks import everywhere, on_ranks
 from tests.references.dense import IGNORE, random_indices
 from tests.references.losses import FULL_DIVERGENCES, FUNCTIONS, Inputs, largest, measure
@@ -213,20 +206,6 @@ def check_padding(group: dist.ProcessGroup) -> None:
         assert (value - (log_p.exp() * (log_p - log_q)).sum(1)).abs().max() < 1e-12
 
 
-def check_collectives_that_write(group: dist.ProcessGroup) -> None:
-    """Their schemas do not say so. Neither the logits nor other copies change with a copy."""
-    hidden = torch.linspace(-1, 2, 6, dtype=torch.float64).view(2, 3)
-    weight = torch.linspace(0, 2, 12, dtype=torch.float64).view(4, 3)
-    logits, expected = losses.deferred_logits(hidden, weight), hidden @ weight.T
-    total, rows, targets = logits.clone(), logits[1:].clone(), torch.tensor([1, 3])
-    dist.all_reduce(total, group=group)
-    dist.all_reduce(rows, group=group)
-    for values, exact in ((logits, expected), (total, group.size() * expected)):
-        torch.testing.assert_close(values + 0, exact)
-        log_probs = losses.vocab_parallel_log_probs(values, targets)
-        torch.testing.assert_close(log_probs, exact.log_softmax(1).gather(1, targets[:, None]).squeeze(1))
-
-
 CHECKS: tuple[Callable[[dist.ProcessGroup], None], ...] = (
     check_table,
     check_extremes,
@@ -236,87 +215,24 @@ CHECKS: tuple[Callable[[dist.ProcessGroup], None], ...] = (
     check_selection,
     check_bytes,
     check_padding,
-    check_collectives_that_write,
 )
 
 
-# --- One rank differs from the others: losses and gradients stay, and nobody waits. Which collectives run
-# follows from what every rank knows, not from whether this rank has read the logits, holds a storage that can
-# be overwritten, or has had an error of its own. More that one rank does is in test_random_programs.py.
-
-ROWS, WIDTH, IDS = 12, 6, 40
-TOKENS = torch.randint(IDS, (ROWS,), generator=torch.Generator().manual_seed(1))
-Use = Callable[[Tensor], Any]
-
-#: What one rank alone does with the logits ``[1, ROWS, IDS / tp]``.
-LOOKS: dict[str, Use] = {"waits for the gradient": lambda x: x.register_hook(lambda gradient: gradient)}
-for _name in ("no operation", "read", "columns read", "stored", "nan_to_num in place"):
-    LOOKS[_name] = OPERATIONS[_name]
-
-
-def _upstream(logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = False) -> Any:
-    raise AssertionError("its collectives are others")
-
-
-def _loss_of_labels(logits: Tensor, group: Any, look: Use) -> Tensor:
-    look(logits)
-    layer = Namespace(tp_group=group)
-    return loss_of_labels(_upstream, layer, TOKENS[None], logits.transpose(0, 1)).sum()
-
-
-def _slimes_loss(logits: Tensor, group: Any, look: Use) -> Tensor:
-    """As up to slime v0.2.4, and in miles: sample after sample. The rank looks between two samples."""
-
-    def framework(logits: Tensor, args: Namespace) -> Tensor:
-        parts = []
-        for start in (0, 5):
-            chunk = logits[0].div(0.7)[start : start + 5]
-            call = Call(_upstream, (chunk, TOKENS[start : start + 5], group), {"with_entropy": True})
-            log_probs, entropy = slime_losses.calculate_log_probs_and_entropy(call)
-            parts += [log_probs.squeeze(-1), entropy]
-            look(logits)
-        return torch.cat(parts).sum()
-
-    return slime_losses.get_log_probs_and_entropy(Call(framework, (logits, Namespace())))
-
-
-def _gradients(loss: Callable[..., Tensor], look: Use, group: Any, deferred: bool = True) -> list[Tensor]:
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, ROWS, WIDTH, generator=generator, dtype=torch.float64)
-    weight = torch.randn(IDS, WIDTH, generator=generator, dtype=torch.float64)
-    leaves = hidden.requires_grad_(), weight.chunk(size)[rank].clone().requires_grad_()
-    logits = losses.deferred_logits(*leaves, tp_group=group) if deferred else linear(*leaves) * 1
-    value = loss(logits, group, look)
-    return [value.detach(), *torch.autograd.grad(value, leaves)]
-
-
-@on_ranks(2, megatron=False)
-def test_one_rank_has_looked() -> None:
-    group, rank = dist.group.WORLD, dist.get_rank()
-    alone, _ = dist.new_subgroups(1)
-    for loss, (what, look) in product((_loss_of_labels, _slimes_loss), LOOKS.items()):
-        if loss is _slimes_loss and what == "waits for the gradient":  # which must begin before a loss
-            continue
-        value, of_hidden, of_weight = _gradients(loss, LOOKS["no operation"], alone)
-        look = look if rank == 1 else LOOKS["no operation"]
-        mine = _gradients(loss, look, group)
-        torch.testing.assert_close(mine, [value, of_hidden, of_weight.chunk(2)[rank]])
-        if loss is _slimes_loss:  # of logits that exist, whose model sums the gradient of hidden states
-            of_value, _, of_weight_of_rank = _gradients(loss, look, group, deferred=False)
-            torch.testing.assert_close([of_value, of_weight_of_rank], [value, of_weight.chunk(2)[rank]])
+# --- One rank differs from the others. Which collectives run follows from what every rank knows, not from
+# whether this rank holds a storage that can be overwritten. More that one rank does is in
+# test_random_programs.py.
 
 
 @on_ranks(2, megatron=False, timeout=60)
 def test_one_rank_cannot_overwrite_its_logits() -> None:
     """As verl's losses, which overwrite the logits where they can."""
     rank = dist.get_rank()
-    whole = torch.randn(ROWS, IDS, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    expected, entropies = losses.vocab_parallel_log_probs_and_entropy(whole, TOKENS)
+    whole, tokens = random_logits(columns=40).requires_grad_(), random_targets(columns=40)
+    expected, entropies = losses.vocab_parallel_log_probs_and_entropy(whole, tokens)
     (expected + entropies).sum().backward()
     leaf = whole.detach().chunk(2, dim=1)[rank].contiguous().requires_grad_()
     log_probs, entropies = log_probs_and_entropy(
-        leaf if rank == 1 else leaf * 1, TOKENS, dist.group.WORLD, entropy_grad=True, inplace_backward=True
+        leaf if rank == 1 else leaf * 1, tokens, dist.group.WORLD, entropy_grad=True, inplace_backward=True
     )
     (log_probs + entropies).sum().backward()
     torch.testing.assert_close(log_probs, expected)

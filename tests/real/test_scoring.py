@@ -513,12 +513,3 @@ def test_what_one_rank_passes_wrong(layout: str) -> None:
     with pytest.raises(OSError if rank else InvalidInputError, match="no such file"):
         forward_log_probs(model, Unreadable([good()]) if rank else [good()], **QUIET)
     assert state_of(model) == before
-
-
-@on_ranks(2)
-def test_replicas_that_gather_parameters_agree() -> None:
-    model, _ = TinyModel().build()
-    lengths = [6, 4] if torch.distributed.get_rank() else [7, 4]
-    with pytest.raises(InvalidInputError, match=r"lengths \[7, 4\] do not fit"):
-        forward_log_probs(model, [microbatch(lengths=lengths)], **QUIET)
-    assert forward_log_probs(model, [microbatch()], **QUIET)

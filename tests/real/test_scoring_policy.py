@@ -19,6 +19,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.testing import TinyModel, tiny_model
 from tests.ranks import everywhere, on_ranks
+from tests.real import matrix
 from tests.references import tiny_gpt
 from tests.worlds.model import MICROBATCHES, NOT_DISTRIBUTED, World, scores_of
 from tests.worlds.unchanged import megatron_unchanged
@@ -33,18 +34,6 @@ MOMENTS = (
     {"in flight"},
     {"between microbatches", "between forward and backward", "before the step"},
 )
-EXPERTS = {"kind": "moe", "ep": 2}
-ROUTER: dict[str, Any] = {
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_router_topk": 2,
-    "moe_router_dtype": "fp32",
-    "moe_router_load_balancing_type": "aux_loss",
-}
-EXPERT_BIAS: dict[str, Any] = {
-    "moe_router_enable_expert_bias": True,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_load_balancing_type": "none",
-}
 #: Options of the model. Where a name ends in "aligned", pipeline stages gather at the same moments.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "DP 2": {},
@@ -52,8 +41,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DP 2, no overlap of gradients": {"overlap_grad_reduce": False},
     "DP 2, no distributed optimizer": NOT_DISTRIBUTED,
     "DP 2, aligned": {},
-    "EP 2, auxiliary loss": {**EXPERTS, "config": ROUTER | {"moe_aux_loss_coeff": 0.1}},
-    "EP 2, expert bias": {**EXPERTS, "config": ROUTER | EXPERT_BIAS},
+    "EP 2, auxiliary loss": {**matrix.MODELS["MoE"], "ep": 2},
+    "EP 2, expert bias": {**matrix.MODELS["MoE, expert bias"], "ep": 2},
     "DP 2, MTP": {"kind": "mtp"},
     "PP 2, VPP 2, DP 2": {"pp": 2, "vpp": 2},
     "PP 2, VPP 2, DP 2, aligned": {"pp": 2, "vpp": 2},
@@ -221,6 +210,10 @@ def test_replicas_have_batches_of_their_own() -> None:
         scores_of(chunks, bad)
     with pytest.raises(InvalidInputError, match="there are no microbatches to score"):
         scores_of(chunks, [microbatch(0)][rank:])
+    policy = World()  # whose parameters have to be gathered
+    with pytest.raises(InvalidInputError, match=r"microbatch 0: lengths \[9, 9\] do not fit"):
+        policy.scores(bad)
+    assert policy.scores([microbatch(0)])
 
 
 @pytest.mark.parametrize("kind", ["moe", pytest.param("mtp", marks=pytest.mark.slow)])

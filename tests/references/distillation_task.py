@@ -7,10 +7,10 @@ answers, and its distribution at each token of an answer is drawn towards a teac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed
@@ -19,6 +19,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron_rl_patches import Settings, applied, inference, losses
 from megatron_rl_patches.testing import TinyModel, cpu_backend, spawn_ranks
 from megatron_rl_patches.testing.transformer_engine.distributed import positions_of
+from tests.references.tiny_gpt import inference_model
 
 TRAIN = "megatron_rl_patches.demo.program:train"
 DIGITS = 5
@@ -40,19 +41,9 @@ OWN, OTHER = 3.0, 1.0
 Batch = dict[str, Any]
 
 
-class Student(NamedTuple):
-    """Scores by order: of the teachers, and of the student before each rollout.
-
-    A score is the fraction of digits that are right if the most probable token is always taken.
-    """
-
-    teachers: dict[str, float]
-    score: dict[str, list[float]]
-
-
 def distill(
     sizes: dict[str, Any], target: str, way: str, folder: str, rollouts: int, timeout: float = 580
-) -> Student:
+) -> torch.Tensor:
     """Distill a student for some rollouts on two ranks.
 
     Args:
@@ -61,23 +52,31 @@ def distill(
         way: what a teacher is known by: ``"top-k"``, its probabilities of the ``K`` tokens that the student
             finds most probable, or ``"full"``, its hidden states and output layer.
         folder: of the teachers, which the first call trains and the others load.
+
+    Returns:
+        The student's score / that of the teacher for the order, before each rollout, ``[rollouts, orders]``.
+        A score is the fraction of digits that are right if the most probable token is always taken.
     """
     first, second = spawn_ranks(_on_a_rank, 2, sizes, target, way, folder, rollouts, timeout=timeout)
-    assert first == second
-    return first
+    assert torch.equal(first, second)
+    return torch.as_tensor(first)
 
 
-def _on_a_rank(sizes: dict[str, Any], target: str, way: str, folder: str, rollouts: int) -> Student:
+def _on_a_rank(sizes: dict[str, Any], target: str, way: str, folder: str, rollouts: int) -> torch.Tensor:
     with cpu_backend(), applied(settings=Settings(train_functions=(TRAIN,))):
         tiny = TinyModel(**sizes, vocab_size=VOCABULARY, seq_length=LENGTH, lr=1e-3, config=MODEL)
         tiny.initialize()
-        scorer = inference.build_inference_model(tiny.provider, tiny.transformer_config(), dtype="fp32")
-        pool = inference.TeacherPool(scorer)
+        pool, of_teachers = inference.TeacherPool(inference_model(tiny)), []
         for seed, order in enumerate(ORDERS):
             if not (teacher := Path(folder, order)).exists():
                 _train_teacher(tiny, order, seed, teacher)
             pool.add(order, teacher)
-        return _distill(tiny, pool, target, way, rollouts)
+        generator = _generator(0)
+        for order in ORDERS:
+            with pool.use(order) as scorer:
+                of_teachers.append(_score(scorer, _prompts(8 * EXAMPLES, generator, order)))
+        scores = _distill(tiny, pool, target, way, rollouts)
+        return _mean_over_ranks(scores) / _mean_over_ranks(torch.stack(of_teachers))
 
 
 def _train_teacher(tiny: TinyModel, order: str, seed: int, folder: Path) -> None:
@@ -97,29 +96,24 @@ def _train_teacher(tiny: TinyModel, order: str, seed: int, folder: Path) -> None
     torch.distributed.barrier()
 
 
-def _distill(tiny: TinyModel, pool: inference.TeacherPool, target: str, way: str, rollouts: int) -> Student:
-    generator, scores = _generator(0), []
-    examples = [_prompts(8 * EXAMPLES, generator, order) for order in ORDERS]
-    for order, prompts_bp in zip(ORDERS, examples, strict=True):
-        with pool.use(order) as teacher:
-            scores.append(_score(teacher, prompts_bp))
-    student = Student(_by_order(scores), {order: [] for order in ORDERS})
+def _distill(
+    tiny: TinyModel, pool: inference.TeacherPool, target: str, way: str, rollouts: int
+) -> torch.Tensor:
+    """Return the student's scores on this rank, ``[rollouts, orders]``."""
     model, optimizer = _build(tiny, seed=0)
-    generator = _generator(0)
+    generator, scores = _generator(0), []
     for _ in range(rollouts):
         tokens_bs = _answer(model, _prompts(PROMPTS, generator), generator)
         targets = _targets(pool, model, tokens_bs, target, K if way == "top-k" else None)
         examples = [_prompts(EXAMPLES, generator, order) for order in ORDERS]
-        scores = [_score(model, prompts_bp) for prompts_bp in examples]
-        for order, score in _by_order(scores).items():
-            student.score[order].append(score)
+        scores.append(torch.stack([_score(model, prompts_bp) for prompts_bp in examples]))
         indices = torch.randperm(PROMPTS, generator=generator).chunk(STEPS * MICROBATCHES)
         microbatches = (
             {"tokens": tokens_bs[index], "teachers": targets and [targets[i] for i in index.tolist()]}
             for index in indices
         )
         _train(model, optimizer, microbatches, STEPS, MICROBATCHES, len(indices[0]))
-    return student
+    return torch.stack(scores)
 
 
 def _targets(
@@ -130,24 +124,23 @@ def _targets(
     ``k`` is the number of the student's tokens at which the teachers are known; ``None``: in full.
     """
     student = _topk(model, tokens_bs, k) if k else None
-    distributions = {}
+    of_teachers = {}
     for order in ORDERS:
         with pool.use(order) as teacher:
             if k:
-                distributions[order] = _topk(teacher, tokens_bs, at=student)
+                of_teachers[order] = _topk(teacher, tokens_bs, at=student)
             elif hidden := inference.forward_hidden_states(teacher, [_microbatch(tokens_bs)], progress=False):
                 head: Any = pool.head(order)
-                found = [losses.FullDistribution.from_hidden(hidden_dh, head) for hidden_dh in hidden]
-                distributions[order] = found
+                full = [losses.FullDistribution.from_hidden(hidden_dh, head) for hidden_dh in hidden]
+                of_teachers[order] = full
     if not parallel_state.is_pipeline_last_stage():
         return None
-    names = [ORDERS[token - 10] for token in tokens_bs[:, 0].tolist()]
+    own = [token - 10 for token in tokens_bs[:, 0].tolist()]
     if target == "routed":
-        return losses.route_teachers(names, distributions)
-    first, second = ORDERS
-    weights = {first: (OWN, OTHER), second: (OTHER, OWN)}
-    pairs = zip(distributions[first], distributions[second], strict=True)
-    return [losses.mix_teachers(pair, weights[name]) for name, pair in zip(names, pairs, strict=True)]
+        return losses.route_teachers([ORDERS[number] for number in own], of_teachers)
+    weights = ((OWN, OTHER), (OTHER, OWN))
+    pairs = zip(*of_teachers.values(), strict=True)
+    return [losses.mix_teachers(pair, weights[number]) for number, pair in zip(own, pairs, strict=True)]
 
 
 # --- the task
@@ -178,11 +171,9 @@ def _score(model: Any, prompts_bp: torch.Tensor) -> torch.Tensor:
     return (answers_bd == _solve(prompts_bp)).float().mean()
 
 
-def _by_order(values: Sequence[torch.Tensor]) -> dict[str, float]:
-    """Average each order's value over all ranks."""
-    total = torch.stack(list(values))
-    torch.distributed.all_reduce(total)
-    return dict(zip(ORDERS, (total / torch.distributed.get_world_size()).tolist(), strict=True))
+def _mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    torch.distributed.all_reduce(values)
+    return values / torch.distributed.get_world_size()
 
 
 # --- the models

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 
 from megatron_rl_patches import losses
 from megatron_rl_patches.errors import InvalidInputError
+from tests.references.dense import random
 
+from .objectives.test_policy import make
 from .sequences.cp_reference import Case, cases, corners, dense, microbatch, weighted
 
 
@@ -81,15 +83,9 @@ OPTIONS = losses.PolicyOptions(objective="gspo", entropy_coef=0.1, kl_coef=0.2, 
 
 
 def batch_tokens_and_logits() -> tuple[losses.PolicyBatch, list[torch.Tensor], torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-
-    def random() -> list[torch.Tensor]:
-        return [torch.randn(n, generator=generator) - 2 for n in RESPONSES]
-
-    masks = [torch.rand(n, generator=generator) < 0.8 for n in RESPONSES]
-    tokens = [torch.randint(VOCABULARY, (n,), generator=generator) for n in TOTALS]
-    logits = torch.randn(1, sum(TOTALS), VOCABULARY, generator=generator, requires_grad=True)
-    return losses.PolicyBatch(random(), masks, random(), random(), random()), tokens, logits
+    _, _, batch = make(lengths=RESPONSES, masked=None)
+    tokens = [torch.arange(n) * 5 % VOCABULARY for n in TOTALS]
+    return batch, tokens, random(1, sum(TOTALS), VOCABULARY, seed=0).requires_grad_()
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])

@@ -215,16 +215,6 @@ def test_small_divergences_have_correct_digits_in_float32(
         assert of_value < max(bound, of_tiles) and of_gradient < max(slack * 2e-6, of_tiles)
 
 
-@pytest.mark.parametrize("name", ["jensen_shannon", "skewed_forward_kl"])
-def test_mixtures_have_correct_digits_where_the_student_rules_ids_out_in_float32(name: Any) -> None:
-    student = random(T, V, seed=0, dtype=torch.float32)
-    student[:, V // 2 :] -= 9000.0
-    teacher = random(T, V, seed=1, dtype=torch.float32)
-    values = losses.full_vocabulary_divergence(student, teacher, divergence=name, beta=0.3)
-    expected = dense(name, student, [teacher], [1.0], teacher, 0.3)
-    assert ((values - expected) / expected).abs().max() < 1e-6
-
-
 @pytest.mark.skipif(not compiling._has_compiler("cpu"), reason="needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
 @pytest.mark.parametrize("name", by_speed(NAMES, fast=(), nightly=set(NAMES) - COMPILED))
@@ -260,15 +250,6 @@ def test_tensors_without_rows_are_not_taken_for_the_same_memory(inplace: bool) -
     assert inplace or student._version == 0
 
 
-def test_vocabularies_that_are_padded_differently_need_their_size() -> None:
-    """Values and gradients are in test_table.py."""
-    student, teacher = torch.zeros(T, 1024), torch.zeros(T, 1050)
-    with pytest.raises(InvalidInputError, match="need vocab_size"):
-        losses.full_vocabulary_divergence(student, teacher)
-    with pytest.raises(InvalidInputError, match="vocab_size is 1030, expected from 1 to 1024"):
-        losses.full_vocabulary_divergence(student, teacher, vocab_size=1030)
-
-
 def test_the_last_part_of_the_columns_may_be_narrower() -> None:
     """A teacher's tiles cut the columns into 1024 and 776; the student's logits are large enough for that.
 
@@ -302,9 +283,10 @@ def test_a_teacher_may_have_been_scored_under_inference_mode() -> None:
     assert torch.allclose(*(backward(x, mine)[0] for x in (log_probs, expected)))
 
 
-def test_a_teacher_in_the_memory_of_the_student_cannot_be_overwritten() -> None:
-    """Gradients that overwrite logits are in test_table.py."""
-    logits = random(T, V, seed=0).requires_grad_() * 1
-    rows = torch.tensor([1, 5, 7])
+def test_teachers_that_do_not_fit_the_student_are_refused() -> None:
+    """Values and gradients of vocabularies that are padded differently are in test_table.py."""
+    logits, rows = random(T, V, seed=0).requires_grad_() * 1, torch.tensor([1, 5, 7])
+    with pytest.raises(InvalidInputError, match="need vocab_size"):
+        losses.full_vocabulary_divergence(logits, torch.zeros(T, V + 26))
     with pytest.raises(InvalidInputError, match="teacher 0 is in the memory of the student's logits"):
         losses.full_vocabulary_divergence(logits, logits.detach()[:3], rows=rows, inplace_backward=True)
