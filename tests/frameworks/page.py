@@ -91,10 +91,22 @@ were tested on Megatron-LM's {main}, too.
 
 
 def page_of_records() -> str:
-    table, of_models = verdicts.load(), json.loads(MODELS.read_text())
+    return page(verdicts.load(), runs_on_record(), json.loads(MODELS.read_text()))
+
+
+def runs_on_record() -> list[Run]:
+    recorded: list[Run] = json.loads(RUNS.read_text())
+    return recorded
+
+
+def page(
+    table: Sequence[Known],
+    runs: Sequence[Run],
+    of_models: Mapping[str, Mapping[str, Mapping[str, list[str]]]],
+) -> str:
     return _PAGE.format(
         matrix=markdown_table(_matrix_rows(table)),
-        sources=markdown_table(_source_rows(table, runs_on_record())),
+        sources=markdown_table(_source_rows(table, runs)),
         left_alone=markdown_table(_left_alone(table)),
         releases=", ".join(release for release in of_models["local"] if not release.startswith(_MAIN)),
         main=next(release for release in of_models["local"] if release.startswith(_MAIN)),
@@ -103,12 +115,27 @@ def page_of_records() -> str:
     )
 
 
-def runs_on_record() -> list[Run]:
-    recorded: list[Run] = json.loads(RUNS.read_text())
-    return recorded
-
-
 # --- which patch fits which framework
+
+
+def matrix(table: Sequence[Known]) -> dict[str, dict[str, str]]:
+    """Return framework -> patch -> the range of releases on record in which the patch fits.
+
+    A range is ``v0.2.2 to main``, ``up to v0.2.3`` or one release. Where a patch fits in none, it is
+    ``not needed``, ``not checked``, or the state of the code that it does not fit. A framework lacks the
+    patches that have no function in it.
+    """
+    ranges: dict[str, dict[str, str]] = {}
+    for framework in FRAMEWORKS:
+        releases = _releases(table, framework)
+        of_patches = ranges[framework] = {}
+        for patch in registry.patches():
+            states = {release: _state(one, patch) for release, one in releases.items()}
+            if fitting := [release for release, state in states.items() if state == "fits"]:
+                of_patches[patch] = _range(fitting, list(releases))
+            elif found := [state for state in states.values() if state]:
+                of_patches[patch] = found[-1]
+    return ranges
 
 
 def _releases(table: Sequence[Known], framework: str) -> dict[str, Known]:
@@ -145,25 +172,15 @@ def _range(fitting: Sequence[str], releases: Sequence[str]) -> str:
 
 
 def _matrix_rows(table: Sequence[Known]) -> Iterator[dict[str, str]]:
-    """Yield a row for each framework: of each patch the range of releases on record in which it fits.
-
-    A range is ``v0.2.2 to main``, ``up to v0.2.3`` or one release. Where a patch fits in none, it is
-    ``not needed``, ``not checked``, or the state of the code that it does not fit. Where it has no function
-    in the framework, it may have some in megatron-core.
-    """
-    for framework in FRAMEWORKS:
-        releases, row = _releases(table, framework), {"framework": framework}
-        for name, patch in registry.patches().items():
-            states = {release: _state(one, name) for release, one in releases.items()}
-            if (framework, name) in WITHOUT_USE:
-                row[name] = NOT_NEEDED
-            elif fitting := [release for release, state in states.items() if state == "fits"]:
-                row[name] = _range(fitting, list(releases))
-            elif found := [state for state in states.values() if state]:
-                row[name] = found[-1]
-            else:
-                row[name] = "core" if any(s.framework == "megatron.core" for s in patch.sites) else "–"
-        yield row
+    of_core = {
+        name
+        for name, patch in registry.patches().items()
+        if any(s.framework == "megatron.core" for s in patch.sites)
+    }
+    for framework, of_patches in matrix(table).items():
+        missing = {patch: "core" if patch in of_core else "–" for patch in registry.patches()}
+        without_use = {patch: NOT_NEEDED for name, patch in WITHOUT_USE if name == framework}
+        yield {"framework": framework, **missing, **of_patches, **without_use}
 
 
 # --- the tables
