@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +17,7 @@ from megatron_rl_patches.frameworks import slime_losses
 from megatron_rl_patches.frameworks.rollout_log_probs import check_rollout, update_verl_actor
 from megatron_rl_patches.reentry import training_warnings
 
-
-@pytest.fixture(autouse=True)
-def nothing_found() -> Iterator[None]:
-    training_warnings.messages.clear()
-    yield
-    training_warnings.messages.clear()
+pytestmark = pytest.mark.usefixtures("nothing_reported")
 
 
 def check(**rollout: Any) -> list[str]:
