@@ -23,8 +23,7 @@ def stand_ins_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def has_transformer_engine(request: pytest.FixtureRequest) -> bool:
     """Return whether the test has these layers."""
-    callspec = getattr(request.node, "callspec", None)
-    return callspec is not None and callspec.params.get("layers") == TRANSFORMER_ENGINE
+    return "layers" in request.fixturenames and request.getfixturevalue("layers") == TRANSFORMER_ENGINE
 
 
 @pytest.fixture

@@ -155,7 +155,6 @@ class Job:
         )
         self.state = self.model, self.optimizer, self.scheduler = self._setup()
         self.config = get_model_config(self.model[0])
-        self._set_global_variables()
 
     def train(self, steps: int = 2) -> Any:
         """One call of the framework's ``train``; ``self.steps`` counts the steps of calls that ended well."""
@@ -181,12 +180,10 @@ class Job:
         return dict.fromkeys(cls.patched, tuple(map(importlib.import_module, cls.homes)))
 
     def _setup(self) -> tuple[Any, Any, Any]:
-        """Build the model, its optimizer and scheduler."""
+        """Build the model, its optimizer and scheduler, and install the arguments."""
         model, optimizer = self.options.build()
-        return model, optimizer, scheduler_for(optimizer, self.args)
-
-    def _set_global_variables(self) -> None:
         global_vars.set_global_variables(self.args)
+        return model, optimizer, scheduler_for(optimizer, self.args)
 
     def _train(self, steps: int) -> Any:
         raise NotImplementedError

@@ -141,17 +141,7 @@ class LossJob:
     def result(self, backward: bool = True) -> dict[str, Any]:
         """Return the framework's results, and the gradient of a loss with weights that differ."""
         logits = self.logits()
-        returned = importlib.import_module(SCORES[self.framework]).get_log_probs_and_entropy(
-            logits,
-            args=self.args,
-            unconcat_tokens=self.tokens,
-            total_lengths=list(self.totals),
-            response_lengths=list(self.responses),
-            with_entropy=True,
-            **self._mask(),
-        )
-        # miles, and slime up to v0.2.2, have nothing beside them.
-        scores = returned[1] if isinstance(returned, tuple) else returned
+        returned, scores = self.scored(logits, with_entropy=True, **self._mask())
         log_probs, entropy = torch.cat(scores["log_probs"]), torch.cat(scores["entropy"])
         weights = torch.cat(self.local(self.weights))
         loss = self._loss_of(weights, log_probs, entropy)
@@ -165,6 +155,19 @@ class LossJob:
             "entropy": entropy.detach(),
             "gradient": self.leaf.grad,
         }
+
+    def scored(self, logits: Tensor, **further: Any) -> tuple[Any, dict[str, list[Tensor]]]:
+        """Return all that the framework returns for these logits, and its scores of each response."""
+        returned = importlib.import_module(SCORES[self.framework]).get_log_probs_and_entropy(
+            logits, args=self.args, **self._samples(), **further
+        )
+        # miles, and slime up to v0.2.2, have nothing beside them.
+        return returned, returned[1] if isinstance(returned, tuple) else returned
+
+    def _samples(self) -> dict[str, Any]:
+        """Return tokens and lengths under the names that frameworks have for them."""
+        lengths = {"total_lengths": list(self.totals), "response_lengths": list(self.responses)}
+        return {"unconcat_tokens": self.tokens, **lengths}
 
     def dense(self, temperature: float = 1.0) -> dict[str, Tensor]:
         """The same in float64 on the whole vocabulary; gradient of this rank's part."""
@@ -215,9 +218,7 @@ class LossJob:
         lengths = list(map(len, weights))
         log_probs = self.dense(self.args.rollout_temperature)["log_probs"].float().split(lengths)
         return {
-            "unconcat_tokens": self.tokens,
-            "total_lengths": list(self.totals),
-            "response_lengths": list(self.responses),
+            **self._samples(),
             "loss_masks": [torch.ones(length, dtype=torch.int) for length in self.responses],
             "rollout_mask_sums": denominators,
             "group_mask_sums": denominators,

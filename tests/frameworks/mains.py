@@ -46,15 +46,10 @@ def fetch(folder: Path) -> None:
     for name in REPOSITORIES:
         _check_out(folder / name, name, "main")
     for name, file in PINS.items():
-        _check_out(folder / name, "Megatron-LM", pinned_revision(folder / file))
-
-
-def pinned_revision(dockerfile: Path) -> str:
-    """Return the commit of Megatron-LM that a framework's image is built with."""
-    commit = re.search(r"^ARG MEGATRON_COMMIT=([0-9a-f]{40})$", dockerfile.read_text(), re.MULTILINE)
-    if commit is None:
-        raise SystemExit(f"{dockerfile} no longer has a line ARG MEGATRON_COMMIT=…: adapt {__file__}")
-    return commit[1]
+        commit = re.search(r"^ARG MEGATRON_COMMIT=([0-9a-f]{40})$", (folder / file).read_text(), re.MULTILINE)
+        if commit is None:
+            raise SystemExit(f"{folder / file} no longer has a line ARG MEGATRON_COMMIT=…: adapt {__file__}")
+        _check_out(folder / name, "Megatron-LM", commit[1])
 
 
 def _check_out(checkout: Path, name: str, revision: str) -> None:

@@ -43,9 +43,6 @@ class _OfCommandLine(jobs.Job):
         super().__init__(**options)
         self.module.save_checkpoint = self.disk.write  # type: ignore[attr-defined]
 
-    def _set_global_variables(self) -> None:
-        """Do nothing, as the command line has set them."""
-
 
 class _RolloutJob(_OfCommandLine, jobs.RolloutJob):
     """slime, vime and miles: supervised loss on the second half of each sequence.

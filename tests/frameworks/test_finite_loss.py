@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
 
 PATCH = "finite-loss"
 KL = {"use_kl_loss": True, "kl_loss_type": "low_var_kl"}
+KINDS = ("k1", "k2", "k3")
 #: For all of them.
 OPTIONS = {"kl_loss_coef": 0.1, "opsm_delta": 1e-4, "tis_clip": 2.0, "tis_clip_low": 0.0}
 #: Options of the policy loss, by what they are about.
@@ -30,13 +31,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "with the entropy": {"entropy_coef": 0.1},
     "KL with the coefficient 0": {**KL, "kl_loss_coef": 0.0},
     "low_var_kl": KL,
-    "k1": {**KL, "kl_loss_type": "k1"},
-    "k2": {**KL, "kl_loss_type": "k2"},
-    "k3": {**KL, "kl_loss_type": "k3"},
+    **{kind: {**KL, "kl_loss_type": kind} for kind in KINDS},
     "unbiased KL": {**KL, "use_unbiased_kl": True, "entropy_coef": 0.1},
-    "unbiased k1": {**KL, "kl_loss_type": "k1", "use_unbiased_kl": True},
-    "unbiased k2": {**KL, "kl_loss_type": "k2", "use_unbiased_kl": True},
-    "unbiased k3": {**KL, "kl_loss_type": "k3", "use_unbiased_kl": True},
+    **{f"unbiased {kind}": {**KL, "kl_loss_type": kind, "use_unbiased_kl": True} for kind in KINDS},
     "GSPO": {"advantage_estimator": "gspo", **KL},
     "CISPO": {"advantage_estimator": "cispo", **KL},
     "OPSM, dual clip": {"use_opsm": True, "eps_clip_c": 3.0},

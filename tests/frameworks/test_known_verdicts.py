@@ -14,19 +14,16 @@ from tests.frameworks.packages import Packages
 from tests.frameworks.verdicts import Known
 
 KNOWN = verdicts.load()
-RELEASES = [known for known in KNOWN if known.commit is None]
-COMMITS = [known for known in KNOWN if known.commit]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("known", RELEASES, ids=lambda known: known.source)
-def test_releases(known: Known, packages: Packages) -> None:
-    assert verdicts.judged_anew(known, packages, ()) == known
-
-
-@pytest.mark.frameworks
-@pytest.mark.parametrize("known", COMMITS, ids=lambda known: known.source)
-def test_commits(known: Known, packages: Packages) -> None:
+@pytest.mark.parametrize(
+    "known",
+    [
+        pytest.param(one, id=one.source, marks=pytest.mark.frameworks if one.commit else pytest.mark.slow)
+        for one in KNOWN
+    ],
+)
+def test_known_sources(known: Known, packages: Packages) -> None:
     anew = verdicts.judged_anew(known, packages, repositories())
     if anew is None:
         pytest.skip("no repository is given that has the commit")

@@ -163,16 +163,7 @@ def test_all_gather_cp() -> None:
 
 def scores_of(job: Any, logits: torch.Tensor, **padding: Any) -> list[torch.Tensor]:
     """Return the log-probs of each response."""
-    returned = importlib.import_module(LOSS).get_log_probs_and_entropy(
-        logits,
-        args=job.args,
-        unconcat_tokens=job.tokens,
-        total_lengths=list(job.totals),
-        response_lengths=list(job.responses),
-        **padding,
-    )
-    scores = returned[1] if isinstance(returned, tuple) else returned
-    return scores["log_probs"]
+    return job.scored(logits, **padding)[1]["log_probs"]  # type: ignore[no-any-return]
 
 
 @on_ranks(1)

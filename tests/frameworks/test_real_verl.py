@@ -193,7 +193,7 @@ def check_rollouts(**options: Any) -> None:
         job = EngineJob(**options)
         for _ in range(3):
             job.train()
-        return [parameter.detach() for chunk in job.engine.module for parameter in chunk.parameters()]
+        return job.weights()
 
     unpatched = weights()
     with applied("reentrant-train", "finite-step"):
@@ -205,15 +205,11 @@ def check_rollouts(**options: Any) -> None:
 @on_ranks(lambda ranks: ranks, timeout=300)
 def test_its_engine_never_makes_the_logits(verl: list[str], layers: str, ranks: int) -> None:
     prepare(verl)
-    from tests.references import tiny_gpt
+    from tests.frameworks.verl_jobs import sizes_of_large_logits
 
-    # With these sizes the logits have more than twice the elements of any other tensor.
-    tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = 2048, 256
-    small = {"num_layers": 1, "num_attention_heads": 2}
-    options = {"layers": layers, "tp": ranks, "vocab_size": 2048, "seq_length": 256, "config": small}
-    check_rollouts(**options)
-    largest = largest_tensors(**options)
-    logits = tiny_gpt.SEQUENCE * tiny_gpt.VOCABULARY // ranks
+    sizes, logits = sizes_of_large_logits(ranks)
+    check_rollouts(layers=layers, **sizes)
+    largest = largest_tensors(layers=layers, **sizes)
     assert largest.pop("lean-head") < logits / 2 and min(largest.values()) >= logits
 
 
@@ -248,7 +244,7 @@ def test_its_engine_skips_a_step_with_a_norm_that_is_not_finite(verl: list[str],
                 continue
             norms.append(job.train()[-1])
             job.engine.lr_scheduler_step()
-        return [parameter.detach().clone() for parameter in chunk.parameters()], sum(steps), norms
+        return job.weights(), sum(steps), norms
 
     with applied("reentrant-train"):
         assert any(parameter.isnan().any() for parameter in rollouts(bad=True)[0])

@@ -27,15 +27,10 @@ with_each_tp = pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.ma
 VOCABULARY, K = 64, 4
 
 
-def prepare(paths: list[str], vocabulary: int = VOCABULARY, length: int | None = None) -> Any:
-    """Make verl importable, and a tiny model of that size; return the module of the jobs."""
+def prepare(paths: list[str]) -> Any:
+    """Make verl importable, and return the module of the jobs."""
     import_stubs.prepare(paths)
-    from tests.frameworks import verl_jobs
-    from tests.references import tiny_gpt
-
-    if length is not None:
-        tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = vocabulary, length
-    return verl_jobs
+    return importlib.import_module("tests.frameworks.verl_jobs")
 
 
 def with_tail(name: str, k: int = K, **options: float) -> Callable[..., Tensor]:
@@ -176,11 +171,9 @@ def test_further_objectives(verl: list[str], ranks: int) -> None:
 @on_ranks(lambda ranks: ranks, timeout=300)
 def test_no_logits(verl: list[str], ranks: int) -> None:
     """verl's worker trains on deferred logits, with the same losses, metrics and gradient norms."""
-    # With these sizes the logits have more than twice the elements of any other tensor.
-    jobs = prepare(verl, 2048, 256)
-    small = {"num_layers": 1, "num_attention_heads": 2}
-    sizes: dict[str, Any] = {"tp": ranks, "vocab_size": 2048, "seq_length": 256, "config": small}
-    table = jobs.teacher_table(2048)
+    jobs = prepare(verl)
+    sizes, logits = jobs.sizes_of_large_logits(ranks)
+    table = jobs.teacher_table(sizes["vocab_size"])
     for packed in (True, False):
         runs = []
         if not packed:  # verl pads the logits of its shorter sample, and not what its teacher said
@@ -192,7 +185,6 @@ def test_no_logits(verl: list[str], ranks: int) -> None:
                 data = [job.batch(), job.batch()]
                 with Sizes() as sizes_seen:
                     runs.append([job.update(batch) for batch in data])
-            logits = 256 * 2048 // ranks
             is_lean = "lean-head" in patches
             assert sizes_seen.largest < logits / 2 if is_lean else sizes_seen.largest >= logits
         for plain, lean in zip(*runs, strict=True):

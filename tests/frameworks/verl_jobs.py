@@ -107,14 +107,10 @@ def build_model(engine: Any, options: TinyModel) -> None:
         import_stubs.install(f"{import_stubs.PACKAGES} {import_stubs.OF_BRIDGE}")
         importlib.import_module("tensorboard.compat.tf.io.gfile")  # it takes this for an attribute
     providers = importlib.import_module("megatron.bridge.models.qwen.qwen_provider")
-    of_model, experts = options.transformer_config(), dict[str, Any]()
+    of_model = options.transformer_config()
     hidden, heads = of_model.hidden_size, of_model.num_attention_heads
-    if of_model.num_moe_experts:
-        experts = {
-            "num_moe_experts": of_model.num_moe_experts,
-            "moe_router_topk": 2,
-            "moe_ffn_hidden_size": hidden,
-        }
+    of_experts = {"moe_router_topk": 2, "moe_ffn_hidden_size": hidden}
+    experts = {"num_moe_experts": of_model.num_moe_experts, **of_experts} if of_model.num_moe_experts else {}
     provider = getattr(providers, "Qwen3MoEModelProvider" if experts else "Qwen3ModelProvider")(
         num_layers=of_model.num_layers,
         hidden_size=hidden,
@@ -162,11 +158,17 @@ def tensordict(jagged: dict[str, list[Tensor]], numbers: dict[str, Any], **colum
     return importlib.import_module("verl.utils.tensordict_utils").get_tensordict(columns, numbers)
 
 
+def sizes_of_large_logits(tp: int) -> tuple[dict[str, Any], int]:
+    """Return sizes of a model, and elements of its logits: any other tensor has less than half of them."""
+    tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = 2048, 256
+    config = {"num_layers": 1, "num_attention_heads": 2}
+    return {"tp": tp, "vocab_size": 2048, "seq_length": 256, "config": config}, 256 * 2048 // tp
+
+
 class EngineJob:
     """``train_batch`` and ``infer_batch`` with PPO's loss, the entropy and a temperature."""
 
     def __init__(self, *words: str, packed: bool = True, **sizes: Any) -> None:
-        self.module = importlib.import_module(VERL_ENGINE)
         options = TinyModel(**sizes, bf16=True, overlap_param_gather=False)
         options.initialize()
         parallel_state.destroy_model_parallel()
@@ -230,6 +232,9 @@ class EngineJob:
             output = self.engine.train_batch(self.data(), self.loss)
             norm = output["metrics"].get("grad_norm", 0.0)  # on one rank of the model only
         return [*output["loss"], float(norm)]
+
+    def weights(self) -> list[Tensor]:
+        return [parameter.detach() for chunk in self.engine.module for parameter in chunk.parameters()]
 
     def data(self) -> Any:
         prompt = tiny_gpt.SEQUENCE // 2

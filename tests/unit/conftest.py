@@ -23,6 +23,16 @@ def frozen() -> Iterator[None]:
 
 
 @pytest.fixture
+def nothing_reported() -> Iterator[None]:
+    """No training loop has warned yet."""
+    from megatron_rl_patches.reentry import training_warnings
+
+    training_warnings.messages.clear()
+    yield
+    training_warnings.messages.clear()
+
+
+@pytest.fixture
 def one_process(monkeypatch: MonkeyPatch) -> None:
     """Let this process count parameters, as a child does for ``estimate``: its imports take seconds."""
     with warnings.catch_warnings():

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +17,7 @@ from megatron_rl_patches.frameworks import slime_losses
 from megatron_rl_patches.frameworks.rollout_log_probs import check_rollout, update_verl_actor
 from megatron_rl_patches.reentry import training_warnings
 
-
-@pytest.fixture(autouse=True)
-def nothing_found() -> Iterator[None]:
-    training_warnings.messages.clear()
-    yield
-    training_warnings.messages.clear()
+pytestmark = pytest.mark.usefixtures("nothing_reported")
 
 
 def check(**rollout: Any) -> list[str]:
@@ -31,15 +25,9 @@ def check(**rollout: Any) -> list[str]:
     return training_warnings.reported()
 
 
-def test_tokens_that_the_loss_leaves_out_do_not_count() -> None:
-    trained, sampled = torch.tensor([-1.0, -9.0, -1.0, -9.0]), torch.tensor([-1.0, 0.0, -1.0, 0.0])
-    mask = torch.tensor([1, 0, 1, 0])
-    assert check(log_probs=[trained], rollout_log_probs=[sampled], loss_masks=[mask]) == []
-    [message] = check(log_probs=[trained], rollout_log_probs=[sampled], loss_masks=[1 - mask])
-    assert "differ by 9 nats per token on average and 9 at most, on 2 tokens" in message
-
-
-def test_a_context_parallel_rank_compares_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_parallel_rank_compares_those_of_its_tokens_that_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from megatron.core import parallel_state
 
     monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda: 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -49,24 +50,22 @@ def is_complete(chunk: MockDDP) -> bool:
     return not any(group.is_stale or group.param_gather_handle for group in chunk.bucket_groups)
 
 
-ACTIONS = ("enable", "disable", "disable without sync", "step", "forward")
+SWITCHES: dict[str, Callable[[MockDDP], None]] = {
+    "enable": enable,
+    "disable": disable,
+    "disable without sync": functools.partial(disable, param_sync=False),
+}
 
 
-@given(st.lists(st.sampled_from(ACTIONS), max_size=12))
+@given(st.lists(st.sampled_from([*SWITCHES, "step", "forward"]), max_size=12))
 def test_any_order_keeps_parameters_and_hooks_in_order(actions: list[str]) -> None:
     chunk = MockDDP()
     on = True
     for action in actions:
-        if action == "enable":
-            enable(chunk)
-            on = True
-        elif action == "disable":
-            disable(chunk)
-            on = False
-            assert is_complete(chunk)
-        elif action == "disable without sync":
-            disable(chunk, param_sync=False)
-            on = False
+        if action in SWITCHES:
+            SWITCHES[action](chunk)
+            on = action == "enable"
+            assert action != "disable" or is_complete(chunk)
         elif action == "step":
             step(chunk)
         elif on or is_complete(chunk):

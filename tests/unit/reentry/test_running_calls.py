@@ -26,19 +26,6 @@ from tests.worlds.guarded import DistributedDataParallel, State, Timers, two_mod
 train = reentrant_train(guarded.train)
 
 
-def test_a_nested_call_leaves_the_functions_of_the_outer_one() -> None:
-    actor, critic = two_models()
-
-    def nested() -> None:
-        with pytest.raises(AssertionError):
-            train(critic)
-
-    for _ in range(2):
-        train(actor, within=nested)
-        train(critic)
-    train(actor, within=lambda: train(DistributedDataParallel()))  # on a config of its own it trains
-
-
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("installs", [True, False])
 def test_functions_that_a_nested_call_replaces_are_put_back(installs: bool, fails: bool) -> None:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_rl_patches.reentry import main_parameters, reentrant_train, training_warnings
+from megatron_rl_patches.reentry import main_parameters, reentrant_train
 from megatron_rl_patches.reentry.training_warnings import reported
 from megatron_rl_patches.testing import MockDDP, MockOptimizer
 
-
-@pytest.fixture(autouse=True)
-def nothing_reported() -> Iterator[None]:
-    training_warnings.messages.clear()
-    yield
-    training_warnings.messages.clear()
+pytestmark = pytest.mark.usefixtures("nothing_reported")
 
 
 @pytest.mark.parametrize("offloads", [False, True])
