@@ -114,6 +114,17 @@ def test_an_entropy_is_what_the_release_and_its_options_say(
     )
 
 
+def test_a_fork_may_write_to_the_part_of_the_next_sample() -> None:
+    leaf = torch.randn(6, V, requires_grad=True)
+    logits = leaf * 1
+    log_probs, _ = slime_losses.calculate_log_probs_and_entropy(
+        Call(naive, (logits[:3], torch.arange(3), None))
+    )
+    logits.detach()[3:].zero_()
+    log_probs.sum().backward()
+    assert leaf.grad is not None and leaf.grad[:3].any() and not leaf.grad[3:].any()
+
+
 def with_sampling_mask(
     logits: Tensor,
     tokens: Tensor,
