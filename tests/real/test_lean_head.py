@@ -19,7 +19,6 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.losses import PolicyOptions, output_layer, vocab_parallel_log_probs
 from megatron_rl_patches.losses.vocab import deferred
-from megatron_rl_patches.testing import tiny_models
 from megatron_rl_patches.testing.transformer_engine import attention
 from tests.ranks import by_speed, everywhere, on_ranks
 from tests.real.test_loss_func import Case, train_step
@@ -133,7 +132,7 @@ def check_gradients(name: str, layout: Layout, cases: dict[str, Case]) -> None:
     bound_of_first, bound = (1e-4, 2**-8) if layout.flags.get("bf16") else (1e-5, 1e-5)
     for key, case in cases.items():
         with ExitStack() as stack:
-            for module in (tiny_models, attention) if layout.allgather_cp else ():
+            for module in (tiny_gpt, attention) if layout.allgather_cp else ():
                 stack.enter_context(mock.patch.object(module, "positions_of", _one_piece))
             without, lean = (_train(layout, case, lean) for lean in (False, True))
         first, largest = len(without.losses) // 2, max(map(abs, without.losses), default=0.0)
