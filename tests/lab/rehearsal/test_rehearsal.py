@@ -30,7 +30,7 @@ WAITS: dict[str, dict[str, int]] = {
     "mixture of top-k": {"equal in distributions.py:check_same_indices": 1},
     **dict.fromkeys(("reverse_kl", "forward_kl", "importance_weighted_reverse_kl"), _ONE_PASS),
     "reverse_kl, ids ruled out": _ONE_PASS,
-    "host memory": {**_ONE_PASS, "copy_ in devices.py:copied_to": 1, "_to_copy in distributions.py:to": 1},
+    "host memory": {**_ONE_PASS, "copy_ in devices.py:copied_to": 1, "_to_copy in devices.py:on_device": 1},
     "distillation, whole vocabulary": {
         **_ONE_PASS,
         "copy_ in devices.py:copied_to": 1,
