@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_rl_patches.common import messages
+from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.settings import VARIABLE
 from tests.docs import pages
 from tests.docs.pages import ROOT
@@ -96,3 +97,10 @@ def test_a_quickstart_goes_from_the_safest_patch_to_the_default_set_to_all(page:
     assert f"{VARIABLE}=reentrant-train" in to_type or f'"{VARIABLE}": "reentrant-train"' in to_type
     shown = re.findall(r"^<!-- written: log \S+ (\S+) -->$", page.read_text("utf-8"), re.MULTILINE)
     assert shown == ["reentrant-train", "1", "all"]
+
+
+def test_the_table_of_decisions_says_what_is_on_by_default() -> None:
+    row = r"^\| .* \| \[([\w-]+)\]\(.*?\).*? \| (yes|no, write `[\w-]+`) \|"
+    answers = {"default": "yes", "all": "no, write `all`", "by name": "no, write `{}`"}
+    expected = {(n, answers[p.selected_by].format(n)) for n, p in registry.patches().items()}
+    assert set(re.findall(row, WRITTEN["decisions"](), re.MULTILINE)) == expected

@@ -151,3 +151,21 @@ def test_the_variable_decides_where_it_is_set(value: str, patches: set[str]) -> 
     assert (applied >= patches and "lean-head" not in applied) if not value else applied == patches
     outcomes = [outcome(job.train), outcome(job.train), outcome(job.save)]
     assert outcomes == [FINE] * 3 if "reentrant-train" in patches else outcomes[1].startswith(NO_SYNC)
+
+
+@on_ranks(1)
+def test_train_goes_on_after_a_forward_that_raised() -> None:
+    """With Megatron's own rerun state machine and timers."""
+    from tests.frameworks.jobs import JOBS
+
+    uninterrupted = JOBS["megatron.training"]()
+    uninterrupted.train(4)
+    apply(PATCH)
+    job = JOBS["megatron.training"]()
+    job.train(2)
+    handle = job.model[0].module.register_forward_hook(lambda *unused: 1 / 0)
+    assert "ZeroDivisionError" in outcome(job.train, 2)
+    handle.remove()
+    job.resume(2)
+    job.train(2)
+    assert job.checksum() == uninterrupted.checksum()

@@ -513,3 +513,21 @@ def test_what_one_rank_passes_wrong(layout: str) -> None:
     with pytest.raises(OSError if rank else InvalidInputError, match="no such file"):
         forward_log_probs(model, Unreadable([good()]) if rank else [good()], **QUIET)
     assert state_of(model) == before
+
+
+@on_ranks(2, timeout=40)
+def test_replicas_that_gather_parameters_agree() -> None:
+    model, _ = TinyModel().build()
+    lengths = [6, 4] if torch.distributed.get_rank() else [7, 4]
+    with pytest.raises(InvalidInputError, match=r"lengths \[7, 4\] do not fit"):
+        forward_log_probs(model, [microbatch(lengths=lengths)], **QUIET)
+
+
+@on_ranks(4, timeout=60)
+def test_last_stages_that_differ_are_named_on_all_stages() -> None:
+    options = TinyModel(pp=2, cp=2)
+    options.initialize()
+    model = tiny_gpt.inference_model(options)
+    k = 1 + (torch.distributed.get_rank() == 3)  # on the last stage
+    with pytest.raises(InvalidInputError, match="differ in k, "):
+        forward_topk(model, [microbatch(8)], k=k, **QUIET)

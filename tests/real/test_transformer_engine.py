@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.extensions import transformer_engine as extension
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import MLATransformerConfig, cuda_graphs
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megatron_rl_patches import applied
 from megatron_rl_patches.testing import tiny_layers, tiny_model
 from tests.ranks import everywhere, on_ranks
 from tests.recording import note_differences
@@ -301,3 +303,20 @@ def test_dropout_is_the_same_in_recomputations() -> None:
     with pytest.raises(NotImplementedError, match="graphsafe_get_state") if is_refused else nullcontext():
         assert all(map(torch.equal, run(True, rates | RECOMPUTE, plain), expected))
     assert not torch.equal(run(False, {}, plain)[0], expected[0])
+
+
+@on_ranks(2, transformer_engine="2.13.0", timeout=60)
+def test_expert_norm_of_grouped_experts() -> None:
+    local = build("grouped experts", "local", "TP 2", moe_permute_fusion=False)
+    te, norms = build("grouped experts", TE, "TP 2"), []
+    weights = parts({name: weight.detach().clone() for name, weight in local.named_parameters()}, te)
+    for name, parameter in te.named_parameters():
+        parameter.data.copy_(weights[local_name(name)])
+    with applied("expert-norm"):
+        for module in (local, te):
+            tiny = tiny_model(tp=2, overlap_param_gather=False)
+            (model,), optimizer = tiny.in_training(module.config, [module])
+            losses_of(model)
+            finalize_model_grads([model])
+            norms.append(float(optimizer.step()[1]))
+    assert norms[1] == pytest.approx(norms[0], rel=2e-5)

@@ -254,3 +254,12 @@ def test_an_entry_that_fails_changes_nothing(mocker: MockerFixture) -> None:
         pass
     assert chunk.config.no_sync_func == chunk.no_sync
     assert timers.running() == {INTERVAL_TIMER}
+
+
+def test_a_frozen_tower_that_a_failed_call_let_train() -> None:
+    chunk = DistributedDataParallel()
+    tower = next(chunk.module.children())
+    tower.eval()
+    with failing(chunk):
+        chunk.train()  # as frameworks do at the start
+    assert chunk.training and not any(module.training for module in tower.modules())

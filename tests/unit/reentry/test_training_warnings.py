@@ -79,3 +79,11 @@ def test_a_mock_optimizer_steps_too() -> None:
         model.finish_grad_sync()
         optimizer.step()
     assert "overlap_param_gather=True" in reported()[0]
+
+
+def test_the_largest_dropout_of_the_chunks_is_reported() -> None:
+    model = [MockDDP(), MockDDP()]
+    model[1].config.attention_dropout = 0.2
+    with reentrant_train(model):
+        pass
+    assert [line.split(":")[0] for line in reported()] == ["attention_dropout=0.2"]
