@@ -305,7 +305,8 @@ def test_dropout_is_the_same_in_recomputations() -> None:
     assert not torch.equal(run(False, {}, plain)[0], expected[0])
 
 
-@on_ranks(2, transformer_engine="2.13.0", timeout=60)
+@pytest.mark.slow
+@on_ranks(2, transformer_engine="2.13.0")
 def test_expert_norm_of_grouped_experts() -> None:
     local = build("grouped experts", "local", "TP 2", moe_permute_fusion=False)
     te, norms = build("grouped experts", TE, "TP 2"), []
