@@ -84,9 +84,9 @@ def losses() -> Any:
     labels = {"memory": "extra memory, × logits", "time": "forward + backward, × one copy of the logits"}
     for axes, (column, label) in zip((memory, duration), labels.items(), strict=True):
         for place, mode in enumerate(MODES):
-            there = [(i, costs[mode, name]) for i, name in enumerate(names) if (mode, name) in costs]
-            places = [index + (place + 0.5) * height - 0.4 for index, _ in there]
-            axes.barh(places, [float(row[column]) for _, row in there], height, label=mode)
+            measured = [(i, costs[mode, name]) for i, name in enumerate(names) if (mode, name) in costs]
+            places = [index + (place + 0.5) * height - 0.4 for index, _ in measured]
+            axes.barh(places, [float(row[column]) for _, row in measured], height, label=mode)
         axes.set_yticks(range(len(names)), names)
         axes.set(xlabel=label, ylim=(len(names) - 0.4, -0.6))  # the first name on top
         axes.grid(axis="x", alpha=0.3)

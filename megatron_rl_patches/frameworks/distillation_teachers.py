@@ -126,12 +126,12 @@ class TeacherScorer:
         try:
             for name, path in args.opd_teachers.items():
                 self._switch_to_teacher(_TAG + name, path)
-                found = self._full(forward) if is_full else self._collected(forward, self._at_ids)
-                if names is not None and found:
+                values = self._full(forward) if is_full else self._collected(forward, self._at_ids)
+                if names is not None and values:
                     # Copies of this teacher's samples, since a part keeps its whole microbatch in memory.
-                    pairs = zip(found, names, strict=True)
-                    found = [one[torch.arange(len(one))] if mine == name else None for one, mine in pairs]
-                scored.append(found)
+                    pairs = zip(values, names, strict=True)
+                    values = [one[torch.arange(len(one))] if mine == name else None for one, mine in pairs]
+                scored.append(values)
         finally:
             self.actor._switch_model(_ACTOR)
         samples = list(zip(*scored, strict=True))
@@ -164,8 +164,8 @@ class TeacherScorer:
         def collect(logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any) -> Any:
             layout, group = layout_of(args, self.batch, logits)
             options = {"tp_group": group, "rows": layout.response_slices, "temperature": temperature_of(args)}
-            kept = score(layout.rows_of(logits), layout, options).to("cpu")
-            collected = {"distributions": list(kept.split(list(layout.local_lengths)))}
+            values = score(layout.rows_of(logits), layout, options).to("cpu")
+            collected = {"distributions": list(values.split(list(layout.local_lengths)))}
             return collected if non_loss_data else (torch.zeros((), device=logits.device), collected)
 
         return forward(collect).get("distributions", [])

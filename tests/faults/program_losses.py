@@ -119,8 +119,8 @@ def _of_samples(loss: Loss, inputs: Inputs, group: dist.ProcessGroup | None, log
                 logits.detach().sum()
         return torch.cat(parts)
 
-    found: Tensor = slime_losses.get_log_probs_and_entropy(Call(framework, (logits[None], Namespace())))
-    return found
+    scores: Tensor = slime_losses.get_log_probs_and_entropy(Call(framework, (logits[None], Namespace())))
+    return scores
 
 
 def _own_code(logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = False) -> Any:

@@ -15,7 +15,6 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +27,7 @@ from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.frameworks import slime_losses
 from tests.device_thread import device_thread
 from tests.frameworks.rollouts import states_of
+from tests.lab.walks import get_parallel_state  # noqa: F401  # read by name, beside a framework's functions
 from tests.ranks import on_ranks
 from tests.references.live_bytes import live_bytes
 
@@ -200,12 +200,6 @@ def test_scores_of_a_microbatch() -> None:
     assert job.result()["made"]
     assert "not needed with --log-probs-backend fused" in [site.detail for site in status()]
     assert not forms
-
-
-def get_parallel_state() -> SimpleNamespace:
-    """Groups of the functions below, as miles has its own."""
-    alone = SimpleNamespace(rank=0, size=1, group=None)
-    return SimpleNamespace(cp=alone, tp=alone)
 
 
 def same(values: Any) -> Any:

@@ -72,10 +72,10 @@ def test_clones_of_slime_have_its_sites(clone: str, tmp_path: Path) -> None:
     def verdicts(folder: Path, framework: str) -> set[tuple[str, str, str]]:
         """Return patch, function and verdict, by the names of slime."""
         of_patches = judge(str(folder))[framework].items()
-        found = [(patch, *site) for patch, sites in of_patches for site in sites.items()]
+        judged = [(patch, *site) for patch, sites in of_patches for site in sites.items()]
         return {
             (patch, site.split(".")[-1].lstrip("_").replace(framework, "slime"), verdict)
-            for patch, site, verdict in found
+            for patch, site, verdict in judged
         }
 
     missing = verdicts(STAND_INS, "slime") - verdicts(tmp_path, framework)

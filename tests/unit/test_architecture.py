@@ -78,7 +78,7 @@ LINES = {
     ("demo",): 360,
 }
 LINES_IN_ALL, MODULES_IN_ALL = 23_000, 144
-BESIDE = {"tests": 33_253, "benchmarks": 3_300}
+BESIDE = {"tests": 33_247, "benchmarks": 3_300}
 
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -170,13 +170,13 @@ def interpreting(sources: dict[str, Source], errors: dict[str, float]) -> Callab
             if is_elementwise:  # it has overwritten an argument; errors are relative to the largest of a row
                 place = 1 if function is block_gradient else -1
                 scale = exact_args[place].nan_to_num().abs().amax((1, 2), keepdim=True).clamp(min=1e-300)
-                found = [error(args[place], exact_args[place], scale)]
+                of_function = [error(args[place], exact_args[place], scale)]
             else:
                 # Divergences may be next to zero; their errors are compared with 1 then.
                 least = 1e-300 if function is block_statistics else 1.0
                 pairs = zip(tree_leaves(result), tree_leaves(exact), strict=True)
-                found = [error(computed, x, x.abs().clamp(min=least)) for computed, x in pairs]
-            errors[function.__name__] = max(*found, errors.get(function.__name__, 0.0))
+                of_function = [error(computed, x, x.abs().clamp(min=least)) for computed, x in pairs]
+            errors[function.__name__] = max(*of_function, errors.get(function.__name__, 0.0))
             return result
 
         return call
