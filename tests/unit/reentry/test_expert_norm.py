@@ -71,13 +71,3 @@ GROUPED = "TEGroupedLinear TERowParallelGroupedLinear"
 )
 def test_which_rank_counts_a_parameter(made: torch.nn.Module, counts: list[Any]) -> None:
     assert counted(made) == counts
-
-
-def test_main_parameters_get_the_note() -> None:
-    made = layer("RowParallelLinear", allreduce=False)
-    counted(made)
-    main, other = torch.zeros(2), torch.zeros(2)
-    expert_norm.copy_note(main, made.bias)
-    expert_norm.copy_note(other, torch.zeros(2))
-    assert expert_norm.counts(main, lambda: True) is False
-    assert expert_norm.counts(other, lambda: True) is True
