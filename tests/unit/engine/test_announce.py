@@ -31,7 +31,6 @@ def single_process(monkeypatch: MonkeyPatch) -> None:
 def test_one_summary_line_at_the_first_call(
     tagged: Framework, monkeypatch: MonkeyPatch, caplog: Any, capsys: Any, has_handler: bool, level: str
 ) -> None:
-    """On stderr when no handler takes it."""
     package = tagged("train", "save")
     monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: has_handler)
     caplog.set_level(level)
@@ -101,7 +100,6 @@ EXITS = [
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_at_exit_a_line_is_said_or_lost_in_silence(tmp_path: Path) -> None:
-    """In children of one process."""
     modules = ("__init__", "model", "other", "optional")
     files = {f"exiting_framework/{module}.py": "def train(): ..." for module in modules}
     program = AT_EXIT.format(cases=[exit[:2] for exit in EXITS])

@@ -89,7 +89,6 @@ def test_the_wrapper_of_another_patch_is_no_copy(framework: Framework, engine: E
 
 
 def test_a_third_party_below_is_wrapped_with_its_copies(tagged: Framework) -> None:
-    """What is on top is in ``test_third_party.py``."""
     package = tagged("train")
     model, actor = package.model, package.actor
     below = wrapt.FunctionWrapper(model.train, lambda wrapped, _, args, kwargs: ("theirs", wrapped(*args)))
@@ -141,7 +140,6 @@ def test_selection_by_name_and_exclusion(engine: Engine, tagged: Framework) -> N
 
 @pytest.mark.parametrize("order", [("tagging", "other"), ("other", "tagging"), ()])
 def test_two_patches_on_one_target(engine: Engine, tagged: Framework, order: tuple[str, ...]) -> None:
-    """They come off in any order, and each of them can be put back meanwhile."""
     package = tagged("train")
     engine["other"] = patch_of(package, "train", name="other")
     module, actor = package.model, package.actor

@@ -76,7 +76,6 @@ def test_a_function_that_has_moved(tmp_path: Path, old: Any, new: Any, expected:
     ],
 )
 def test_the_tests_before_a_call(body: str, expected: dict[str, bool]) -> None:
-    """What else patches ask of code is in ``tests/unit/patches/test_judgements.py``."""
     assert read(f"def train(model):\n    {body}").tests_before("step") == [expected]
 
 
@@ -372,7 +371,6 @@ def test_absent_and_not_needed_are_never_an_error(engine: Engine, tagged: Framew
 @pytest.mark.parametrize("first", ["model", "other"])
 @pytest.mark.parametrize(("model", "state"), [(None, "missing"), (REPLACED, "conflict")])
 def test_all_or_none(engine: Engine, tagged: Framework, first: str, model: str | None, state: str) -> None:
-    """Whatever is imported first, and whether the source shows the fault or the live module."""
     files = {"other": "def go(model):\n    return 'gone'", **({"model": model} if model else {})}
     package = tagged("train", *([] if model else ["run"]), files=files)
     engine["tagging"].wrap(f"{package}.other", "go")(tag)

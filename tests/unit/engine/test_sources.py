@@ -122,9 +122,6 @@ def test_what_is_no_source(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     assert not list(tmp_path.rglob("stolen*"))
 
 
-# --- what import would find
-
-
 @pytest.fixture
 def put_first(tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Puts finders first; what they or others find fails when it is imported."""

@@ -146,9 +146,6 @@ def test_adapters_get_the_options_that_their_patch_was_last_applied_with(train: 
     assert train() == ("b",)
 
 
-# --- blocks of two threads that overlap
-
-
 def test_the_last_one_out_takes_the_patch_away(train: Callable[[], Any]) -> None:
     apply("roles", settings=chosen("a"))
     first, second = (applied("roles", settings=chosen("b")) for _ in range(2))
@@ -247,7 +244,6 @@ def _verify() -> list[str]:
 
 
 def test_ranks_that_agree_and_ranks_that_differ() -> None:
-    """The latter are named on every rank."""
     [message], *others = spawn_ranks(_verify, 3, timeout=60)
     assert others == [[message]] * 2
     place = r"slime\.backends\.megatron_utils\.model\.train"
