@@ -28,9 +28,8 @@ from megatron_rl_patches.engine.sources import Environment
 from megatron_rl_patches.engine.statuses import SiteStatus
 from megatron_rl_patches.errors import InvalidInputError
 from tests.worlds.files import write
-from tests.worlds.program import run_program, without_ours
+from tests.worlds.program import ROOT, run_program, without_ours
 
-ROOT = Path(__file__).parents[2]
 NAME, ERROR = "MEGATRON_RL_PATCHES", ": no such variable;"
 
 
@@ -242,7 +241,6 @@ def test_configured_functions_of_a_framework_that_nobody_knows(
 
 
 def test_a_patch_whose_own_code_fails_is_alone(monkeypatch: MonkeyPatch) -> None:
-    """What it makes of ``apply()`` is in ``tests/unit/engine/test_third_party.py``."""
     configured, notes = (Mock(side_effect=error) for error in (ValueError("not today"), SystemExit(0)))
     broken = Patch("broken", "", configured=configured, notes=notes)
     broken.wrap("mrp_nowhere.model", "train")(lambda call: None)

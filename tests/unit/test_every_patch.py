@@ -31,9 +31,8 @@ def test_says_what_it_is_for_in_a_file(patch: Patch) -> None:
 def test_a_site_helps_sites_that_help_none(patch: Patch) -> None:
     """Where nothing else is needed, it is not."""
     for site in (site for site in patch.sites if site.helps):
-        helped = [
-            each for each in patch.sites if each.framework == site.framework and each.qualname in site.helps
-        ]
+        beside = [each for each in patch.sites if each.framework == site.framework]
+        helped = [each for each in beside if each.qualname in site.helps]
         assert helped and not any(each.helps for each in helped)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 
 from megatron_rl_patches.errors import MegatronRLPatchesError
 from megatron_rl_patches.testing import cpu_backend
@@ -22,7 +23,7 @@ from tests.gpu import parameter_marks
 
 
 @pytest.fixture(autouse=True)
-def _no_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_megatron(monkeypatch: MonkeyPatch) -> None:
     """Hide that other tests of this process have imported Megatron."""
     monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
 
@@ -39,7 +40,7 @@ def _marks(parameter: torch.nn.Parameter) -> tuple[object, ...]:
     return tuple(getattr(parameter, name, None) for name in names)
 
 
-def test_it_is_in_place_inside_of_the_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_in_place_inside_of_the_block_alone(monkeypatch: MonkeyPatch) -> None:
     with cpu_backend(transformer_engine="2.8.0"):
         assert find_spec("transformer_engine") and find_spec("transformer_engine.pytorch.ops")
         assert metadata.version("transformer-engine") == "2.8.0"
@@ -65,9 +66,7 @@ def test_it_is_in_place_inside_of_the_block_alone(monkeypatch: pytest.MonkeyPatc
         monkeypatch.delitem(sys.modules, "megatron.core")
 
 
-def test_it_comes_neither_after_a_real_one_nor_after_megatron(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_comes_neither_after_a_real_one_nor_megatron(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
         with pytest.raises(MegatronRLPatchesError, match="before"), cpu_backend(transformer_engine=True):
@@ -83,7 +82,8 @@ def test_it_comes_neither_after_a_real_one_nor_after_megatron(
 def test_what_it_does_not_have_is_refused_by_name(te: Any) -> None:
     with te.fp8_autocast(enabled=False), te.fp8_model_init(enabled=False):
         pass
-    attention, adapted = te.DotProductAttention(2, 4), te.LayerNormLinear(2, 2)
+    attention, q = te.DotProductAttention(2, 4), torch.ones(3, 1, 2, 4)
+    adapted = te.LayerNormLinear(2, 2)
     adapted.return_layernorm_output = True
     refused: dict[str, Callable[[], Any]] = {
         "FP8": lambda: te.fp8_autocast(enabled=True),
@@ -92,9 +92,7 @@ def test_what_it_does_not_have_is_refused_by_name(te: Any) -> None:
         "moe_router_fusion": te.router.fused_moe_aux_loss,
         "return_layernorm_output": lambda: adapted(torch.ones(1, 2)),
         "padding for FP8": lambda: te.Fp8Padding(num_gemms=2),
-        "without an attention_mask": lambda: attention(
-            *(torch.ones(3, 1, 2, 4),) * 3, attn_mask_type="padding"
-        ),
+        "without an attention_mask": lambda: attention(q, q, q, attn_mask_type="padding"),
     }
     for message, call in refused.items():
         with pytest.raises(MegatronRLPatchesError, match=message):
@@ -121,9 +119,7 @@ def test_what_parameters_carry(release: str, marked: bool) -> None:
         assert _marks(grouped.weight0) == _marks(grouped.weight1) == expected
 
 
-def test_marks_are_compared_with_those_of_an_installation(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_marks_are_compared_with_those_of_an_installation(monkeypatch: MonkeyPatch, capsys: Any) -> None:
     layers = SimpleNamespace(**vars(parameter_marks.STAND_IN))
     package = SimpleNamespace(__version__="2.14.1+7a3e6f2")
     monkeypatch.setitem(sys.modules, "transformer_engine", package)
@@ -191,22 +187,19 @@ def test_softmax_with_an_offset_and_the_largest_logit(te: Any) -> None:
     attention.softmax_offset.data += torch.tensor([0.3, -1.0])
     found, largest = attention(q, k, v)
     scores = torch.einsum("sbhd,tbhd->bhst", q, k) / 2
-    weights = scores.exp() / (
-        scores.exp().sum(-1, keepdim=True) + attention.softmax_offset.exp()[:, None, None]
-    )
+    offsets = attention.softmax_offset.exp()[:, None, None]
+    weights = scores.exp() / (scores.exp().sum(-1, keepdim=True) + offsets)
     torch.testing.assert_close(found, torch.einsum("bhst,tbhd->sbhd", weights, v).flatten(2))
     torch.testing.assert_close(largest, scores[0].amax((1, 2)))
     q[1, 0, 0] = math.nan
     assert attention(q, k, v)[0].isnan().any((1, 2)).tolist() == [False, True, False, False, False]
 
 
-def test_gradients_of_weights_are_added_or_overwrite() -> None:
+def test_gradients_of_weights_are_added_or_overwrite(te: Any) -> None:
     for overwrites, is_first in product((False, True), (None, False, True)):
-        with cpu_backend(transformer_engine=True):
-            te = import_module("transformer_engine.pytorch")
-            layer = te.Linear(2, 2, bias=False, fuse_wgrad_accumulation=True)
-            layer.weight.main_grad, layer.weight.overwrite_main_grad = torch.ones(2, 2), overwrites
-            layer(torch.ones(3, 2), is_first_microbatch=is_first).sum().backward()
+        layer = te.Linear(2, 2, bias=False, fuse_wgrad_accumulation=True)
+        layer.weight.main_grad, layer.weight.overwrite_main_grad = torch.ones(2, 2), overwrites
+        layer(torch.ones(3, 2), is_first_microbatch=is_first).sum().backward()
         assert layer.weight.main_grad.eq(3 if overwrites or is_first else 4).all()
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.lab.walks import MOST, WALKS, stays_of
-
-ROOT = Path(__file__).parents[2]
+from tests.worlds.program import ROOT
 
 
 @pytest.mark.filterwarnings("ignore")  # those of Megatron, which may be imported here first
