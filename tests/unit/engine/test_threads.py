@@ -244,6 +244,7 @@ def _verify() -> list[str]:
 
 
 def test_ranks_that_agree_and_ranks_that_differ() -> None:
+    """The latter are named on every rank."""
     [message], *others = spawn_ranks(_verify, 3, timeout=60)
     assert others == [[message]] * 2
     place = r"slime\.backends\.megatron_utils\.model\.train"

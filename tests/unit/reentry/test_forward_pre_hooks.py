@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import suppress
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -173,14 +174,10 @@ def test_what_a_former_call_installed_makes_room(count: int, is_former: bool) ->
     assert vars(config) == installed | dict.fromkeys(SYNC_FUNCTIONS if is_former else ["no_sync_func"])
 
 
-class NoDataParallelWrapper:
-    def no_sync(self) -> None: ...
-
-
 def test_a_foreign_function_stays() -> None:
-    chunk, alien = MockDDP(), NoDataParallelWrapper()
+    chunk, of_no_wrapper = MockDDP(), MethodType(MockDDP.no_sync, object())
     partial = functools.partial(chunk.no_sync)
-    for function in (abs, partial, chunk.start_grad_sync, [chunk.no_sync, abs], alien.no_sync):
+    for function in (abs, partial, chunk.start_grad_sync, [chunk.no_sync, abs], of_no_wrapper):
         chunk.config.no_sync_func = function
         clear_installed([chunk])
         assert chunk.config.no_sync_func is function
