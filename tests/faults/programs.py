@@ -28,10 +28,8 @@ _RARELY = (*_WRITES, "look", "hook", "function", "no_grad", "inference")
 #: What one tensor-parallel rank may do alone: no rank waits for the others, or for their gradients.
 _ALONE = ("columns", "divide", "clone", *_WRITES, "look", "hook", "function")
 _MASKS = (-torch.inf, -1e5, torch.finfo(torch.float32).min)
-DIVERGENCES = (
-    *("reverse_kl", "forward_kl", "forward_kl", "jensen_shannon"),
-    *("skewed_forward_kl", "skewed_reverse_kl"),
-)
+DIVERGENCES = ("reverse_kl", "forward_kl", "forward_kl", "jensen_shannon")
+DIVERGENCES += ("skewed_forward_kl", "skewed_reverse_kl")
 
 
 def _last(x: Tensor) -> Tensor:
@@ -239,9 +237,8 @@ def drawn(seed: int, tp: int = 1) -> Program:
     def loss() -> Loss:
         kind = draw.choice(["scores", "at", "topk", "divergence"] * 2 + ["sum"] * (tp == 1))
         numbers = which(), draw.randrange(1000), draw.choice([1.0, 0.7, 0.6, 2.0])
-        return Loss(
-            kind, *numbers, draw.choice(DIVERGENCES), draw.choice(["", "", "checkpointed", "reentrant"])
-        )
+        divergence, within = draw.choice(DIVERGENCES), draw.choice(["", "", "checkpointed", "reentrant"])
+        return Loss(kind, *numbers, divergence, within)
 
     made = draw.choice(["deferred"] * 3 + ["ordinary"] * 2)
     gradients = tuple(draw.random() < 0.8 for _ in range(3))

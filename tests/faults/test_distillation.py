@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,9 +67,8 @@ def check_logits_that_are_made_on_the_last_stage() -> None:
         return dict(function(torch.zeros(1, 4, 8), args=args)[1])
 
     rollout: dict[str, Any] = {}
-    with mock.patch.object(
-        microbatch_layout, "groups_of", lambda: microbatch_layout.Groups(0, 1, None, None)
-    ):
+    groups = microbatch_layout.Groups(0, 1, None, None)
+    with mock.patch.object(microbatch_layout, "groups_of", lambda: groups):
         refused_alike("not the product of hidden states", scorer.scores_in(rollout, forward).__enter__)
     assert switched == ["actor", "opd_math", "actor"] and not rollout
 
@@ -83,10 +83,8 @@ def check_teachers_that_disagree() -> None:
     # Without tensor parallelism the number of ids would say which columns of another padding to compare.
     for rows, vocabulary, num_ids in ((5, 8, None), (4, 12, None), (4, 12, 16)):
         teachers = [logits(4, 8), logits(rows, vocabulary)]
-        with (
-            sent_bytes() as sent,
-            pytest.raises(InvalidInputError, match=rf"teacher 1 is \[{rows}, {vocabulary}\]") as raised,
-        ):
+        message = rf"teacher 1 is \[{rows}, {vocabulary}\]"
+        with sent_bytes() as sent, pytest.raises(InvalidInputError, match=message) as raised:
             losses.full_vocabulary_divergence(logits(4, 8), teachers, tp_group=group, vocab_size=num_ids)
         assert not sent
         first, second = everywhere(str(raised.value))
@@ -96,31 +94,22 @@ def check_teachers_that_disagree() -> None:
 def check_what_one_replica_cannot_average() -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
     mine, nothing = [torch.ones(2 + 2 * rank)], [[torch.ones(2)], []]
-    assert losses.mean_count(mine, 1, "token", data_parallel_group=group) == 3
-    refused_alike(
-        "loss_masks have the shapes []",
-        lambda: losses.mean_count(nothing[rank], 1, "token", data_parallel_group=group),
-    )
-    refused_alike(
-        "num_microbatches is 0", lambda: losses.mean_count(mine, 1 - rank, "token", data_parallel_group=group)
-    )
+    count = partial(losses.mean_count, normalization="token", data_parallel_group=group)
+    assert count(mine, 1) == 3
+    refused_alike("loss_masks have the shapes []", lambda: count(nothing[rank], 1))
+    refused_alike("num_microbatches is 0", lambda: count(mine, 1 - rank))
     loss, largest = torch.tensor([4.0 * rank, 2.0]), torch.tensor([1.0 + rank, 1.0])
-    report = {"loss": loss, "ratio_max": largest}
-    assert losses.average_metrics([report], group) == {"loss": 1, "ratio_max": 2}
-    refused_alike(
-        "rank 1 of the group has ['loss'], rank 0 ['loss', 'ratio_max']",
-        lambda: losses.average_metrics([report, {"loss": loss}][rank:][:1], group),
-    )
-    refused_alike(
-        "that of microbatch 1 has ['loss']", lambda: losses.average_metrics([report, {"loss": loss}], group)
-    )
+    reports = [{"loss": loss, "ratio_max": largest}, {"loss": loss}]
+    assert losses.average_metrics(reports[:1], group) == {"loss": 1, "ratio_max": 2}
+    differ = "rank 1 of the group has ['loss'], rank 0 ['loss', 'ratio_max']"
+    refused_alike(differ, lambda: losses.average_metrics(reports[rank:][:1], group))
+    refused_alike("that of microbatch 1 has ['loss']", lambda: losses.average_metrics(reports, group))
 
 
 def check_a_wrong_id_of_one_context_parallel_rank() -> None:
     ones, options = [torch.ones(6)], {"cp_group": dist.group.WORLD}
-    layout = losses.SequenceLayout.build(
-        [8], [6], qkv_format="bshd", max_seq_lens=[8], cp_rank=dist.get_rank(), cp_size=2
-    )
+    cut = {"cp_rank": dist.get_rank(), "cp_size": 2}
+    layout = losses.SequenceLayout.build([8], [6], qkv_format="bshd", max_seq_lens=[8], **cut)
     tokens, of_none, twice = torch.zeros(8, dtype=torch.int64), *torch.arange(3).repeat(2, 6, 1)
     tokens[4] = of_none[2, 1] = 5  # as many ids as there are; their rows are those of the second rank
     twice[2, 1] = twice[2, 0]
@@ -147,9 +136,6 @@ def test_of_one_id_a_filler_of_the_framework_is_no_teacher() -> None:
     """With k = 1 its one probability of one, at id 0, adds up to no more than it should."""
     indices = torch.tensor([[0], [3], [0], [0]])
     log_probs = torch.tensor([[0.0], [0.0], [-0.5], [-1e-7]])
-    batch = {"teacher_topk_indices": [indices], "teacher_topk_log_probs": [log_probs]}
-    _, is_known = distillation_loss._stored_topk(batch, [4], torch.device("cpu"))
+    _, is_known = distillation_loss.with_tail(indices, log_probs)
     assert is_known.tolist() == [False, True, True, True]
-    batch["teacher_topk_tail"] = [torch.full((4,), -torch.inf)]
-    _, is_known = distillation_loss._stored_topk(batch, [4], torch.device("cpu"))
-    assert is_known.all()
+    assert distillation_loss.with_tail(indices, log_probs, torch.full((4,), -torch.inf))[1].all()

@@ -269,9 +269,6 @@ def held(model: Sequence[Any]) -> dict[str, int]:
     owners = [vars(thing) for chunk in model for thing in (*chunk.modules(), *chunk.parameters())]
     hooks = [value for owner in owners for name, value in owner.items() if name.endswith("_hooks")]
     counts["hooks"] = sum(len(value) for value in hooks if value)
-    groups = [group for chunk in model for group in chunk.bucket_groups]
-    counts["grad reduces"] = sum(group.grad_reduce_handle is not None for group in groups)
-    counts["param gathers"] = sum(group.param_gather_handle is not None for group in groups)
     counts["Python threads"] = threading.active_count()
     counts["threads"] = len(os.listdir("/proc/self/task"))
     counts["file descriptors"] = len(os.listdir("/proc/self/fd"))

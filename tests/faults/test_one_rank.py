@@ -39,12 +39,10 @@ def short_lived_groups(folder: Path, name: str) -> Iterator[dist.Store]:
     dist.destroy_process_group()
     store = dist.FileStore(str(folder / name), 2)
     store.set_timeout(_AT_MOST)
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore("default", store), rank=rank, world_size=world, timeout=TIMEOUT
-    )
-    initialize = partial(
-        parallel_state.initialize_model_parallel, distributed_timeout_minutes=TIMEOUT.total_seconds() / 60
-    )
+    of_default = dist.PrefixStore("default", store)
+    dist.init_process_group("gloo", store=of_default, rank=rank, world_size=world, timeout=TIMEOUT)
+    minutes = TIMEOUT.total_seconds() / 60
+    initialize = partial(parallel_state.initialize_model_parallel, distributed_timeout_minutes=minutes)
     with mock.patch.object(parallel_state, "initialize_model_parallel", initialize):
         yield store
 

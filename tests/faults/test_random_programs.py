@@ -27,21 +27,9 @@ from megatron_rl_patches.losses.vocab import output_layer
 from megatron_rl_patches.losses.vocab.autograd import sum_gradient
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
 from tests.device_thread import device_thread
+from tests.faults import programs
 from tests.faults.program_losses import dense, inputs_of, ours
-from tests.faults.programs import (
-    MEMORY,
-    OPERATIONS,
-    OVERWRITTEN,
-    RESHAPING,
-    B,
-    H,
-    Loss,
-    Program,
-    S,
-    Step,
-    drawn,
-    run_step,
-)
+from tests.faults.programs import Loss, Program, Step
 from tests.ranks import everywhere, on_ranks
 from tests.references.losses import Inputs
 from tests.references.sent_bytes import sent_bytes
@@ -107,7 +95,7 @@ class Reference:
         try:
             for rank, of_rank in enumerate(tensors):
                 for step in program.steps:
-                    run_step(step, of_rank, rank)
+                    programs.run_step(step, of_rank, rank)
             for loss in program.losses:
                 logits = torch.cat([chosen_of(loss, of_rank) for of_rank in tensors], -1)
                 self.inputs.append(inputs_of(loss, logits.detach()))
@@ -133,7 +121,7 @@ def leaves_of(program: Program, rank: int) -> Leaves:
     """Return hidden states, and weight and bias of a rank."""
     random = partial(torch.randn, generator=torch.Generator().manual_seed(program.seed), dtype=torch.float64)
     size, dtype = program.width * program.tp, torch.float32 if program.single else torch.float64
-    hidden, weight, bias = random(B, S, H), random(size, H), random(size)
+    hidden, weight, bias = random(programs.B, programs.S, programs.H), random(size, programs.H), random(size)
     if program.masked:
         bias[size // 2 :] = program.masked
     columns = columns_of(program, rank)
@@ -185,7 +173,7 @@ def outcome(program: Program, reference: Reference, rank: int, group: dist.Proce
         leaves = (mine, *leaves[1:])
     tensors = [made(program, leaves, group)]
     for step in program.steps:
-        run_step(step, tensors, rank)
+        programs.run_step(step, tensors, rank)
     pairs = zip(program.losses, reference.inputs, strict=True)
     values = [ours(loss, inputs, chosen_of(loss, tensors), columns, group) for loss, inputs in pairs]
     if program.written_after and rank == program.seed % program.tp:
@@ -197,7 +185,7 @@ def outcome(program: Program, reference: Reference, rank: int, group: dist.Proce
 def write_after(program: Program, tensors: list[Tensor]) -> None:
     # A loss in torch's own reentrant checkpoint reads the logits a second time.
     may_write = all(loss.within != "reentrant" for loss in program.losses)
-    for x, way in zip(tensors, cycle(MEMORY.values()), strict=False):
+    for x, way in zip(tensors, cycle(programs.MEMORY.values()), strict=False):
         if isinstance(x, DeferredLogits):
             memory = way(x.detach())
             memory.fill_(7.0) if may_write else None
@@ -226,33 +214,26 @@ def check(program: Program, group: dist.ProcessGroup | None, may_be_refused: boo
 
 
 def compare(program: Program, measured: Outcome, expected: Outcome) -> None:
-    for mine, formula in zip(
-        (*measured.values, *measured.gradients), (*expected.values, *expected.gradients), strict=True
-    ):
+    found, formulas = ([*one.values, *one.gradients] for one in (measured, expected))
+    for mine, formula in zip(found, formulas, strict=True):
         largest = formula[formula.isfinite()].abs().flatten().tolist()
         bound = (2e-5 if program.single else 1e-10) * max([1.0, *largest])
         torch.testing.assert_close(mine.double(), formula, rtol=0, atol=bound, equal_nan=True)
 
 
-# --- on one rank, and on several
-
-
 def check_all(
     ranks: int, seeds: range, names: Iterable[str], times: int, failed_before: bool = False
 ) -> None:
-    """Check programs of some seeds, and what one rank alone does with its logits, each rank in turn.
-
-    ``failed_before``: also those that failed once with this number of ranks.
-    """
+    """Check programs of some seeds, and what one rank alone does with its logits, each rank in turn."""
     group = dist.new_group(timeout=timedelta(seconds=60)) if ranks > 1 else None
     shortened = [program for program in FAILED_BEFORE if failed_before and program.tp == ranks]
-    for program in [*shortened, *(drawn(seed, ranks) for seed in seeds)]:
+    for program in [*shortened, *(programs.drawn(seed, ranks) for seed in seeds)]:
         check(program, group)
     turns = cycle(product((True, False), (1, 2), ("deferred", "ordinary"), range(ranks)))
     for name in [name for name in names for _ in range(times)]:
         single, divisions, made, odd = next(turns)
         steps = [Step("divided twice", -1, 0)] * divisions + [Step(name, -1, 0, alone=odd)]
-        of_made = {"made": made, "single": single, "gradients": (name not in OVERWRITTEN,) * 3}
+        of_made = {"made": made, "single": single, "gradients": (name not in programs.OVERWRITTEN,) * 3}
         of_made["written_after"] = True
         of_made["losses"] = ALL_LOSSES + OF_FRAMEWORKS * (ranks > 1)
         program = Program(odd, tp=ranks, steps=tuple(steps), **of_made)
@@ -260,7 +241,7 @@ def check_all(
 
 
 def test_on_one_rank() -> None:
-    check_all(1, range(PROGRAMS[1][0]), OPERATIONS, 1, failed_before=True)
+    check_all(1, range(PROGRAMS[1][0]), programs.OPERATIONS, 1, failed_before=True)
 
 
 @on_ranks(2, megatron=False, timeout=180)
@@ -274,7 +255,7 @@ def test_on_two_ranks() -> None:
 @on_ranks(lambda ranks: ranks, megatron=False, timeout=480)
 def test_more(ranks: int, nightly: bool) -> None:
     # One rank alone without a graph has no backward, and the others would wait: with ordinary logits, too.
-    left_out = (*RESHAPING, "past the graph") if ranks > 1 else ()
-    names = [name for name in OPERATIONS if name not in left_out]
+    left_out = (*programs.RESHAPING, "past the graph") if ranks > 1 else ()
+    names = [name for name in programs.OPERATIONS if name not in left_out]
     times = (8 if nightly else 2) // ranks or 1
     check_all(ranks, range(*PROGRAMS[ranks][nightly : nightly + 2]), names, times)
