@@ -115,7 +115,6 @@ def test_adam_in_host_memory(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_collectives_written_for_nccl() -> None:
-    """Calls that only NCCL takes as they are."""
     group = dist.new_group([0, 1], backend="nccl", pg_options=object())
     assert dist.get_backend(group) == "gloo"
     dist.barrier(group, device_ids=[torch.cuda.current_device()])

@@ -173,7 +173,6 @@ def test_elsewhere_the_bits_are_as_before() -> None:
 @pytest.mark.parametrize("expert_tp", [1, pytest.param(2, marks=pytest.mark.nightly)])
 @on_ranks(4, timeout=240)
 def test_more_ranks_and_data_parallelism(expert_tp: int) -> None:
-    """Main parameters may be copies, and may be divided over data-parallel ranks."""
     needs_the_patch()
     with applied("expert-norm", "finite-step"):
         for bf16, distributed in product((True, False), repeat=2):

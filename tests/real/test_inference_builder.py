@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 
 from megatron_rl_patches.common.chunks import unwrap
@@ -45,7 +44,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def random_streams() -> list[Any]:
-    tracked = get_cuda_rng_tracker().get_states()
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     return [
         random.getstate(),
         str(np.random.get_state()),
@@ -56,10 +55,8 @@ def random_streams() -> list[Any]:
 
 def _sharding(chunk: Any) -> dict[str, Any]:
     described = ("key", "dtype", "local_shape", "global_shape", "global_offset", "replica_id")
-    return {
-        name: [str(getattr(entry, attribute, None)) for attribute in described]
-        for name, entry in chunk.sharded_state_dict().items()
-    }
+    entries = chunk.sharded_state_dict().items()
+    return {name: [str(getattr(entry, what, None)) for what in described] for name, entry in entries}
 
 
 def _described(chunk: Any) -> dict[str, Any]:
@@ -77,7 +74,7 @@ def test_is_a_policy_without_what_trains_it(layout: str) -> None:
     config, provider = options.transformer_config(), options.provider
     reference = options.chunks(config)
     described = [_described(chunk) for chunk in reference]
-    model_parallel_cuda_manual_seed(options.seed)  # again, so that the same weights are drawn
+    tensor_parallel.model_parallel_cuda_manual_seed(options.seed)  # again, so that the same weights are drawn
     streams = random_streams()
     initialized = build_inference_model(provider, config, dtype=dtype, perform_initialization=True)
     for ours, theirs in zip(initialized, reference, strict=True):
@@ -125,12 +122,6 @@ def test_is_a_policy_without_what_trains_it(layout: str) -> None:
     assert all(bool(score.isfinite().all()) for score in scores)
 
 
-def _peak_bytes() -> int:
-    # Not getrusage(), which counts the process that this one was forked from.
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line]
-    return int(line.split()[1]) * 1024
-
-
 @on_ranks(1, megatron=False)
 def test_on_the_meta_device_without_cuda() -> None:
     """Not in ``cpu_backend``: as somebody calls it who counts the parameters of a model on a laptop."""
@@ -144,7 +135,9 @@ def test_on_the_meta_device_without_cuda() -> None:
     [chunk] = build_inference_model(provider, config, device="meta")
     size = sum(p.numel() * p.element_size() for p in chunk.parameters())
     assert size > 8e9
-    assert _peak_bytes() < size / 8
+    # Not getrusage(), which counts the process that this one was forked from.
+    [peak] = [line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line]
+    assert int(peak.split()[1]) * 1024 < size / 8
     assert {(p.device.type, p.dtype) for p in chunk.parameters()} == {("meta", torch.bfloat16)}
     config.hidden_size, config.ffn_hidden_size, config.num_layers = 64, 64, 1
     config.moe_token_dispatcher_type = "alltoall"
@@ -167,8 +160,6 @@ def test_on_the_meta_device_without_cuda() -> None:
     assert {p.device.type for p in (*small.parameters(), *initialized.parameters())} == {"cpu"}
     assert not any(bool(p.isnan().any()) for p in initialized.parameters())
 
-
-# --- What is refused, and unusual providers.
 
 OPTIONS = TinyModel()
 INITIALIZE = "pass perform_initialization=True, with which parameters are constructed on the device"
@@ -228,9 +219,8 @@ def test_models_that_train() -> None:
     own = OPTIONS.transformer_config()
     bare = provider(config=own)
     not_new = "the model provider .*weight, which it has not just created: build and return a new model$"
-    shared = partial(
-        _misused, provider, lambda model, _: setattr(model.output_layer, "weight", bare.output_layer.weight)
-    )
+    weight = bare.output_layer.weight
+    shared = partial(_misused, provider, lambda model, _: setattr(model.output_layer, "weight", weight))
     for on_device in (False, True):
         refused(not_new, lambda **_: bare, config, perform_initialization=on_device)
         refused(not_new, shared, config, perform_initialization=on_device)

@@ -22,16 +22,7 @@ from megatron_rl_patches.errors import CheckpointError, InferenceOnlyError, Inva
 from megatron_rl_patches.inference import TeacherPool, build_inference_model, load_inference_checkpoint
 from megatron_rl_patches.testing import TinyModel, tiny_model
 from tests.ranks import by_speed, everywhere, on_ranks
-from tests.worlds.model import (
-    World,
-    critic,
-    equal,
-    on_rank_0,
-    save,
-    scores_of,
-    scoring,
-    whole_weights,
-)
+from tests.worlds.model import World, critic, equal, on_rank_0, save, scores_of, scoring, whole_weights
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[1, 2])
 
@@ -162,7 +153,6 @@ def test_what_is_broken_says_so_on_every_rank_and_leaves_the_weights(tmp_path: P
 @pytest.mark.slow
 @on_ranks(1)
 def test_layers_of_multi_token_prediction_are_loaded_on_demand(tmp_path: Path) -> None:
-    """A policy is scored without them; on other layouts, see ``test_models.py``."""
     messages: list[str] = []
     logger = logging.getLogger("megatron_rl_patches")
     handler = mock.Mock(level=logging.INFO, handle=lambda record: messages.append(record.getMessage()))
@@ -175,9 +165,8 @@ def test_layers_of_multi_token_prediction_are_loaded_on_demand(tmp_path: Path) -
     assert unwrap(chunk).config.mtp_num_layers == 1 and unwrap(chunk).mtp_process
     policy.save(tmp_path)
     for with_mtp in (False, True):
-        teacher: Any = build_inference_model(
-            tiny.provider, tiny.transformer_config(), dtype="fp32", with_mtp=with_mtp
-        )
+        config = tiny.transformer_config()
+        teacher: Any = build_inference_model(tiny.provider, config, dtype="fp32", with_mtp=with_mtp)
         assert any(name.startswith("mtp.") for name in teacher[0].state_dict()) is with_mtp
         assert load_inference_checkpoint(teacher, tmp_path) == 3
         assert all(map(torch.equal, scores_of(teacher), expected))

@@ -17,16 +17,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
+from megatron_rl_patches import inference
 from megatron_rl_patches.errors import CheckpointError, InferenceOnlyError, InvalidInputError
-from megatron_rl_patches.inference import (
-    TeacherPool,
-    build_inference_model,
-    estimate_memory,
-    forward_hidden_states,
-    forward_log_probs,
-    memory_report,
-    output_head,
-)
 from megatron_rl_patches.inference.memory.estimate import OptimizerSettings
 from megatron_rl_patches.inference.models.model import freeze
 from megatron_rl_patches.testing import TinyModel
@@ -46,7 +38,6 @@ def _bits(model: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
 
 @on_ranks(2, timeout=180)
 def test_pooled_teachers_score_as_they_do_alone(tmp_path: Path) -> None:
-    """On other layouts, see ``test_models.py``."""
     options = TinyModel(pp=2, vpp=2, bf16=True, seed=7)
     options.initialize()
     alone = tiny_gpt.inference_model(options)
@@ -57,7 +48,7 @@ def test_pooled_teachers_score_as_they_do_alone(tmp_path: Path) -> None:
     save(alone, tmp_path)
 
     bytes_without = reachable_bytes()
-    pool: Any = TeacherPool(tiny_gpt.inference_model(options))
+    pool: Any = inference.TeacherPool(tiny_gpt.inference_model(options))
     model_bytes = reachable_bytes() - bytes_without
     assert model_bytes == sum(parameter.nbytes for chunk in pool.model for parameter in chunk.parameters())
     fill_at_random(pool.model)  # through .data, as loaders of Hugging Face weights do it
@@ -71,14 +62,14 @@ def test_pooled_teachers_score_as_they_do_alone(tmp_path: Path) -> None:
     before = reachable_bytes()
     heads = {name: pool.head(name) for name in TEACHERS}
     assert reachable_bytes() - before == pool.head_bytes
-    [estimated] = estimate_memory(pool.model, teachers=len(pool), teacher_heads=True).stages
-    reported = memory_report(pool=pool)
+    [estimated] = inference.estimate_memory(pool.model, teachers=len(pool), teacher_heads=True).stages
+    reported = inference.memory_report(pool=pool)
     accounts = pool.host_bytes, pool.head_bytes
     assert (estimated.with_teachers.host, estimated.with_teachers.teacher_heads) == accounts
     assert (reported.teacher_weights, reported.teacher_heads) == accounts
     for name, head in heads.items():
         with pool.use(name) as model:
-            own = output_head(model)
+            own = inference.output_head(model)
         assert (own is None) == (head is None)  # only the last stage has one
         assert own is None or torch.equal(own.weight, head.weight)
     pool.remove("b")
@@ -99,15 +90,15 @@ def test_a_teacher_that_is_deleted_frees_its_memory_at_once(kind: str) -> None:
         model = tiny_gpt.inference_model(options)
         fill_at_random(model)
         freed = [weakref.ref(parameter) for parameter in model[0].parameters()]
-        pool = TeacherPool(model)
+        pool = inference.TeacherPool(model)
         pool.add("math")
         with pool.use("math"):
-            scores = forward_log_probs(model, [batch], progress=False)
-            hidden = forward_hidden_states(model, [batch], progress=False)
+            scores = inference.forward_log_probs(model, [batch], progress=False)
+            hidden = inference.forward_hidden_states(model, [batch], progress=False)
         head = pool.head("math")
         freed += map(weakref.ref, (pool, head.weight, hidden[0], scores.log_probs[0]))
         with pytest.raises(InvalidInputError, match="do not fit"):
-            forward_log_probs(model, [{**batch, "lengths": [9]}], progress=False)
+            inference.forward_log_probs(model, [{**batch, "lengths": [9]}], progress=False)
         assert model[0].requires_grad_(False) is model[0]
         del model, pool, scores, hidden, head
         assert [tensor() for tensor in freed if tensor() is not None] == []
@@ -187,9 +178,9 @@ def test_a_rank_has_as_many_parameters_as_estimated() -> None:
         sizes["vpp"] = config.virtual_pipeline_model_parallel_size
         TinyModel(**sizes, expert_tp=config.expert_tensor_parallel_size).initialize()
         provide = partial(memory_cases.provide, Case(name, {"vocab_size": 1024}))
-        chunks = build_inference_model(provide, config, device="meta")
+        chunks = inference.build_inference_model(provide, config, device="meta")
         count = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
-        estimate = estimate_memory(config, vocab_size=1024) if dist.get_rank() == 0 else None
+        estimate = inference.estimate_memory(config, vocab_size=1024) if dist.get_rank() == 0 else None
         stage = everywhere(estimate)[0].stages[parallel_state.get_pipeline_model_parallel_rank()]
         assert stage.dense_parameters + stage.expert_parameters == count, name
 
@@ -199,6 +190,6 @@ def test_a_checkpoint_of_another_dtype_is_no_teacher(tmp_path: Path) -> None:
     options = TinyModel()
     options.initialize()
     save(tiny_gpt.inference_model(options), tmp_path)
-    pool = TeacherPool(tiny_gpt.inference_model(TinyModel(bf16=True)))
+    pool = inference.TeacherPool(tiny_gpt.inference_model(TinyModel(bf16=True)))
     with pytest.raises(CheckpointError, match="of another dtype"):
         pool.add("math", tmp_path)

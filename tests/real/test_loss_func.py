@@ -18,14 +18,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron.core.utils import get_model_config
 from torch.nn.functional import pad
 
-from megatron_rl_patches.losses import (
-    PolicyBatch,
-    PolicyOptions,
-    SequenceLayout,
-    average_metrics,
-    make_loss_func,
-    mean_count,
-)
+from megatron_rl_patches import losses
 from tests.ranks import by_speed, everywhere, on_ranks
 from tests.references import tiny_gpt
 from tests.unit.losses.objectives.test_policy import LIMIT, transcribed
@@ -48,7 +41,7 @@ GSPO: dict[str, Any] = {"objective": "gspo", "clip_low": 0.05, "clip_high": 0.05
 
 @dataclass(frozen=True)
 class Case:
-    options: PolicyOptions
+    options: losses.PolicyOptions
     calculate_per_token_loss: bool
     packed: bool = False
     allgather_cp: bool = False
@@ -57,14 +50,14 @@ class Case:
 
 
 CASES = {
-    "GRPO": Case(PolicyOptions(normalization="sequence", kl_coef=0.2, tis_clip=1.1), True),
-    "DAPO, entropy bonus": Case(PolicyOptions(clip_high=0.3, entropy_coef=0.1), True, recompute=True),
-    "DAPO, averaged by Megatron": Case(PolicyOptions(dual_clip=1.1), False, inplace_backward=True),
+    "GRPO": Case(losses.PolicyOptions(normalization="sequence", kl_coef=0.2, tis_clip=1.1), True),
+    "DAPO, entropy bonus": Case(losses.PolicyOptions(clip_high=0.3, entropy_coef=0.1), True, recompute=True),
+    "DAPO, averaged by Megatron": Case(losses.PolicyOptions(dual_clip=1.1), False, inplace_backward=True),
     "GSPO, averaged by Megatron": Case(
-        PolicyOptions(**GSPO, entropy_coef=0.1), False, recompute=True, inplace_backward=True
+        losses.PolicyOptions(**GSPO, entropy_coef=0.1), False, recompute=True, inplace_backward=True
     ),
     "CISPO, constant length": Case(
-        PolicyOptions(objective="cispo", normalization="constant", constant_length=LIMIT), True
+        losses.PolicyOptions(objective="cispo", normalization="constant", constant_length=LIMIT), True
     ),
 }
 # On every layout. Packed where one rank has all of a row: tiny_gpt's attention knows no borders of samples.
@@ -77,7 +70,7 @@ class Microbatch(NamedTuple):
     rows_bs: torch.Tensor  # the same, as the model reads them
     position_ids_bs: torch.Tensor
     response_lengths: list[int]
-    batch: PolicyBatch
+    batch: losses.PolicyBatch
 
     @property
     def lengths(self) -> list[int]:
@@ -103,7 +96,8 @@ def microbatch(number: int, packed: bool) -> Microbatch:
     if number == 2:
         masks[1][:] = False
     old = like_responses(-3.5, 0.3)
-    batch = PolicyBatch(like_responses(0.0, 1.0), masks, old, *(like_responses(-3.5, 0.3) for _ in "ab"))
+    advantages, others = like_responses(0.0, 1.0), [like_responses(-3.5, 0.3) for _ in "ab"]
+    batch = losses.PolicyBatch(advantages, masks, old, *others)
     if packed:  # one row, the padding at its end
         padding = (0, tiny_gpt.SEQUENCE - sum(lengths))
         rows_bs = pad(torch.cat(tokens), padding)[None]
@@ -112,18 +106,16 @@ def microbatch(number: int, packed: bool) -> Microbatch:
 
 
 def loss_func_of(data: Microbatch, case: Case, normalizer: float | None) -> Any:
-    cp_rank, cp_size = (
-        parallel_state.get_context_parallel_rank(),
-        parallel_state.get_context_parallel_world_size(),
-    )
+    cp_rank = parallel_state.get_context_parallel_rank()
+    cp_size = parallel_state.get_context_parallel_world_size()
     rows, columns = data.rows_bs.shape
     shape: dict[str, Any] = {"qkv_format": "bshd", "max_seq_lens": [columns] * rows}
     if case.packed:
         shape = {"qkv_format": "thd", "num_rows": columns // (cp_size if case.allgather_cp else 1)}
     sizes = {"cp_rank": cp_rank, "cp_size": cp_size, "allgather_cp": case.allgather_cp}
-    return make_loss_func(
+    return losses.make_loss_func(
         data.tokens,
-        SequenceLayout.build(data.lengths, data.response_lengths, **sizes, **shape),
+        losses.SequenceLayout.build(data.lengths, data.response_lengths, **sizes, **shape),
         data.batch,
         case.options,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
@@ -144,7 +136,8 @@ def train_step(case: Case, model: list[Any]) -> tuple[list[dict[str, torch.Tenso
     if not case.calculate_per_token_loss:
         masks = [mask for data in step for mask in data.batch.loss_masks]
         group = parallel_state.get_data_parallel_group()
-        normalizer = mean_count(masks, MICROBATCHES, case.options.normalization, data_parallel_group=group)
+        kind = case.options.normalization
+        normalizer = losses.mean_count(masks, MICROBATCHES, kind, data_parallel_group=group)
     columns = tiny_gpt.positions()
 
     def forward_step(data_iterator: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Any, Any]:
@@ -168,12 +161,10 @@ def weights_and_gradients(model: list[Any]) -> dict[str, tuple[torch.Tensor, tor
     return {name: tensors for stage in stages for name, tensors in stage.items()}
 
 
-def dense_gradients(
-    case: Case, gpt: torch.nn.Module, microbatches: int
-) -> tuple[float, dict[str, torch.Tensor]]:
+def dense_gradients(case: Case, gpt: torch.nn.Module, count: int) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss of all samples of the step as one batch, and the gradients of a model without any splitting."""
     log_probs, entropies, batches = [], [], []
-    for number in range(microbatches):
+    for number in range(count):
         data = microbatch(number, case.packed)
         output = gpt(data.rows_bs, data.position_ids_bs, causal_mask())
         logits_bsv = gather_from_tensor_model_parallel_region(output) / TEMPERATURE
@@ -184,7 +175,7 @@ def dense_gradients(
             log_probs.append(log_softmax.gather(1, tokens[prompt:, None]).squeeze(1))
             entropies.append(-(log_softmax.exp() * log_softmax).sum(dim=-1))
         batches.append(vars(data.batch))
-    batch = PolicyBatch(**{name: [x for b in batches for x in b[name]] for name in batches[0]})
+    batch = losses.PolicyBatch(**{name: [x for b in batches for x in b[name]] for name in batches[0]})
     loss = transcribed(log_probs, entropies, batch, case.options)
     names, parameters = zip(*gpt.named_parameters(), strict=True)
     return loss.item(), dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
@@ -204,7 +195,8 @@ def _compare(sizes: dict[str, Any], name: str, case: Case) -> None:
     flags |= {**NO_OVERLAP, "use_distributed_optimizer": False}
     world = World(**sizes, **flags)
     reports, replicas = train_step(case, world.model)
-    averages = average_metrics(reports, parallel_state.get_data_parallel_group(with_context_parallel=True))
+    replicas_and_pieces = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    averages = losses.average_metrics(reports, replicas_and_pieces)
     trained = weights_and_gradients(world.model)
 
     gpt = World(tp=world.options.tp, **flags).model[0].module

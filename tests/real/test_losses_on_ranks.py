@@ -1,13 +1,9 @@
-"""Losses on real ranks (gloo) without a model: logits split over tensor-parallel ranks, samples over others.
-
-First values, gradients, bytes sent and refusals of logits in parts. Random programs, in tests/faults, have
-other losses, context parallelism, and the same bits on all ranks.
-"""
+"""Losses on real ranks, without a model: logits split over tensor-parallel ranks, samples over others."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -24,27 +20,15 @@ from tests.ranks import everywhere, on_ranks
 from tests.references.dense import IGNORE, random_indices
 from tests.references.losses import FULL_DIVERGENCES, FUNCTIONS, Inputs, largest, measure
 from tests.references.sent_bytes import sent_bytes
+from tests.unit.losses import test_table as table
 from tests.unit.losses.sequences.cp_reference import CORNERS, Case
-from tests.unit.losses.test_table import (
-    EXTREMES,
-    FLOAT32,
-    STRANGE,
-    STRANGE_USES,
-    TABLE,
-    T,
-    check,
-    check_extreme,
-    check_strange,
-    random_logits,
-    random_targets,
-)
 from tests.unit.losses.vocab.pairwise import pairwise
 
 V, K = 1004, 8
 #: All but products, whose gradients random programs sum over ranks.
 OF_RANKS = {
-    **TABLE,
-    "source": [name for name in TABLE["source"] if "product" not in name],
+    **table.TABLE,
+    "source": [name for name in table.TABLE["source"] if "product" not in name],
     # Padding may fill a part of a rank's columns, all of them, or those of several ranks.
     "vocab_size": [None, 985, V // 2, 77],
 }
@@ -59,8 +43,8 @@ def test_ranks(tp_size: int) -> None:
     with sent_bytes() as calls:
         alone, _ = dist.new_subgroups(1)
         for name in FUNCTIONS:
-            case = {**{option: values[0] for option, values in TABLE.items()}, "function": name}
-            check(case, V, columns=slice(None), group=alone)
+            case = {**{option: values[0] for option, values in table.TABLE.items()}, "function": name}
+            table.check(case, V, columns=slice(None), group=alone)
     assert calls == [], "of a group of one rank"
 
 
@@ -70,29 +54,24 @@ def mine(group: dist.ProcessGroup, columns: int = V) -> slice:
 
 
 def check_table(group: dist.ProcessGroup, width: int = V, **some: Sequence[Any]) -> None:
-    """One all-gather forward, none backward, in every mode; a divergence may need one more.
-
-    The gradient of hidden states is summed over ranks in backward.
-    """
+    """One all-gather forward, or two for a divergence; in backward the sum for hidden states alone."""
     for case in pairwise({**OF_RANKS, **some}):
         with sent_bytes() as calls:
-            found = check(case, width, columns=mine(group, width), group=group)
+            found = table.check(case, width, columns=mine(group, width), group=group)
         gathers, reduces = [name for name, _ in calls], []
         if "frozen" in case["source"] and case["function"] != "top-k":
             reduces = [gathers.pop()]
         assert reduces in ([], ["all_reduce"]), (case, calls)
-        assert gathers == ["all_gather_into_tensor"] * (
-            len(gathers) if case["function"] in FULL_DIVERGENCES else 1
-        ), (case, calls)
-        assert 1 <= len(gathers) <= 2, (case, calls)
+        assert set(gathers) == {"all_gather_into_tensor"}, (case, calls)
+        assert len(gathers) <= (2 if case["function"] in FULL_DIVERGENCES else 1), (case, calls)
         first, *others = everywhere([x.detach().numpy().tobytes() for x in found.results], group)
         assert all(other == first for other in others), (case, "ranks have other bits")
 
 
 def check_extremes(group: dist.ProcessGroup) -> None:
     """On some ranks no column may count at all, or only ones with probability zero."""
-    for logits in EXTREMES.values():
-        check_extreme(logits[:, :1000], False, columns=mine(group, 1000), group=group)
+    for logits in table.EXTREMES.values():
+        table.check_extreme(logits[:, :1000], False, columns=mine(group, 1000), group=group)
     everything = torch.arange(12 // group.size() * group.size())
     leaf = torch.zeros(1, len(everything) // group.size(), requires_grad=True)
     _, tail = losses.vocab_parallel_log_probs_at(leaf, everything[None], tp_group=group, with_tail=True)
@@ -104,57 +83,55 @@ def check_extremes(group: dist.ProcessGroup) -> None:
         targets = torch.tensor([0, 1, columns - 1, IGNORE]).clamp(max=columns - 1)
         inputs, of_rank = Inputs(targets, targets[:, None]), {"columns": mine(group, columns), "group": group}
         found = measure("entropy", torch.zeros(4, columns), inputs, **of_rank)
-        assert max(found.value, found.gradient) <= FLOAT32
+        assert max(found.value, found.gradient) <= table.FLOAT32
 
 
 def check_strange_logits(group: dist.ProcessGroup) -> None:
     """What is NaN or infinite on one rank spoils its row on all of them, and no other row."""
-    of_ranks = {**STRANGE, "source": ["existing", "deferred, frozen"]}
+    of_ranks = {**table.STRANGE, "source": ["existing", "deferred, frozen"]}
     of_ranks |= {"width": [2 * group.size(), 32, 256]}  # a transpose of one column materializes
-    for case, (name, (k, kept)) in product(pairwise(of_ranks), STRANGE_USES):
-        check_strange(name, case, k, kept, columns=mine(group, case["width"]), group=group)
+    for case, (name, (k, kept)) in product(pairwise(of_ranks), table.STRANGE_USES):
+        table.check_strange(name, case, k, kept, columns=mine(group, case["width"]), group=group)
 
 
 def check_refusals(group: dist.ProcessGroup) -> None:
     """Bad arguments are rejected on each rank, before any of them waits for the others."""
-    logits, targets = random_logits(columns=V)[:, mine(group)], random_targets(columns=V)
-    keep_mask = torch.ones(T, len(logits[0]) - 4, dtype=torch.bool)
+    logits, targets = table.random_logits(columns=V)[:, mine(group)], table.random_targets(columns=V)
+    keep_mask = torch.ones(table.T, len(logits[0]) - 4, dtype=torch.bool)
     others = dist.new_group([group.size() - 1])
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"targets": targets + V}, f"ids below {V}"),
         ({"keep_mask": keep_mask}, "expected torch.bool"),
         *[({"tp_group": others}, "not in tp_group")] * (group.rank() == 0),
     ]
+    hidden, weight = torch.zeros(4, 8), torch.zeros(9, 7)
     with sent_bytes() as calls:
         for changes, message in wrong:
             arguments = {"logits": logits, "targets": targets, "tp_group": group, **changes}
             with pytest.raises(InvalidInputError, match=message):
                 losses.vocab_parallel_log_probs(**arguments)
         with pytest.raises(InvalidInputError, match=r"weight \[9, 7\]"):  # before the sequence is gathered
-            losses.deferred_logits(
-                torch.zeros(4, 8), torch.zeros(9, 7), tp_group=group, sequence_parallel=True
-            )
+            losses.deferred_logits(hidden, weight, tp_group=group, sequence_parallel=True)
     assert calls == []
 
 
 def check_refused_on_one_rank(group: dist.ProcessGroup) -> None:
     """Each rank judges its own logits by ``inplace_backward``: where one cannot overwrite them, all raise."""
-    whole = random_logits(2 * T, V)[:, mine(group)].contiguous().requires_grad_()
-    indices = random_targets(columns=V)[:, None]
+    whole = table.random_logits(2 * table.T, V)[:, mine(group)].contiguous().requires_grad_()
+    indices = table.random_targets(columns=V)[:, None]
     for refusing, message in (({0}, "a part of something larger"), ({group.size() - 1}, "leaf")):
         for rows in (None, slice(0, 0)):
-            logits = whole[:T] * 1
+            logits = whole[: table.T] * 1
             if group.rank() in refusing:
-                logits = (whole * 1)[:T] if "part" in message else logits.detach().requires_grad_()
-            targets = random_targets(columns=V)[slice(None) if rows is None else rows]
+                logits = (whole * 1)[: table.T] if "part" in message else logits.detach().requires_grad_()
+            targets = table.random_targets(columns=V)[slice(None) if rows is None else rows]
             expected = rf"{message}.*of ranks {min(refusing)} of tp_group"
+            overwriting: dict[str, Any] = {"tp_group": group, "inplace_backward": True}
             with sent_bytes() as calls:
                 with pytest.raises(InvalidInputError, match=expected):
-                    losses.vocab_parallel_log_probs(
-                        logits, targets, tp_group=group, rows=rows, inplace_backward=True
-                    )
+                    losses.vocab_parallel_log_probs(logits, targets, rows=rows, **overwriting)
                 with pytest.raises(InvalidInputError, match=expected):
-                    losses.vocab_parallel_log_probs_at(logits, indices, tp_group=group, inplace_backward=True)
+                    losses.vocab_parallel_log_probs_at(logits, indices, **overwriting)
             assert [name for name, _ in calls] == ["all_gather_into_tensor"] * 2
 
 
@@ -181,10 +158,7 @@ def check_bytes(group: dist.ProcessGroup) -> None:
         found = losses.vocab_parallel_topk(logits, 16, tp_group=group)
         log_probs, tail = losses.vocab_parallel_log_probs_at(leaf, indices, tp_group=group, with_tail=True)
         (log_probs.sum(-1) + tail)[found.tail_log_prob < 0].nan_to_num(neginf=0.0).sum().backward()
-    assert sent == [
-        ("all_gather_into_tensor", 64 * (16 * 16 + 16)),
-        ("all_gather_into_tensor", 64 * (8 * 16 + 16)),
-    ]
+    assert sent == [("all_gather_into_tensor", 64 * (size * 16 + 16)) for size in (16, 8)]
 
 
 def check_padding(group: dist.ProcessGroup) -> None:
@@ -206,28 +180,18 @@ def check_padding(group: dist.ProcessGroup) -> None:
         assert (value - (log_p.exp() * (log_p - log_q)).sum(1)).abs().max() < 1e-12
 
 
-CHECKS: tuple[Callable[[dist.ProcessGroup], None], ...] = (
-    check_table,
-    check_extremes,
-    check_strange_logits,
-    check_refusals,
-    check_refused_on_one_rank,
-    check_selection,
-    check_bytes,
-    check_padding,
-)
+CHECKS = [check_table, check_extremes, check_strange_logits, check_refusals, check_refused_on_one_rank]
+CHECKS += [check_selection, check_bytes, check_padding]
 
 
 # --- One rank differs from the others. Which collectives run follows from what every rank knows, not from
-# whether this rank holds a storage that can be overwritten. More that one rank does is in
-# test_random_programs.py.
+# whether this rank holds a storage that can be overwritten.
 
 
 @on_ranks(2, megatron=False, timeout=60)
 def test_one_rank_cannot_overwrite_its_logits() -> None:
-    """As verl's losses, which overwrite the logits where they can."""
     rank = dist.get_rank()
-    whole, tokens = random_logits(columns=40).requires_grad_(), random_targets(columns=40)
+    whole, tokens = table.random_logits(columns=40).requires_grad_(), table.random_targets(columns=40)
     expected, entropies = losses.vocab_parallel_log_probs_and_entropy(whole, tokens)
     (expected + entropies).sum().backward()
     leaf = whole.detach().chunk(2, dim=1)[rank].contiguous().requires_grad_()
@@ -304,7 +268,6 @@ def _check_wrong_groups(cp2: dist.ProcessGroup, cp4: dist.ProcessGroup) -> None:
 
 @on_ranks(4, megatron=False)
 def test_gathering_on_real_ranks() -> None:
-    """As one CP group of 4, and as two of 2."""
     assert any(0 in layout.local_lengths for case in _cases(4) for layout in case.layouts())
     assert any(not sum(layout.local_lengths) for case in _cases(4) for layout in case.layouts())
     cp4 = dist.group.WORLD

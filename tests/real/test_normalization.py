@@ -11,19 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 
+from megatron_rl_patches import losses
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.losses import (
-    DistillationBatch,
-    DistillationOptions,
-    PolicyBatch,
-    PolicyOptions,
-    SequenceLayout,
-    TopKDistribution,
-    make_distillation_loss_func,
-    make_loss_func,
-    mean_count,
-)
 from megatron_rl_patches.testing import SPLITS, Microbatch, NormalizationReport, Split, check_normalization
 from megatron_rl_patches.testing import normalization as module
 
@@ -79,7 +70,7 @@ def of_package(options: Any, microbatch: Microbatch, logits: torch.Tensor, divis
 
     samples = microbatch.samples
     columns = {name: [sample[name] for sample in samples] for name in samples[0]}
-    layout = SequenceLayout.build(
+    layout = losses.SequenceLayout.build(
         list(map(len, columns["tokens"])),
         list(map(len, columns["loss_mask"])),
         cp_rank=parallel_state.get_context_parallel_rank(),
@@ -88,36 +79,31 @@ def of_package(options: Any, microbatch: Microbatch, logits: torch.Tensor, divis
     if not microbatch.calculate_per_token_loss and divisor is None:
         masks = [sample["loss_mask"] for sample in microbatch.batch]
         microbatches = microbatch.num_microbatches * microbatch.split.dp
-        divisor = mean_count(masks, microbatches, options.normalization)
+        divisor = losses.mean_count(masks, microbatches, options.normalization)
     cp_group = parallel_state.get_context_parallel_group() if microbatch.split.cp > 1 else None
     groups = {"cp_group": cp_group, "normalizer": divisor}
-    if isinstance(options, DistillationOptions):
+    if isinstance(options, losses.DistillationOptions):
         names = ("teacher_ids", "teacher_log_probs", "teacher_tail")
-        teacher = [TopKDistribution(*(sample[name] for name in names)) for sample in samples]
-        batch = DistillationBatch([teacher], columns["loss_mask"])
-        return make_distillation_loss_func(layout, batch, options, **groups)(logits)
-    policy = PolicyBatch(columns["advantages"], columns["loss_mask"], columns["old_log_probs"])
-    return make_loss_func(columns["tokens"], layout, policy, options, **groups)(logits)
+        teacher = [losses.TopKDistribution(*(sample[name] for name in names)) for sample in samples]
+        batch = losses.DistillationBatch([teacher], columns["loss_mask"])
+        return losses.make_distillation_loss_func(layout, batch, options, **groups)(logits)
+    policy = losses.PolicyBatch(columns["advantages"], columns["loss_mask"], columns["old_log_probs"])
+    return losses.make_loss_func(columns["tokens"], layout, policy, options, **groups)(logits)
 
 
 def counted_on_each_cp_rank(microbatch: Microbatch, logits: torch.Tensor) -> Any:
     """Wrong: each rank has the loss of whole samples, and should count their tokens once."""
-    loss, tokens, metrics = of_package(PolicyOptions(), microbatch, logits)
+    loss, tokens, metrics = of_package(losses.PolicyOptions(), microbatch, logits)
     return loss, tokens * microbatch.split.cp, metrics
 
 
 def mean_over(part: str, microbatch: Microbatch, logits: torch.Tensor) -> Any:
-    """Wrong: the mean over a part of the batch, which Megatron averages over microbatches.
-
-    Args:
-        part: "microbatch", or "samples", the mean of the means of its samples.
-    """
+    """Wrong: the mean over a microbatch, or over the means of its samples; Megatron averages either."""
     if part == "samples":
-        return of_package(
-            PolicyOptions(normalization="sequence"), microbatch, logits, len(microbatch.samples)
-        )
+        options = losses.PolicyOptions(normalization="sequence")
+        return of_package(options, microbatch, logits, len(microbatch.samples))
     tokens = sum(int(sample["loss_mask"].sum()) for sample in microbatch.samples)
-    return of_package(PolicyOptions(), microbatch, logits, max(tokens, 1))
+    return of_package(losses.PolicyOptions(), microbatch, logits, max(tokens, 1))
 
 
 def of_nothing(microbatch: Microbatch, logits: torch.Tensor) -> Any:
@@ -133,7 +119,7 @@ ONE_RANK = {name: SPLITS[name] for name in ("2 microbatches", "uneven microbatch
     [
         pytest.param(*case, marks=pytest.mark.slow if index in (0, 7) else pytest.mark.nightly)
         for index, case in enumerate(
-            product((PolicyOptions, DistillationOptions), ("token", "sequence"), (True, False))
+            product((losses.PolicyOptions, losses.DistillationOptions), ("token", "sequence"), (True, False))
         )
     ],
 )
@@ -189,9 +175,7 @@ def test_cuts() -> None:
         ({"splits": {"more": Split(microbatches=9, even=False)}}, "a multiple of 9, or as many at least"),
     ],
 )
-def test_bad_input_starts_no_rank(
-    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_starts_no_rank(changes: dict[str, Any], message: str, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(module, "spawn_ranks", lambda *args: pytest.fail("a rank has started"))
     with pytest.raises(InvalidInputError, match=message):
         check_normalization(of_nothing, **{"batch": global_batch(), **changes})
