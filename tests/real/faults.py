@@ -59,10 +59,7 @@ def interrupt(stage: str) -> None:
 
 @contextmanager
 def _striking_within(chunk: torch.nn.Module, kind: str, strike: Strike) -> Iterator[None]:
-    """Strike within a pass: half way back, or in the first expert of the last layer.
-
-    Half way back, later layers have their gradients and some bucket groups have dispatched, but not all.
-    """
+    """Strike half way back, where some bucket groups have dispatched, or in an expert of the last layer."""
     if kind == "backward":
         layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
 

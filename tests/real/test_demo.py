@@ -30,7 +30,6 @@ def run(capture: pytest.CaptureFixture[str], code: int = 0, **options: int) -> t
 
 @on_ranks(1)
 def test_the_program_runs() -> None:
-    """Sampling, scores and two calls of ``train()``, in the smallest size."""
     with applied(settings=Settings(train_functions=(launch._TRAIN_FUNCTION,))):
         from megatron_rl_patches.demo import program
 
@@ -61,9 +60,8 @@ def test_the_reward_rises_over_repeated_calls_of_train(capfd: pytest.CaptureFixt
     assert total == pytest.approx(3 * reference, rel=0.01)
 
     assert "14 rollouts, one train() call each" in out.splitlines()[-1]
-    assert re.search(
-        r"^megatron_rl_patches \S+ in megatron, megatron_rl_patches: .*reentrant-train, ", err, re.M
-    )
+    in_place = r"^megatron_rl_patches \S+ in megatron, megatron_rl_patches: .*reentrant-train, "
+    assert re.search(in_place, err, re.MULTILINE)
     assert "Warning" not in err
 
 

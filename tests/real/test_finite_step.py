@@ -39,11 +39,7 @@ def built(**options: Any) -> World:
 
 
 def run(options: dict[str, Any], bad_rank: int | None, leave_out: bool = False) -> list[torch.Tensor]:
-    """Return the state after training, with a NaN as the loss of one microbatch, or the bad step left out.
-
-    Args:
-        bad_rank: which has the NaN, and a loss.
-    """
+    """Return the state after training, with a NaN as a loss of ``bad_rank``, or the bad step left out."""
     world = built(**options)
     train_step, loss_of, steps, losses = tiny_gpt.train_step, tiny_gpt._loss, count(), count()
 

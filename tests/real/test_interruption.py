@@ -1,7 +1,4 @@
-"""A ``train()`` that raised, at every stage of a step, can be called again, on every layout.
-
-What else can go wrong in a run is in ``tests/faults``; what is restored, in ``tests/unit/reentry``.
-"""
+"""A ``train()`` that raised, at every stage of a step, can be called again, on every layout."""
 
 from __future__ import annotations
 
@@ -42,14 +39,12 @@ OF_A_PIPELINE = [
     ("backward 1", "before step"),
     *((stage, stage) for stage in STAGES if "step" in stage or stage == "before forward"),
 ]
-#: Also within the forward pass of a mixture of experts.
-OF_EXPERTS = [*SAME, ("expert 1", "expert 1")]
 # Sizes and stages, and which of the parameters both ranks have.
 LAYOUTS: dict[str, tuple[dict[str, Any], list[tuple[str, str]], str | None]] = {
     "DP 2": ({}, SAME, "params"),
     "TP 2": ({"tp": 2}, SAME, "replicated"),
     "PP 2": ({"pp": 2}, OF_A_PIPELINE, None),
-    "EP 2": ({"kind": "moe", "ep": 2}, OF_EXPERTS, "replicated"),
+    "EP 2": ({"kind": "moe", "ep": 2}, [*SAME, ("expert 1", "expert 1")], "replicated"),
 }
 
 
@@ -85,10 +80,7 @@ def run(
         pytest.param("DP 2", "both", None, marks=pytest.mark.slow),
         pytest.param("DP 2", "grad reduce", None, marks=pytest.mark.nightly),
         # Without data parallelism there is nothing to overlap with.
-        *(
-            pytest.param(layout, "both", None, marks=pytest.mark.nightly)
-            for layout in ("TP 2", "PP 2", "EP 2")
-        ),
+        *(pytest.param(name, "both", None, marks=pytest.mark.nightly) for name in ("TP 2", "PP 2", "EP 2")),
     ],
 )
 @on_ranks(2, timeout=240)
@@ -118,10 +110,8 @@ def test_one_rank_alone_may_retry_while_no_collective_is_under_way(overlap: str)
     options = TinyModel(**OVERLAPS[overlap])
     with applied("reentrant-train", settings=SETTINGS):
         undisturbed = run(options, "", (1, 0))
-        for stage, step in (
-            ("before forward", 0),
-            *product(("before forward", "forward 1", "after step"), [1]),
-        ):
+        in_second_step = product(("before forward", "forward 1", "after step"), [1])
+        for stage, step in (("before forward", 0), *in_second_step):
             assert run(options, stage if dist.get_rank() else "", (1, step))[-1] == undisturbed[-1], stage
 
 

@@ -40,7 +40,6 @@ def check_rollouts(options: TinyModel, rollouts: int = ROLLOUTS) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks(lambda ranks: ranks)
 def test_rollouts_equal_one_uninterrupted_run(ranks: int) -> None:
-    """On other layouts, see ``test_models.py``."""
     check_rollouts(TinyModel())
 
 

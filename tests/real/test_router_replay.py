@@ -89,11 +89,7 @@ def train(world: World, loop: Any = None) -> torch.Tensor:
 
 
 def gradients(of: TinyModel, scores: bool) -> tuple[torch.Tensor, set[int]]:
-    """Return the gradients of a new model, and how much its routers have queued after it.
-
-    Args:
-        scores: whether it is scored first, with routes of its own.
-    """
+    """Return the gradients of a new model, scored before or not, and how much its routers have queued."""
     world = World(of)
     if scores:
         with replaying(world.model):

@@ -280,9 +280,8 @@ def test_dropout_is_the_same_in_recomputations() -> None:
         return extension.te_checkpoint(lambda y: block(y, None), False, tracker, group, x)
 
     def run(has_their_tracker: bool, options: dict[str, Any], call: Callable[..., Any]) -> list[Any]:
-        tensor_parallel.model_parallel_cuda_manual_seed(
-            3, te_rng_tracker=has_their_tracker, force_reset_rng=True
-        )
+        seeded = {"te_rng_tracker": has_their_tracker, "force_reset_rng": True}
+        tensor_parallel.model_parallel_cuda_manual_seed(3, **seeded)
         block = build("dense", TE, "TP 2", initializes=False, **options).decoder
         x = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(5), requires_grad=True)
         y = call(block, x)
