@@ -7,11 +7,15 @@ rounded to bfloat16, by Megatron's fused cross entropy; the patched one is not.
 
 from __future__ import annotations
 
+import importlib
+import itertools
+import runpy
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_rl_patches import applied
 from tests.frameworks import test_finite_loss as finite
@@ -64,6 +68,46 @@ def test_scores_and_policy_loss(framework: str, ranks: int, layout: dict[str, An
             # miles#2596 raises where a rank has no response token of a sample: an empty list becomes floats.
             options |= {"totals": (17,), "responses": (15,)}
         assert check_scores(framework, masked=True, **options) < BFLOAT16
+
+
+@pytest.mark.parametrize("framework", ["slime", "miles"])
+@on_ranks(1, timeout=300)
+def test_importance_weights(framework: str, paths: list[str]) -> None:
+    """Those of the framework's own functions, and of the example that its documentation names."""
+    _initialize(framework, paths, {})
+    from tests.frameworks.loss_jobs import LOSSES, Arguments, Sampled
+
+    sampled, bounds = Sampled(), {"tis_clip": 1.2, "tis_clip_low": 0.9}
+    log_probs = {"train_log_probs": sampled.old, "rollout_log_probs": sampled.rollout}
+    own = "miles.backends.training_utils.loss_hub.corrections" if framework == "miles" else LOSSES[framework]
+    module, counts_n = importlib.import_module(own), torch.cat(sampled.masks)
+    for name, level in (("vanilla_tis_function", None), ("icepop_function", "token")):
+        weights_n, metrics = sampled.weights(**bounds, tis_mask_level=level)
+        arguments = {**log_probs, "loss_masks": sampled.masks, "pg_loss": counts_n}
+        expected_n, masks, of_framework = getattr(module, name)(Arguments(**bounds), **arguments)
+        torch.testing.assert_close(weights_n, expected_n)
+        assert masks is sampled.masks  # what is masked stays in the count
+        for ours, theirs in (("tis_weight", "tis"), ("tis_clip_fraction", "tis_clipfrac")):
+            mean = (of_framework[theirs] * counts_n).sum() / counts_n.sum()
+            assert metrics[ours] == pytest.approx(mean.item())
+
+    [file] = Path(paths[0], "examples").rglob("mis.py")
+    example = runpy.run_path(str(file))["compute_mis_weights"]
+    limits = {"tis_lower_bound": 0.9, "tis_upper_bound": 1.2}
+    cases = list(itertools.product(("token", "sequence", "geometric"), ("truncate", "clip", "mask")))
+    for level, mode in [*cases, ("token", "geometric")]:
+        arguments = Arguments(use_tis=True, tis_level=level, tis_mode=mode, **limits)
+        options = {**bounds, "tis_level": level, "tis_mask_level": level if mode == "mask" else None}
+        if mode == "truncate":
+            options["tis_clip_low"] = 0.0
+        if mode == "geometric":  # weights of tokens, and rejection of responses
+            options["tis_mask_level"] = mode
+            limits = {"tis_upper_bound": 1e9, "rs_lower_bound": 0.9, "rs_upper_bound": 1.2}
+            rejection = {"use_rs": True, "rs_level": mode}
+            arguments = Arguments(use_tis=True, tis_level=level, tis_mode="truncate", **limits, **rejection)
+        weights, masks, _ = example(arguments, loss_masks=sampled.masks, **log_probs)
+        expected_n = torch.cat([weight * mask for weight, mask in zip(weights, masks, strict=True)])
+        torch.testing.assert_close(sampled.weights(**options)[0], expected_n)
 
 
 # --- finite-loss

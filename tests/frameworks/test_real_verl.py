@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -130,6 +131,30 @@ def test_vocab_parallel_losses(verl: list[str], ranks: int) -> None:
         foreign = functions.vocab_parallel_log_probs_from_logits.__wrapped__
         with mock.patch.object(engine, "vocab_parallel_log_probs_from_logits", foreign):
             assert job.processed(entropy=True)["returned"] == unpatched["returned"]
+
+
+@on_ranks(1, timeout=300)
+def test_importance_weights(verl: list[str]) -> None:
+    """Truncated and masked, and a rejection of responses by the geometric mean, with weights by token."""
+    prepare(verl)
+    helper = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
+    assert helper.__file__ is not None and helper.__file__.startswith(verl[0])
+    from tests.frameworks.loss_jobs import Sampled
+
+    sampled = Sampled()
+    old, rollout, mask = sampled.padded()
+    # A threshold of two bounds is IcePop (verl#5722).
+    for level, threshold in itertools.product(("token", "sequence"), (1.2, "0.9_1.2")):
+        bounds = {"tis_clip_low": 0.9, "tis_mask_level": level} if isinstance(threshold, str) else {}
+        weights, metrics = sampled.weights(tis_clip=1.2, tis_level=level, **bounds)
+        expected, of_verl = helper.compute_rollout_correction_weights(old - rollout, mask, level, threshold)
+        assert 0 < metrics["tis_clip_fraction"] < 1
+        torch.testing.assert_close(weights, sampled.tokens_of(expected))
+        assert metrics["tis_weight_used"] == pytest.approx(of_verl["rollout_is_mean"])
+    reject = helper.compute_rollout_rejection_mask
+    accepted, _ = reject(old - rollout, mask, "seq_mean_k1", f"{1 / 1.2}_{1 / 0.9}")
+    weights, _ = sampled.weights(tis_clip=1.2, tis_clip_low=0.9, tis_mask_level="geometric")
+    torch.testing.assert_close(weights, sampled.tokens_of((old - rollout).exp() * accepted))
 
 
 @on_ranks(1, timeout=300)

@@ -23,6 +23,7 @@ from megatron_rl_patches.losses import (
     average_metrics,
     estimate_kl,
     group_advantages,
+    group_log_probs,
     mean_count,
     policy_loss,
     token_weights,
@@ -41,6 +42,16 @@ RECIPES = {
     "PPO, k2": PolicyOptions(kl_coef=0.3, kl_estimator="k2"),
     "PPO, TIS": PolicyOptions(tis_clip=1.1),
     "decoupled PPO": PolicyOptions(tis_clip=math.inf),
+    "TIS, two-sided": PolicyOptions(tis_clip=1.1, tis_clip_low=0.9),
+    "TIS, sequence": PolicyOptions(tis_clip=1.3, tis_level="sequence"),
+    "TIS, geometric": PolicyOptions(tis_clip=1.1, tis_clip_low=0.9, tis_level="geometric", dual_clip=1.2),
+    "GEPO": PolicyOptions(tis_clip=1.1, tis_level="group", normalization="sequence"),
+    "IcePop": PolicyOptions(tis_clip=1.2, tis_clip_low=0.8, tis_mask_level="token"),
+    "masked sequences": PolicyOptions(tis_clip=1.2, tis_level="sequence", tis_mask_level="sequence"),
+    "seq-mask-tis": PolicyOptions("cispo", tis_clip=1.1, tis_clip_low=0.9, tis_mask_level="geometric"),
+    "masked by group": PolicyOptions(
+        tis_clip=1.1, tis_clip_low=0.9, tis_level="geometric", tis_mask_level="group", **CONSTANT
+    ),
     "GRPO": PolicyOptions(normalization="sequence", kl_coef=0.04),
     "Dr. GRPO": PolicyOptions(**CONSTANT),
     "DAPO": PolicyOptions(clip_high=0.28),
@@ -51,6 +62,8 @@ RECIPES = {
         entropy_coef=0.2,
         kl_coef=0.5,
         tis_clip=1.2,
+        tis_clip_low=0.9,
+        tis_mask_level="token",
     ),
 }
 
@@ -69,17 +82,33 @@ def make(
     masks = [torch.rand(n, generator=generator) < 0.8 for n in lengths]
     if masked is not None:
         masks[masked][:] = False
-    batch = PolicyBatch(
-        advantages=random(1.0),
-        loss_masks=masks,
-        old_log_probs=random(0.3, log_probs),
-        ref_log_probs=random(0.3, log_probs),
-        rollout_log_probs=random(0.3, log_probs),
-    )
+    advantages, (old, ref, rollout) = random(1.0), (random(0.3, log_probs) for _ in range(3))
+    of_groups = group_log_probs(rollout, masks, torch.arange(len(lengths)) % 2)
+    batch = PolicyBatch(advantages, masks, old, ref, rollout, list(of_groups))
     entropies = [value.abs() for value in random(1.0)]
     for value in [*log_probs, *entropies]:
         value.requires_grad_()
     return log_probs, entropies, batch
+
+
+def importance_ratio(batch: PolicyBatch, level: str, i: int, t: int) -> float:
+    """That of token t of response i; groups are the even and the odd responses."""
+    tokens = [[s for s in range(len(mask)) if mask[s]] for mask in batch.loss_masks]
+    old, rollout = (
+        [values.exp() for values in one] for one in (batch.old_log_probs, batch.rollout_log_probs)
+    )
+    if level == "token":
+        return float(old[i][t] / rollout[i][t])
+    if level == "sequence":
+        return math.prod(float(old[i][s] / rollout[i][s]) for s in tokens[i])
+
+    def mean(values: list[torch.Tensor], j: int) -> float:
+        return math.prod(float(values[j][s]) for s in tokens[j]) ** (1 / len(tokens[j]))
+
+    if level == "geometric":
+        return mean(old, i) / mean(rollout, i)
+    q = [mean(rollout, j) for j in range(i % 2, len(tokens), 2) if tokens[j]]
+    return mean(old, i) / (sum(x**2 for x in q) / sum(q))  # 2508.17850, section 3.1
 
 
 def transcribed(
@@ -107,8 +136,16 @@ def transcribed(
             if options.dual_clip is not None and advantage < 0:  # 1912.09729
                 objective = max(objective, options.dual_clip * advantage)
             if options.tis_clip is not None:
-                assert batch.rollout_log_probs is not None
-                objective = objective * min(math.exp(old - batch.rollout_log_probs[i][t]), options.tis_clip)
+                weight = importance_ratio(batch, options.tis_level, i, t)
+                if options.tis_mask_level is None:
+                    weight = min(max(weight, options.tis_clip_low), options.tis_clip)
+                elif not (
+                    options.tis_clip_low
+                    <= importance_ratio(batch, options.tis_mask_level, i, t)
+                    <= options.tis_clip
+                ):
+                    weight = 0.0
+                objective = objective * weight
             loss = -objective - options.entropy_coef * entropies[i][t]
             if options.kl_coef:
                 assert batch.ref_log_probs is not None
@@ -226,7 +263,9 @@ def test_metrics_are_those_of_the_whole_batch() -> None:
         torch.cat(values)[mask].detach()
         for values in (log_probs, batch.old_log_probs, batch.rollout_log_probs)
     )
-    advantages, ratio = torch.cat(batch.advantages)[mask], (new - old).exp()
+    advantages, ratio, tis = torch.cat(batch.advantages)[mask], (new - old).exp(), (old - rollout).exp()
+    is_within = (tis >= 0.9) & (tis <= 1.2)
+    assert 0 < is_within.sum() < len(tis)
     outside = ((ratio > 1.1) & (advantages > 0)) | ((ratio < 0.9) & (advantages < 0))
     expected = {
         "loss": expected_loss,
@@ -236,8 +275,9 @@ def test_metrics_are_those_of_the_whole_batch() -> None:
         "entropy": torch.cat(entropies)[mask].mean().item(),
         "ratio": ratio.mean().item(),
         "ratio_max": ratio.max().item(),
-        "tis_weight": (old - rollout).exp().mean().item(),
-        "tis_clip_fraction": ((old - rollout).exp() > 1.2).double().mean().item(),
+        "tis_weight": tis.mean().item(),
+        "tis_weight_used": (tis * is_within).mean().item(),
+        "tis_clip_fraction": 1 - is_within.double().mean().item(),
     }
     assert {name: averages[name] for name in expected} == pytest.approx(expected)
     assert averages["loss"] == pytest.approx(
@@ -288,7 +328,9 @@ def test_nothing_to_learn_is_a_zero_that_is_part_of_the_graph(recipe: str, lengt
 def test_extreme_ratios_leave_finite_gradients(recipe: str, log_ratio: float) -> None:
     log_probs = [torch.tensor([-2.0, -1.0], requires_grad=True)]
     far = [log_probs[0].detach() - log_ratio]
-    batch = PolicyBatch([torch.tensor([1.0, -1.0])], [torch.ones(2)], far, far, [log_probs[0].detach()])
+    batch = PolicyBatch(
+        *([torch.tensor([1.0, -1.0])], [torch.ones(2)], far, far, [log_probs[0].detach()], [torch.ones(())])
+    )
     loss, _, _ = policy_loss(log_probs, batch, replace(RECIPES[recipe], tis_clip=2.0), [torch.ones(2)])
     loss.backward()
     assert log_probs[0].grad.isfinite().all()
