@@ -63,11 +63,6 @@ def near_old(log_probs_n: Tensor, old_n: Tensor) -> Tensor:
     return torch.where(log_probs_n - old_n > MAX_LOG_RATIO, bounded_n, log_probs_n)
 
 
-def bounded_log_ratio(log_ratio_n: Tensor) -> Tensor:
-    """Return log-ratios that can be exponentiated; bounded ones have no gradient."""
-    return torch.where(log_ratio_n > MAX_LOG_RATIO, BOUND, log_ratio_n)
-
-
 def bounded_kl_arguments(
     log_probs_n: Tensor, base_n: Tensor, importance_ratio_n: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -39,21 +39,21 @@ class PolicyOptions:
         clip_high: ``clip(r)`` is at most ``1 + clip_high``.
         dual_clip: for ``A < 0``, bound the loss by ``-dual_clip A`` (1912.09729); greater than 1.
         entropy_coef: weight of the entropy bonus.
-        kl_coef: weight of the KL divergence from the reference policy, as ``kl_estimator`` estimates it; see
-            :func:`estimate_kl`.
+        kl_coef: weight of the KL divergence from the reference policy.
+        kl_estimator: how it is estimated, see :func:`estimate_kl`.
         normalization: what the loss is an average over; ``"constant"`` divides by ``constant_length``; see
             :func:`token_weights`.
         tis_clip: truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings
             you off-policy RL training"): weight each token by ``min(p_old / p_rollout, tis_clip)``. ``inf``
             makes it decoupled PPO (2110.00641) with ``p_old`` as the proximal policy.
         tis_clip_low: the least weight, as slime's ``--tis-clip-low``.
-        tis_level: what the weight is a ratio of: ``"token"``; for all tokens of a response the product of
-            their ratios, ``"sequence"`` (verl, TRL), or the geometric mean, ``"geometric"`` (NeMo-RL#2269);
-            or ``"group"``: ``p_old`` over the :func:`group_log_probs` of the prompt (GEPO, 2508.17850).
-        tis_mask_level: the level of the ratio that must be from ``tis_clip_low`` to ``tis_clip``. Outside of
-            these bounds the weight is 0, within them it is not truncated. ``"token"`` is IcePop (Ring-1T,
-            2510.18855), ``"geometric"`` NeMo-RL's seq-mask-tis (#1899). Masked tokens stay in the count, and
-            have KL penalty and entropy bonus, as with slime's and verl's IcePop. ``None``: truncate.
+        tis_level: ``"token"``: each token has its own ratio. ``"sequence"``: all tokens of a response have
+            the product of their ratios (verl, TRL). ``"geometric"``: their geometric mean (NeMo-RL#2269).
+            ``"group"``: that mean of ``p_old``, over :func:`group_log_probs` (GEPO, 2508.17850).
+        tis_mask_level: tokens whose ratio of this level is below ``tis_clip_low`` or above ``tis_clip`` have
+            the weight 0, and others their ratio: ``"token"`` is IcePop (Ring-1T, 2510.18855), ``"geometric"``
+            seq-mask-tis (NeMo-RL#1899). As there, such tokens stay in the count, with KL penalty and entropy
+            bonus. ``None``: weights are truncated.
     """
 
     objective: Objective = "ppo"
@@ -88,16 +88,15 @@ class PolicyOptions:
             f"clip_low must be in [0, 1], not {self.clip_low}": 0 <= self.clip_low <= 1,
             f"clip_high must be at least 0, not {self.clip_high}": self.clip_high >= 0,
             f"dual_clip must be greater than 1, not {dual}": dual is None or dual > 1,
-            "dual_clip bounds a surrogate of 'ppo': leave it None": dual is None or objective != "cispo",
+            "dual_clip bounds no loss of 'cispo': leave it None": dual is None or objective != "cispo",
             f"entropy_coef must be finite, not {self.entropy_coef}": math.isfinite(self.entropy_coef),
             f"kl_coef must be finite and at least 0, not {self.kl_coef}": 0 <= self.kl_coef < math.inf,
             f"tis_clip must be greater than 0, not {tis}": tis is None or tis > 0,
             "tis_clip_low, tis_level and tis_mask_level need tis_clip, which is None": fits,
             f"tis_clip_low must be from 0 to tis_clip, not {low}": 0 <= low <= (tis or 0.0),
         }
-        for requirement, holds in conditions.items():
-            if not holds:
-                raise InvalidInputError(requirement)
+        for requirement in (text for text, holds in conditions.items() if not holds):
+            raise InvalidInputError(requirement)
         reduction.check_normalization(self.normalization, self.constant_length)
 
 
@@ -116,8 +115,7 @@ class PolicyBatch:
         old_log_probs: those of the trainer's policy before this step's updates; ``None`` in the first one.
         ref_log_probs: those of the reference policy; ``kl_coef`` needs them.
         rollout_log_probs: those that the rollout engine reported; ``tis_clip`` needs them.
-        group_log_probs: a scalar tensor for each response, from :func:`group_log_probs`; the level
-            ``"group"`` needs them, and no ``rollout_log_probs``.
+        group_log_probs: scalar tensors, from :func:`group_log_probs`; the level ``"group"`` needs them.
     """
 
     advantages: Sequence[Tensor]
@@ -170,8 +168,7 @@ def policy_loss(
         log_probs: log-probs under the policy in training, float32 or float64 ``[response_length]`` each.
         batch: advantages, masks and other log-probs of the same responses.
         options: which loss to compute.
-        entropies: in nats, ``[response_length]`` each. ``entropy_coef`` needs them; without it they are only
-            reported.
+        entropies: in nats, ``[response_length]`` each; without ``entropy_coef`` they are only reported.
 
     Returns:
         ``(loss, num_tokens, metrics)``, as Megatron's schedules take it. ``loss`` is a scalar with gradient,
@@ -179,9 +176,8 @@ def policy_loss(
         ``metrics`` are detached ``[sum, count]`` pairs for :func:`average_metrics` and recent Megatron-LM:
         ``loss``, ``pg_loss`` and ``kl_loss`` in the normalization of the loss; averages over tokens of
         ``entropy``, ``clip_fraction``, ``dual_clip_fraction``, ``approx_kl`` (k3 of KL(old, new)), ``ratio``,
-        ``tis_weight`` (before truncation or mask), ``tis_weight_used`` (after it) and ``tis_clip_fraction``
-        (what is truncated or masked); and the maximum ``ratio_max``. Those of terms that the options leave
-        out are absent.
+        ``tis_weight`` and ``tis_weight_used``, before and after truncation or mask, and ``tis_clip_fraction``
+        of them; and the maximum ``ratio_max``. Those of terms that the options leave out are absent.
 
     Raises:
         InvalidInputError: shapes or dtype do not fit, or the options need something that is missing.
@@ -195,9 +191,8 @@ def policy_loss(
         raise InvalidInputError(f"entropy_coef is {options.entropy_coef}: entropies are needed, and missing")
     if (dtype := log_probs[0].dtype) not in (torch.float32, torch.float64):
         raise InvalidInputError(f"log_probs are {dtype}; pass float32 or float64, in which they are computed")
-    others = {"loss_masks": batch.loss_masks, "advantages": batch.advantages, "entropies": entropies}
-    firsts = {name: one[0] for name, one in others.items() if one is not None}
-    check_one_device(log_probs=log_probs[0], **firsts)
+    others = {"loss_masks": batch.loss_masks[0], "advantages": batch.advantages[0]}
+    check_one_device(entropies=(entropies or log_probs)[0], log_probs=log_probs[0], **others)
     entropies_n = None if entropies is None else torch.cat(entropies)
     return loss_of_tokens(torch.cat(log_probs), batch, options, entropies_n)
 
@@ -206,9 +201,8 @@ def loss_of_tokens(
     log_probs_n: Tensor, batch: PolicyBatch, options: PolicyOptions, entropies_n: Tensor | None
 ) -> LossAndCount:
     """Return what :func:`policy_loss` does, without checks, from the tokens of all responses in a row."""
-    weights_n, count = reduction.weights_and_count(
-        batch.loss_masks, options.normalization, options.constant_length, log_probs_n.dtype
-    )
+    how = options.normalization, options.constant_length, log_probs_n.dtype
+    weights_n, count = reduction.weights_and_count(batch.loss_masks, *how)
     mask_n, lengths = weights_n > 0, batch.response_lengths
 
     def masked(values_n: Tensor) -> Tensor:
@@ -216,30 +210,27 @@ def loss_of_tokens(
         return torch.where(mask_n, values_n, 0.0)
 
     def constant(values: Sequence[Tensor]) -> Tensor:
-        tensors = [value.expand(n) for value, n in zip(values, lengths, strict=True)]
-        return masked(torch.cat(tensors)).detach()
+        return masked(torch.cat([x.expand(n) for x, n in zip(values, lengths, strict=True)])).detach()
 
     log_probs_n = masked(log_probs_n)
     old_n = log_probs_n.detach() if batch.old_log_probs is None else constant(batch.old_log_probs)
-    advantages_n = constant(batch.advantages)
     log_ratio_n = log_probs_n - old_n
     per_token = {"approx_kl": estimate_kl(-log_ratio_n.detach(), "k3")}
     if options.objective == "gspo":
         # The mean of the response as value, and the token's own gradient.
-        mean_n = _of_responses(log_ratio_n.detach(), mask_n, lengths)
+        mean_n = reduction.by_response(log_ratio_n.detach(), mask_n, lengths)
         log_ratio_n = mean_n + (log_ratio_n - log_ratio_n.detach())
     # An infinite ratio would turn gradients of zero into NaN.
     ratio_n = per_token["ratio"] = clamped(log_ratio_n, -BOUND, BOUND).exp()
 
     def importance_ratio(level: str) -> Tensor:
-        sampled = batch.group_log_probs if level == "group" else batch.rollout_log_probs
-        assert sampled is not None, "check_fit refuses that"
-        log_ratio_n = old_n - constant(sampled)
+        sampled = "group_log_probs" if level == "group" else "rollout_log_probs"
+        log_ratio_n = old_n - constant(getattr(batch, sampled))
         if level != "token":
-            log_ratio_n = _of_responses(log_ratio_n, mask_n, lengths, mean=level != "sequence")
+            log_ratio_n = reduction.by_response(log_ratio_n, mask_n, lengths, mean=level != "sequence")
         return log_ratio_n.clamp(max=BOUND).exp()
 
-    loss_n, clipped = _clipped_loss(ratio_n, log_probs_n, advantages_n, options)
+    loss_n, clipped = _clipped_loss(ratio_n, log_probs_n, constant(batch.advantages), options)
     per_token |= clipped
     if options.tis_clip is not None:
         per_token |= _importance_weights(importance_ratio, options)
@@ -247,8 +238,7 @@ def loss_of_tokens(
     in_loss = {"pg_loss": loss_n}
     if options.kl_coef and batch.ref_log_probs is not None:
         kl_n = estimate_kl(log_probs_n - constant(batch.ref_log_probs), options.kl_estimator)
-        loss_n = loss_n + options.kl_coef * kl_n
-        in_loss["kl_loss"] = kl_n
+        in_loss["kl_loss"], loss_n = kl_n, loss_n + options.kl_coef * kl_n
     if entropies_n is not None:
         per_token["entropy"] = masked(entropies_n)
         if options.entropy_coef:
@@ -269,9 +259,8 @@ def _clipped_loss(
         return -clipped_ratio * advantages * log_probs, {"clip_fraction": clipped_ratio != ratio}
     unclipped, clipped = -ratio * advantages, -clipped_ratio * advantages
     # where() and not maximum(): at the bound, where the two are equal, the gradient is that of the ratio.
-    is_clipped = clipped > unclipped
-    loss = torch.where(is_clipped, clipped, unclipped)
-    fractions = {"clip_fraction": is_clipped}
+    fractions = {"clip_fraction": clipped > unclipped}
+    loss = torch.where(fractions["clip_fraction"], clipped, unclipped)
     if options.dual_clip is not None:
         bound = -options.dual_clip * advantages
         is_bounded = fractions["dual_clip_fraction"] = (advantages < 0) & (loss > bound)
@@ -281,20 +270,12 @@ def _clipped_loss(
 
 def _importance_weights(ratio: Callable[[str], Tensor], options: PolicyOptions) -> dict[str, Tensor]:
     """Return the weights ``[n]`` before and after the bounds, and what is outside, from ratios by level."""
-    low, high, mask_level = options.tis_clip_low, options.tis_clip, options.tis_mask_level
-    ratio_n = bounded_n = ratio(options.tis_level)
-    if mask_level not in (None, options.tis_level):
-        bounded_n = ratio(mask_level)
+    low, high, mask_level = options.tis_clip_low, options.tis_clip or math.inf, options.tis_mask_level
+    ratio_n = ratio(options.tis_level)
+    bounded_n = ratio_n if mask_level in (None, options.tis_level) else ratio(mask_level)
     outside_n = (bounded_n < low) | (bounded_n > high)
     used_n = ratio_n.clamp(low, high) if mask_level is None else ratio_n.masked_fill(outside_n, 0.0)
     return {"tis_weight": ratio_n, "tis_weight_used": used_n, "tis_clip_fraction": outside_n}
-
-
-def _of_responses(values_n: Tensor, mask_n: Tensor, lengths: list[int], mean: bool = True) -> Tensor:
-    """Return for each token the mean or the sum of its response's values, which are zero where masked."""
-    pairs = zip(torch.split(values_n, lengths), torch.split(mask_n, lengths), strict=True)
-    totals = ((part.sum() / (mask.sum().clamp(min=1) if mean else 1), len(part)) for part, mask in pairs)
-    return torch.cat([total.expand(length) for total, length in totals])
 
 
 def group_advantages(
@@ -343,10 +324,9 @@ def group_log_probs(
     values = reduction.check_responses("rollout_log_probs", rollout_log_probs, lengths)
     check_one_device(rollout_log_probs=values[0], loss_masks=masks[0])
     counted = [value.detach().double()[mask != 0] for value, mask in zip(values, masks, strict=True)]
-    means = [part.mean() if len(part) else part.new_tensor(-math.inf) for part in counted]
-    expected = torch.stack(means)
-    for members, q in _each_group("rollout_log_probs", expected.clone(), groups):
-        expected[members] = (2 * q).logsumexp(0) - q.logsumexp(0)
+    expected = torch.stack([part.mean() if len(part) else part.new_tensor(-math.inf) for part in counted])
+    for members, log_q in _each_group("rollout_log_probs", expected.clone(), groups):
+        expected[members] = (2 * log_q).logsumexp(0) - log_q.logsumexp(0)
     return expected.to(torch.promote_types(values[0].dtype, torch.float32))
 
 
