@@ -69,7 +69,7 @@ def common() -> Names:
         "model_provider": OPTIONS.provider,
         "config": OPTIONS.transformer_config(),
         "microbatches": [
-            {"tokens": tokens[None], "lengths": [len(tokens)], "response_lengths": [response]}
+            {"tokens": tokens[None], "total_lengths": [len(tokens)], "response_lengths": [response]}
             for tokens, response in zip(samples(), RESPONSES, strict=True)
         ],
         "logits": logits_of(8),
@@ -131,6 +131,8 @@ def after_losses(names: Names) -> None:
 
     logits, loss_func = names["forward_step"](iter([names["_batch"]]), packed_model)
     check_loss(loss_func(logits))
+    shares = {name: round(names["shares"][name], 3) for name in ("tis_weight_used", "tis_clip_fraction")}
+    assert int(names["num_tokens"]) == 5 and shares == {"tis_weight_used": 0.865, "tis_clip_fraction": 0.2}
 
 
 def after_activation(names: Names) -> None:

@@ -213,7 +213,11 @@ def _answer(model: Any, prompts_bp: torch.Tensor, generator: torch.Generator | N
 
 def _microbatch(tokens_bs: torch.Tensor, length: int = LENGTH, response_length: int = DIGITS) -> Batch:
     count = len(tokens_bs)
-    return {"tokens": tokens_bs, "lengths": [length] * count, "response_lengths": [response_length] * count}
+    return {
+        "tokens": tokens_bs,
+        "total_lengths": [length] * count,
+        "response_lengths": [response_length] * count,
+    }
 
 
 def _topk(model: Any, tokens_bs: torch.Tensor, k: int | None = None, at: Any = None) -> Any:

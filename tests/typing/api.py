@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def own_models(provider: Callable[..., torch.nn.Module], config: Any, path: Path
 
 
 def scores(model: Model) -> tuple[list[Tensor], list[Tensor] | None] | None:
-    microbatches = [{"tokens": torch.zeros(2, 4, dtype=torch.int64), "lengths": [4, 3]}]
+    microbatches = [{"tokens": torch.zeros(2, 4, dtype=torch.int64), "total_lengths": [4, 3]}]
     topk: list[TopK] | None = inference.forward_topk(model, microbatches, 64, progress=False)
     inference.forward_topk(model, microbatches, at=topk)
     hidden: list[Tensor] | None = inference.forward_hidden_states(model, microbatches, output_device="cpu")
@@ -145,6 +146,9 @@ def policy(
     options = losses.PolicyOptions(
         objective="gspo", clip_high=0.28, normalization="sequence", kl_estimator="k3"
     )
+    group: Tensor = losses.group_log_probs(MASKS, MASKS, torch.zeros(2))
+    replace(options, tis_clip=5.0, tis_clip_low=0.5, tis_level="group", tis_mask_level="geometric")
+    replace(batch, rollout_log_probs=MASKS, group_log_probs=list(group))
     normalizer: float = losses.mean_count(MASKS, 4, "token")
     loss_func = losses.make_loss_func(tokens, layout, batch, options, recompute=True, normalizer=normalizer)
     weights, number = losses.token_weights(MASKS, "constant", constant_length=8)
