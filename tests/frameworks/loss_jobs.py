@@ -19,7 +19,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_rl_patches.losses import PolicyBatch, PolicyOptions, average_metrics, policy_loss
+from megatron_rl_patches.losses import PolicyBatch, PolicyOptions, policy_loss
 from tests.references.dense import dense_log_probs_and_entropy
 
 _HOMES = {framework: f"{framework}.backends.megatron_utils" for framework in ("slime", "vime")}
@@ -337,34 +337,17 @@ def distance(got: Tensor, want: Tensor, at_least: float = 1e-30) -> float:
     return ((got.double() - want.double()).abs().max() / largest).item()
 
 
-# --- importance sampling
+# --- importance sampling: four responses, one of them masked, and the functions of the frameworks
 
-_MASKS = [torch.tensor(mask) for mask in ([1, 1, 0, 1, 1, 1, 1], [1, 1, 1, 1], [0, 0], [1, 1, 1])]
+CORRECTIONS = {"slime": LOSSES["slime"], "miles": f"{_HOMES['miles']}.loss_hub.corrections"}
+_GENERATOR = torch.Generator().manual_seed(6)
+MASKS = [torch.tensor(mask).float() for mask in ([1, 1, 0, 1, 1, 1, 1], [1] * 4, [0] * 2, [1] * 3)]
+SAMPLED = [torch.randn(len(mask), generator=_GENERATOR) - 5 for mask in MASKS]
+TRAINED = [values + 0.3 * torch.randn(len(values), generator=_GENERATOR) for values in SAMPLED]
 
 
-class Sampled:
-    """Log-probs of four responses, the third of them masked, under the rollout engine and the trainer."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(6)
-        self.masks = [mask.float() for mask in _MASKS]
-        noise = [torch.randn(2, len(mask), generator=generator) for mask in _MASKS]
-        self.rollout = [-1 - x[0].abs() for x in noise]
-        self.old = [sampled + 0.3 * x[1] for sampled, x in zip(self.rollout, noise, strict=True)]
-
-    def padded(self) -> list[Tensor]:
-        """Return trainer's and engine's log-probs, and the masks, ``[responses, length]``."""
-        pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-        return [pad(self.old), pad(self.rollout), pad(self.masks)]
-
-    def tokens_of(self, padded: Tensor) -> Tensor:
-        """Return the values of the tokens ``[n]``, without padding."""
-        return torch.cat([values[: len(mask)] for values, mask in zip(padded, self.masks, strict=True)])
-
-    def weights(self, **options: Any) -> tuple[Tensor, dict[str, float]]:
-        """Return what the policy loss of this package weights each token with, and its metrics."""
-        new = [values.clone().requires_grad_() for values in self.old]
-        ones = [torch.ones(()) for _ in new]
-        batch = PolicyBatch(ones, self.masks, old_log_probs=self.old, rollout_log_probs=self.rollout)
-        loss, _, metrics = policy_loss(new, batch, PolicyOptions(**options))
-        return -torch.cat(torch.autograd.grad(loss, new)), average_metrics([metrics])
+def importance_weights(**options: Any) -> Tensor:
+    """Return what this package's policy loss weights each token with."""
+    new = [values.clone().requires_grad_() for values in TRAINED]
+    batch = PolicyBatch([torch.ones(())] * 4, MASKS, TRAINED, rollout_log_probs=SAMPLED)
+    return -torch.cat(torch.autograd.grad(policy_loss(new, batch, PolicyOptions(**options))[0], new))

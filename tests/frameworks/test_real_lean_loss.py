@@ -8,9 +8,9 @@ rounded to bfloat16, by Megatron's fused cross entropy; the patched one is not.
 from __future__ import annotations
 
 import importlib
-import itertools
 import runpy
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -73,41 +73,24 @@ def test_scores_and_policy_loss(framework: str, ranks: int, layout: dict[str, An
 @pytest.mark.parametrize("framework", ["slime", "miles"])
 @on_ranks(1, timeout=300)
 def test_importance_weights(framework: str, paths: list[str]) -> None:
-    """Those of the framework's own functions, and of the example that its documentation names."""
-    _initialize(framework, paths, {})
-    from tests.frameworks.loss_jobs import LOSSES, Arguments, Sampled
+    """Those of its own functions, and of the example that its documentation names."""
+    prepare(paths)
+    from tests.frameworks.loss_jobs import CORRECTIONS, MASKS, SAMPLED, TRAINED, Arguments, importance_weights
 
-    sampled, bounds = Sampled(), {"tis_clip": 1.2, "tis_clip_low": 0.9}
-    log_probs = {"train_log_probs": sampled.old, "rollout_log_probs": sampled.rollout}
-    own = "miles.backends.training_utils.loss_hub.corrections" if framework == "miles" else LOSSES[framework]
-    module, counts_n = importlib.import_module(own), torch.cat(sampled.masks)
-    for name, level in (("vanilla_tis_function", None), ("icepop_function", "token")):
-        weights_n, metrics = sampled.weights(**bounds, tis_mask_level=level)
-        arguments = {**log_probs, "loss_masks": sampled.masks, "pg_loss": counts_n}
-        expected_n, masks, of_framework = getattr(module, name)(Arguments(**bounds), **arguments)
-        torch.testing.assert_close(weights_n, expected_n)
-        assert masks is sampled.masks  # what is masked stays in the count
-        for ours, theirs in (("tis_weight", "tis"), ("tis_clip_fraction", "tis_clipfrac")):
-            mean = (of_framework[theirs] * counts_n).sum() / counts_n.sum()
-            assert metrics[ours] == pytest.approx(mean.item())
-
-    [file] = Path(paths[0], "examples").rglob("mis.py")
-    example = runpy.run_path(str(file))["compute_mis_weights"]
-    limits = {"tis_lower_bound": 0.9, "tis_upper_bound": 1.2}
-    cases = list(itertools.product(("token", "sequence", "geometric"), ("truncate", "clip", "mask")))
-    for level, mode in [*cases, ("token", "geometric")]:
-        arguments = Arguments(use_tis=True, tis_level=level, tis_mode=mode, **limits)
-        options = {**bounds, "tis_level": level, "tis_mask_level": level if mode == "mask" else None}
-        if mode == "truncate":
-            options["tis_clip_low"] = 0.0
-        if mode == "geometric":  # weights of tokens, and rejection of responses
-            options["tis_mask_level"] = mode
-            limits = {"tis_upper_bound": 1e9, "rs_lower_bound": 0.9, "rs_upper_bound": 1.2}
-            rejection = {"use_rs": True, "rs_level": mode}
-            arguments = Arguments(use_tis=True, tis_level=level, tis_mode="truncate", **limits, **rejection)
-        weights, masks, _ = example(arguments, loss_masks=sampled.masks, **log_probs)
-        expected_n = torch.cat([weight * mask for weight, mask in zip(weights, masks, strict=True)])
-        torch.testing.assert_close(sampled.weights(**options)[0], expected_n)
+    bounds, own = {"tis_clip": 1.2, "tis_clip_low": 0.9}, importlib.import_module(CORRECTIONS[framework])
+    data = {"train_log_probs": TRAINED, "rollout_log_probs": SAMPLED, "loss_masks": MASKS}
+    for function, level in ((own.vanilla_tis_function, None), (own.icepop_function, "token")):
+        expected_n, masks, _ = function(Arguments(**bounds), pg_loss=torch.cat(MASKS), **data)
+        torch.testing.assert_close(importance_weights(**bounds, tis_mask_level=level), expected_n)
+        assert masks is MASKS  # what is masked stays in the count
+    [example] = Path(paths[0], "examples").rglob("mis.py")
+    compute, limits = runpy.run_path(str(example))["compute_mis_weights"], {"tis_upper_bound": 1.2}
+    for level, mode in product(("token", "sequence", "geometric"), ("truncate", "clip", "mask")):
+        bounds["tis_clip_low"] = limits["tis_lower_bound"] = 0.0 if mode == "truncate" else 0.9
+        weights, masks, _ = compute(Arguments(use_tis=True, tis_level=level, tis_mode=mode, **limits), **data)
+        options = {"tis_level": level, "tis_mask_level": level if mode == "mask" else None}
+        expected_n = torch.cat(weights) * torch.cat(masks)
+        torch.testing.assert_close(importance_weights(**bounds, **options), expected_n)
 
 
 # --- finite-loss

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_rl_patches import Settings, applied, apply, revert
 from megatron_rl_patches.reentry import training_warnings
@@ -135,26 +136,23 @@ def test_vocab_parallel_losses(verl: list[str], ranks: int) -> None:
 
 @on_ranks(1, timeout=300)
 def test_importance_weights(verl: list[str]) -> None:
-    """Truncated and masked, and a rejection of responses by the geometric mean, with weights by token."""
+    """And the rejection of responses by the geometric mean, with weights by token."""
     prepare(verl)
     helper = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
-    assert helper.__file__ is not None and helper.__file__.startswith(verl[0])
-    from tests.frameworks.loss_jobs import Sampled
+    from tests.frameworks.loss_jobs import MASKS, SAMPLED, TRAINED, importance_weights
 
-    sampled = Sampled()
-    old, rollout, mask = sampled.padded()
-    # A threshold of two bounds is IcePop (verl#5722).
-    for level, threshold in itertools.product(("token", "sequence"), (1.2, "0.9_1.2")):
-        bounds = {"tis_clip_low": 0.9, "tis_mask_level": level} if isinstance(threshold, str) else {}
-        weights, metrics = sampled.weights(tis_clip=1.2, tis_level=level, **bounds)
-        expected, of_verl = helper.compute_rollout_correction_weights(old - rollout, mask, level, threshold)
-        assert 0 < metrics["tis_clip_fraction"] < 1
-        torch.testing.assert_close(weights, sampled.tokens_of(expected))
-        assert metrics["tis_weight_used"] == pytest.approx(of_verl["rollout_is_mean"])
-    reject = helper.compute_rollout_rejection_mask
-    accepted, _ = reject(old - rollout, mask, "seq_mean_k1", f"{1 / 1.2}_{1 / 0.9}")
-    weights, _ = sampled.weights(tis_clip=1.2, tis_clip_low=0.9, tis_mask_level="geometric")
-    torch.testing.assert_close(weights, sampled.tokens_of((old - rollout).exp() * accepted))
+    log_ratios = [*map(torch.sub, TRAINED, SAMPLED)]
+    log_ratio, mask = (pad_sequence(values, batch_first=True) for values in (log_ratios, MASKS))
+    counts_n, bounds = torch.cat(MASKS).bool(), {"tis_clip": 1.2, "tis_clip_low": 0.9}
+    for level, threshold in itertools.product(("token", "sequence"), (1.2, "0.9_1.2")):  # or IcePop
+        options = {"tis_clip": 1.2} if threshold == 1.2 else {**bounds, "tis_mask_level": level}
+        expected, _ = helper.compute_rollout_correction_weights(log_ratio, mask, level, threshold)
+        weights = importance_weights(**options, tis_level=level)[counts_n]
+        torch.testing.assert_close(weights, expected[mask.bool()])
+    reject, limits = helper.compute_rollout_rejection_mask, f"{1 / 1.2}_{1 / 0.9}"
+    accepted, _ = reject(log_ratio, mask, "seq_mean_k1", limits)
+    weights = importance_weights(**bounds, tis_mask_level="geometric")[counts_n]
+    torch.testing.assert_close(weights, (log_ratio.exp() * accepted)[mask.bool()])
 
 
 @on_ranks(1, timeout=300)

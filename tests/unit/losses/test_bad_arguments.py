@@ -57,7 +57,6 @@ OF_ROWS = {"log_probs": list(LOG_PROBS.split(2)), "tail_log_probs": list(TAIL.sp
 OPTIONS, DISTILLATION_OPTIONS = losses.PolicyOptions(), losses.DistillationOptions()
 KL = {"kl_coef": 0.1, "kl_estimator": "k3"}
 TIS = {"tis_clip": 2.0, "tis_clip_low": 0.5, "tis_level": "sequence", "tis_mask_level": "token"}
-OF_ROLLOUT = {"rollout_log_probs": VALUES, "loss_masks": MASKS, "groups": torch.tensor([0, 0])}
 CLIPS = {"objective": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 2.0, "entropy_coef": 0.1}
 LENGTHS = {"total_lengths": [4, 3], "response_lengths": [2, 2], "padded_lengths": [4, 4], "num_rows": 8}
 OF_CP = {"cp_rank": 0, "cp_size": 1, "allgather_cp": False, "own_rows": False}
@@ -82,7 +81,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (losses.distillation_loss, {**OF_ROWS, "batch": BATCH, "options": DISTILLATION_OPTIONS}),
     (losses.estimate_kl, {"log_ratio": random(3), "estimator": "k3"}),
     (losses.group_advantages, {"rewards": random(4), "groups": torch.tensor([0, 0, 1, 1]), "eps": 1e-6}),
-    (losses.group_log_probs, OF_ROLLOUT),
+    (losses.group_log_probs, {"rollout_log_probs": VALUES, "loss_masks": MASKS, "groups": IDS[:2, 0]}),
     (losses.token_weights, {"loss_masks": MASKS, **CONSTANT}),
     (losses.mean_count, {"loss_masks": MASKS, "num_microbatches": 2, "normalization": "token"}),
     (losses.average_metrics, {"reports": [{"loss": torch.ones(2)}] * 2}),
@@ -143,9 +142,8 @@ RIGHT = {
     "None meta nan": "OutputHead(bias)",
     "": "importance_weighted_reverse_kl(old) FullDistribution(weights)",
     "[nan]": "policy_loss(log_probs)",
-    "[bool] [int64] [float16] [nan]": (
-        "PolicyBatch(loss_masks) DistillationBatch(loss_masks) group_log_probs(loss_masks)"
-    ),
+    "[bool] [int64] [float16] [nan]": "PolicyBatch(loss_masks) DistillationBatch(loss_masks)",
+    "[bool] [int64] [nan] [float16]": "group_log_probs(loss_masks)",
 }
 
 
@@ -232,7 +230,6 @@ OF_TWO_ROWS, IN_PLACE = {"rows": slice(0, 2), "targets": TARGETS[:2]}, {"inplace
 OF_FLOAT64 = {"hidden": ZEROS.double(), "weight": ZEROS.double(), "bias": None}
 LOSS_FUNC, ROUTE, MIX = losses.make_loss_func, losses.route_teachers, losses.mix_teachers
 WITH_ENTROPY, BARE = POLICY_OPTIONS(entropy_coef=0.1), losses.PolicyBatch(VALUES, MASKS)
-OF_GROUP = POLICY_OPTIONS(tis_clip=2, tis_level="group")
 OF_OTHER_IDS = DISTRIBUTION(IDS.flip(0), LOG_PROBS, TAIL)
 OF_TEMPERATURES = [replace(TOPK, temperature=temperature) for temperature in (2.0, 1.0)]
 FULL, MASK_OF_N = losses.FullDistribution.from_hidden(random(N, 3), HEAD), {"loss_masks": [torch.ones(N)]}
@@ -298,7 +295,7 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (LOSS_FUNC, {"options": WITH_ENTROPY, "with_entropy": False}, "needs with_entropy=True"),
     (LOSS_FUNC, {"batch": BARE, "options": POLICY_OPTIONS(kl_coef=0.1)}, "ref_log_probs are needed"),
     (LOSS_FUNC, {"batch": BARE, "options": POLICY_OPTIONS(tis_clip=2)}, "rollout_log_probs are needed"),
-    (LOSS_FUNC, {"batch": BARE, "options": OF_GROUP}, "of the group: group_log_probs are needed"),
+    (LOSS_FUNC, {"batch": BARE, "options": POLICY_OPTIONS(tis_clip=2, tis_level="group")}, "group_log_probs"),
     (losses.policy_loss, {"options": WITH_ENTROPY, "entropies": None}, "entropies are needed, and missing"),
     (losses.group_advantages, dict.fromkeys(("rewards", "groups"), ZEROS.to("meta")), "device meta"),
     (losses.group_advantages, {"groups": torch.full((4,), math.nan)}, "groups have NaN"),
