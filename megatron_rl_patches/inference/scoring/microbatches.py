@@ -82,7 +82,7 @@ def parse_microbatches(
 
 
 def renamed(fields: Mapping[str, Any], old: str, new: str) -> Mapping[str, Any]:
-    """Return fields of a microbatch by their present names; warn the caller of scoring of an old one."""
+    """Return fields by their present names; warn whoever asked for scores of a former one."""
     if fields.get(old) is None:
         return fields
     if fields.get(new) is not None:
@@ -127,7 +127,9 @@ def _microbatch(passed: Mapping[str, Any], first: int, options: ScoreOptions, li
         raise InvalidInputError(f"tokens are {width} wide. Expected: {expected}.")
     # Vocabulary-parallel embeddings silently use zeros for such a token.
     if wrong := range_of_wrong_ids(tokens_bs, limits.vocabulary):
-        raise InvalidInputError(f"token ids are {wrong}; is this its tokenizer, and is the padding a token?")
+        raise InvalidInputError(
+            f"token ids are {wrong}; is this the right tokenizer, and the padding a token?"
+        )
     return ScoringBatch(passed, tokens_bs, samples, first, layout)
 
 

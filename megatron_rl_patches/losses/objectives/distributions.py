@@ -74,9 +74,8 @@ class Distribution(ABC):
     def cat(cls: type[D], distributions: Sequence[D]) -> D:
         """Concatenate distributions of the same teachers, at least one; the inverse of :meth:`split`."""
         if len({distribution.source for distribution in distributions}) != 1:
-            raise InvalidInputError(
-                "these are of different teachers, or of different k, or there are none: pass those of one"
-            )
+            what = "the distributions are of different teachers, or of different k, or there are none"
+            raise InvalidInputError(f"{what}; pass at least one, all of the same")
         parts = zip(*(distribution.tensors for distribution in distributions), strict=True)
         return distributions[0].with_tensors([torch.cat(part) for part in parts])
 

@@ -64,6 +64,7 @@ def placeholder_of(weight: Any) -> Tensor | None:
 class StoredTiles(dict[tuple[int, int], Tensor]):
     """Tiles that wait for a backward, by their first row and column, in memory that may be larger."""
 
+    #: Of the latest forward on each device: its tiles, and the place of the last one.
     latest: ClassVar[dict[torch.device, tuple[weakref.ref[StoredTiles], tuple[int, int]]]] = {}
 
     @classmethod

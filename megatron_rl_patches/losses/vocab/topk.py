@@ -135,8 +135,7 @@ def _take_lowest_columns(
     for rows in ranges(0, len(chosen), rows_of_block(tile.x, options, row_bytes)):
         numbers = chosen[rows]
         lowest = logits[numbers, -1:]
-        places_in_x = numbers + place.start if isinstance(place, slice) else place[numbers]
-        x = tile.x.index_select(0, places_in_x)
+        x = tile.x.index_select(0, numbers + place.start if isinstance(place, slice) else place[numbers])
         row, column = (x.double() == lowest).nonzero(as_tuple=True)
         places = (logits[numbers] == lowest).sum(1)
         tied = row.bincount(minlength=len(numbers))
