@@ -44,7 +44,7 @@ RECIPES = {
     "PPO, k1": PolicyOptions(kl_coef=0.3, kl_estimator="k1"),
     "PPO, k2": PolicyOptions(kl_coef=0.3, kl_estimator="k2"),
     "decoupled PPO": PolicyOptions(tis_clip=math.inf),
-    **{f"TIS, {a}, {b}": TIS(tis_level=a, tis_mask_level=b) for a in LEVELS for b in (None, a, "geometric")},
+    **{f"TIS, {a}, {b}": TIS(tis_level=a, tis_mask_level=b) for a in LEVELS for b in (None, a)},
     "GRPO": PolicyOptions(normalization="sequence", kl_coef=0.04),
     "Dr. GRPO": PolicyOptions(**CONSTANT),
     "DAPO": PolicyOptions(clip_high=0.28),
