@@ -69,7 +69,7 @@ def common() -> Names:
         "model_provider": OPTIONS.provider,
         "config": OPTIONS.transformer_config(),
         "microbatches": [
-            {"tokens": tokens[None], "lengths": [len(tokens)], "response_lengths": [response]}
+            {"tokens": tokens[None], "total_lengths": [len(tokens)], "response_lengths": [response]}
             for tokens, response in zip(samples(), RESPONSES, strict=True)
         ],
         "logits": logits_of(8),
@@ -131,6 +131,7 @@ def after_losses(names: Names) -> None:
 
     logits, loss_func = names["forward_step"](iter([names["_batch"]]), packed_model)
     check_loss(loss_func(logits))
+    assert [round(names["shares"][f"tis_{x}"], 3) for x in ("weight_used", "clip_fraction")] == [0.865, 0.2]
 
 
 def after_activation(names: Names) -> None:

@@ -248,10 +248,7 @@ class BridgeJob(Job):
         self.module.train(tiny_gpt.forward_step, *self.state, *iterators, self.global_state, None, None)
 
 
-JOBS: dict[str, type[Job]] = {
-    "slime": SlimeJob,
-    "megatron.training": MegatronJob,
-}
+JOBS: dict[str, type[Job]] = {"slime": SlimeJob, "megatron.training": MegatronJob}
 
 
 # --- models by role, and what a teacher costs

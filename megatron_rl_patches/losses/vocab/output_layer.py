@@ -64,18 +64,13 @@ def placeholder_of(weight: Any) -> Tensor | None:
 class StoredTiles(dict[tuple[int, int], Tensor]):
     """Tiles that wait for a backward, by their first row and column, in memory that may be larger."""
 
-    _latest: ClassVar[dict[torch.device, tuple[weakref.ref[StoredTiles], tuple[int, int]]]] = {}
-
-    def store_last(self, place: tuple[int, int], memory: Tensor) -> None:
-        """Store the tile that forward has ended with, in place of that of the forward before."""
-        self.free_last(memory.device, unless_of=self)
-        self[place] = memory
-        self._latest[memory.device] = weakref.ref(self), place
+    #: Of the latest forward on each device: its tiles, and the place of the last one.
+    latest: ClassVar[dict[torch.device, tuple[weakref.ref[StoredTiles], tuple[int, int]]]] = {}
 
     @classmethod
     def free_last(cls, device: torch.device, unless_of: StoredTiles | None = None) -> None:
         """Free the tile that the latest forward has left on the device."""
-        reference, place = cls._latest.get(device, (None, (0, 0)))
+        reference, place = cls.latest.get(device, (None, (0, 0)))
         if reference and (latest := reference()) is not None and latest is not unless_of:
             latest.pop(place, None)
 
@@ -134,7 +129,8 @@ class OutputLayerRows(Source):
                     multiply(hidden, part.T, None if bias is None else bias[columns], logits)
                 yield Tile(logits, rows, columns, [(rows, slice(0, len(hidden)))])
         if self.keeps_tiles and begins_with_last and not is_backward and buffer is not None:
-            stored.store_last(place, buffer)
+            stored.free_last(self.device, unless_of=stored)
+            stored[place], stored.latest[self.device] = buffer, (weakref.ref(stored), place)
 
     def gradients(self, needed: Sequence[bool]) -> Gradients:
         return _InputGradients(self, needed)
@@ -291,9 +287,8 @@ class OutputLayer:
             if (logits := self.materialized) is None:
                 if not self.is_unchanged:
                     raise InvalidInputError(
-                        "the hidden states or the weight behind deferred logits were overwritten before the "
-                        "logits were used: compute what needs the logits first, for instance before the "
-                        "optimizer's step"
+                        "the hidden states or the weight behind deferred logits were overwritten: compute "
+                        "what needs the logits first, for instance before the optimizer's step"
                     )
                 StoredTiles.free_last(source.device)
                 hidden = source.hidden.view(*self.shape, source.hidden.shape[1])
@@ -337,10 +332,9 @@ class ForwardDerivative:
         weight = self._weight[tile.columns]
         add_product(total, tile.x.to(weight.dtype), weight, may_round=True)
 
-    def finish(
-        self, column: Tensor, is_target: Tensor, max_logit: Tensor, weight: Tensor, at_target: Tensor
-    ) -> Tensor:
+    def finish(self, column: Tensor, is_target: Tensor, *of_all_ranks: Tensor) -> Tensor:
         """Return this rank's part, from columns as for :meth:`add` and from numbers of all ranks."""
+        max_logit, weight, at_target = of_all_ranks
         dtype, shift = self._exp.dtype, self._max_logit[:, 0] - max_logit
         factor = (shift / self._layer.options.scale).exp() * weight
         of_target = self._weight[column].to(dtype) * at_target.masked_fill(~is_target, 0.0).to(dtype)[:, None]
