@@ -11,7 +11,9 @@ from ..common.lazy import lazy_names
 
 if TYPE_CHECKING:
     from .checkpoints.load import load_inference_checkpoint as load_inference_checkpoint
+    from .memory.estimate import LossMemory as LossMemory
     from .memory.estimate import MemoryEstimate as MemoryEstimate
+    from .memory.estimate import MicrobatchSettings as MicrobatchSettings
     from .memory.estimate import OptimizerSettings as OptimizerSettings
     from .memory.estimate import estimate_memory as estimate_memory
     from .memory.parameters import GPTArguments as GPTArguments
@@ -31,7 +33,9 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         ".models.model": ["build_inference_model"],
         ".checkpoints.load": ["load_inference_checkpoint"],
-        ".memory.estimate": ["MemoryEstimate", "OptimizerSettings", "estimate_memory"],
+        ".memory.estimate": [
+            *("LossMemory", "MemoryEstimate", "MicrobatchSettings", "OptimizerSettings", "estimate_memory"),
+        ],
         ".memory.parameters": ["GPTArguments"],
         ".memory.report": ["MemoryReport", "memory_report"],
         ".scoring.forward": [

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from .estimate import Memory, MemoryEstimate, StageEstimate
+from .estimate import LossMemory, Memory, MemoryEstimate, StageEstimate
 
 if TYPE_CHECKING:
     from ..teachers import TeacherPool
@@ -51,6 +51,14 @@ def totals(estimate: MemoryEstimate) -> _Table:
     power = _power(memory.total for stage in stages for memory in stage.values())
     header = (f"stage, in {_DECIMAL[power]}", *stages[0])
     return [header, *(_row(str(i), [m.total for m in s.values()], 1000**power) for i, s in enumerate(stages))]
+
+
+def of_loss(loss: LossMemory) -> _Table:
+    """Return a header, and the peak of logits and loss of one microbatch in each way."""
+    values = asdict(loss)
+    power = _power(values.values())
+    names = (name.replace("_", "-") for name in values)
+    return [(_DECIMAL[power], *names), _row("logits and loss", [*values.values()], 1000**power)]
 
 
 def summary(estimate: MemoryEstimate) -> str:

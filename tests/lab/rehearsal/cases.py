@@ -7,6 +7,7 @@ the head takes at sizes that others have published is counted, as a file beside 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -117,6 +118,48 @@ def with_64_ids() -> dict[str, dict[str, int]]:
         of_all = {"small operations": recorder.small_operations, "bytes": recorder.moved}
         counts[function.__name__] = of_all | recorder.row_passes
     return counts
+
+
+def estimates() -> dict[str, tuple[int, int]]:
+    """Return the bytes at the peak of a microbatch, counted beyond its inputs, and estimated.
+
+    Those of stock code are counted where the variable ``SLIME_DIR`` names a checkout.
+    """
+    from megatron_rl_patches.inference.memory import estimate, parameters
+
+    def own(logits: Tensor, rows: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+        how = {"rows": None if len(rows) == len(logits) else rows, "entropy_grad": entropy}
+        return losses.vocab_parallel_log_probs_and_entropy(logits, ids(len(rows)), **how)
+
+    def stock(logits: Tensor, rows: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+        how = {"with_entropy": True, "with_entropy_grad": entropy}
+        return slime.calculate_log_probs_and_entropy(logits, ids(len(logits)), None, **how)
+
+    ways = {"lean_loss": (lambda *layer: (layer[0] @ layer[1].T).float(), own)}
+    ways["lean_head"] = losses.deferred_logits, own
+    if "SLIME_DIR" in os.environ:
+        sys.path.insert(0, os.environ["SLIME_DIR"])
+        slime = importlib.import_module("slime.utils.ppo_utils")
+        ways["stock"] = ways["lean_loss"][0], stock
+    found = {}
+    for way, setup, share, entropy in product(ways, SETUPS, (1.0, 0.25), (False, True)):
+        make, loss = ways[way]
+        with recording() as recorder:
+            inputs = layer(setup.dtype, setup.hidden, rows=setup.rows, vocabulary=setup.vocabulary)
+            rows = on_device(torch.arange(0, setup.rows, int(1 / share)), GPU)
+            before = recorder.live
+            sum(x.sum() for x in loss(make(*inputs), rows, entropy) if x.requires_grad).backward()
+            peak = recorder.peak - before
+        sizes = {
+            "hidden_size": setup.hidden,
+            "vocab_size": setup.vocabulary,
+            "make_vocab_size_divisible_by": 1,
+        }
+        microbatch = estimate.MicrobatchSettings(setup.rows, share, entropy)
+        of_chunk = [parameters.Parameter(1, "bf16", expert=False)]
+        estimated = getattr(estimate._loss_memory(microbatch, sizes, [of_chunk]), way)
+        found[f"{way}, {setup}, {share:g} of the rows, entropy_grad={entropy}"] = peak, estimated
+    return found
 
 
 # --- cases
@@ -353,6 +396,7 @@ PARTS: dict[str, Callable[[], Any]] = {
     "models": partial(records, MODELS),
     "counted": heads,
     "with 64 ids": with_64_ids,
+    "estimates": estimates,
 }
 
 if __name__ == "__main__":
