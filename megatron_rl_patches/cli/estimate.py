@@ -96,14 +96,13 @@ def estimate(
     }
     values = _assigned(assignments or []) | {n: value for n, value in flags.items() if value is not None}
     from ..inference.memory import report
-    from ..inference.memory.estimate import MicrobatchSettings, OptimizerSettings, estimate_memory
+    from ..inference.memory.estimate import OptimizerSettings, estimate_memory
     from ..inference.memory.huggingface import fields_from_hf_config
 
     optimizer = {name: values.pop(name) for name in OptimizerSettings.__annotations__ if name in values}
     replicas = values.pop("data_parallel_size", None)
     if tokens is None and (response_share != 1 or entropy_grad):
         raise InvalidInputError("--response-share and --entropy-grad need --tokens")
-    microbatch = None if tokens is None else MicrobatchSettings(tokens, response_share, entropy_grad)
     source = model or hf_config
     try:
         result = estimate_memory(
@@ -113,7 +112,9 @@ def estimate(
             optimizer=OptimizerSettings(**optimizer),
             teachers=teachers,
             teacher_heads=teacher_heads,
-            microbatch=microbatch,
+            tokens=tokens,
+            response_share=response_share,
+            entropy_grad=entropy_grad,
             **values,
         )
     except MegatronRLPatchesError:
@@ -124,9 +125,12 @@ def estimate(
         show_json(result.as_dict())
     else:
         screen = Screen()
-        tables = [report.rows(result), *([report.totals(result)] if len(result.stages) > 1 else [])]
-        for rows in (*tables, *([report.of_loss(result.loss)] if result.loss else [])):
+        for rows in (report.rows(result), *([report.totals(result)] if len(result.stages) > 1 else [])):
             screen.table(rows)
+            screen.line()
+        if result.loss:
+            ways = {name.replace("_", "-"): f"{n / 1e9:.2f}" for name, n in vars(result.loss).items()}
+            screen.table([("GB", *ways), ("logits and loss", *ways.values())])
             screen.line()
         screen.line(report.summary(result))
         if not dist_opt:

@@ -11,12 +11,11 @@ from ..common.lazy import lazy_names
 
 if TYPE_CHECKING:
     from .checkpoints.load import load_inference_checkpoint as load_inference_checkpoint
-    from .memory.estimate import LossMemory as LossMemory
     from .memory.estimate import MemoryEstimate as MemoryEstimate
-    from .memory.estimate import MicrobatchSettings as MicrobatchSettings
     from .memory.estimate import OptimizerSettings as OptimizerSettings
     from .memory.estimate import estimate_memory as estimate_memory
     from .memory.parameters import GPTArguments as GPTArguments
+    from .memory.report import MemoryPhases as MemoryPhases
     from .memory.report import MemoryReport as MemoryReport
     from .memory.report import memory_report as memory_report
     from .models.model import build_inference_model as build_inference_model
@@ -33,11 +32,9 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         ".models.model": ["build_inference_model"],
         ".checkpoints.load": ["load_inference_checkpoint"],
-        ".memory.estimate": [
-            *("LossMemory", "MemoryEstimate", "MicrobatchSettings", "OptimizerSettings", "estimate_memory"),
-        ],
+        ".memory.estimate": ["MemoryEstimate", "OptimizerSettings", "estimate_memory"],
         ".memory.parameters": ["GPTArguments"],
-        ".memory.report": ["MemoryReport", "memory_report"],
+        ".memory.report": ["MemoryPhases", "MemoryReport", "memory_report"],
         ".scoring.forward": [
             *("Scores", "forward_hidden_states", "forward_log_probs", "forward_topk", "forward_values"),
             "output_head",

@@ -11,14 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ...common.chunks import as_chunks, attribute_of, config_of
+from ...common.chunks import as_chunks, config_of
 from ...errors import InvalidInputError
 from .parameters import ITEM_SIZES, GPTArguments, Parameter, Stage, count_parameters, parameters_of
 
 _Fields = Mapping[str, Any]
-_Chunk = Sequence[Parameter]
 _SIZES = [f"{name}_parallel_size" for name in ("tensor_model", "context", "expert_model", "expert_tensor")]
-_OF_LOGITS = ("hidden_size", "sequence_parallel")
 
 
 @dataclass(frozen=True)
@@ -53,38 +51,8 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True)
-class MicrobatchSettings:
-    """A microbatch in training, whose logits and loss are to be estimated.
-
-    Attributes:
-        tokens: of all its samples: prompts, responses and padding, before context parallelism divides them.
-        response_share: how many of them are predicted by rows that the loss reads, between 0 and 1.
-        entropy_grad: whether the entropy has a gradient, as with a coefficient that is not zero.
-    """
-
-    tokens: int
-    response_share: float = 1.0
-    entropy_grad: bool = False
-
-    def __post_init__(self) -> None:
-        if type(self.tokens) is not int or self.tokens < 1:
-            raise InvalidInputError(f"tokens is {self.tokens!r}; expected a number of at least 1")
-        if not 0 < self.response_share <= 1:
-            raise InvalidInputError(f"response_share is {self.response_share!r}; expected 0 < share <= 1")
-
-
-@dataclass(frozen=True)
 class LossMemory:
-    """Bytes at the peak of the output layer and a policy loss of one microbatch, forward and backward.
-
-    They are those of a GPU on a rank of the last pipeline stage, at temperature 1: the logits, what the loss
-    makes of them, and the gradients of hidden states and weight that leave the layer. They come on top of
-    :class:`Memory` and of the hidden states that the layers keep. Multi-token prediction is left out.
-
-    Attributes:
-        stock: Megatron's output layer, and the loss of slime's main branch of August 2026.
-        lean_loss, lean_head: with these patches; of them, only the latter makes use of ``response_share``.
-    """
+    """Bytes at the peak of a microbatch's logits and loss in training; see :func:`estimate_memory`."""
 
     stock: int
     lean_loss: int
@@ -140,10 +108,7 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Estimates of all pipeline stages, in bytes, with a pool of ``teachers`` models.
-
-    ``loss`` is that of a microbatch, if one was described.
-    """
+    """Estimates of all stages, in bytes, with a pool of ``teachers`` models, and of a microbatch's loss."""
 
     stages: tuple[StageEstimate, ...]
     teachers: int = 0
@@ -160,9 +125,8 @@ class MemoryEstimate:
         for answer, stage in zip(stages, self.stages, strict=True):
             for use in ("training", "inference_only", "with_teachers"):
                 answer[use]["total"] = getattr(stage, use).total
-        loss = None if self.loss is None else asdict(self.loss)
-        worst = self.stages.index(self.worst)
-        return {"worst_stage": worst, "teachers": self.teachers, "stages": stages, "loss": loss}
+        answer = {"worst_stage": self.stages.index(self.worst), "teachers": self.teachers, "stages": stages}
+        return {**answer, "loss": self.loss and asdict(self.loss)}
 
 
 def estimate_memory(
@@ -173,7 +137,9 @@ def estimate_memory(
     optimizer: OptimizerSettings | None = None,
     teachers: int = 0,
     teacher_heads: bool = False,
-    microbatch: MicrobatchSettings | None = None,
+    tokens: int | None = None,
+    response_share: float = 1.0,
+    entropy_grad: bool = False,
     **described: Any,
 ) -> MemoryEstimate:
     """Estimate the memory of each rank for training, for scoring only, and for training next to teachers.
@@ -181,7 +147,7 @@ def estimate_memory(
     A child process builds each pipeline stage of a described model on the meta device: the real ``GPTModel``
     of the installed megatron-core, with local layers, which have the parameters of TransformerEngine's. That
     takes seconds, and neither a GPU nor parallel groups. Activations, communication buffers, fragmentation of
-    the allocator and the CUDA context are not counted; logits and loss only of a ``microbatch``.
+    the allocator and the CUDA context are not counted, logits and loss only with ``tokens``.
 
     Args:
         model: fields of a ``TransformerConfig`` by name, sizes of parallel groups among them; or a
@@ -191,7 +157,11 @@ def estimate_memory(
         dtype: of the parameters, ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         teachers: models of the same shape in the pool.
         teacher_heads: the device also holds all their output layers, as :meth:`.TeacherPool.head` keeps them.
-        microbatch: also estimate its logits and loss.
+        tokens: of a microbatch, whose logits and loss are estimated on a GPU, at temperature 1: in stock code
+            (Megatron's layer and slime's loss of August 2026), and with two patches. The gradients of hidden
+            states and weight that leave the layer are part of it; multi-token prediction is not.
+        response_share: the share of the tokens that belongs to responses; ``lean-head`` reads no others.
+        entropy_grad: whether the entropy has a gradient, as with a coefficient that is not 0.
         described: fields that come before those of the model, and what it lacks of :class:`.GPTArguments`.
 
     Raises:
@@ -214,36 +184,33 @@ def estimate_memory(
         training = sum((_in_training(chunk, replicas, optimizer) for chunk in chunks.training), Memory())
         dense, expert = (sum(p.numel for p in parameters if p.expert is kind) for kind in (False, True))
         stages.append(StageEstimate(dense, expert, training, Memory(parameters=weights), training + pool))
-    loss = None if microbatch is None else _loss_memory(microbatch, sizes, chunks.training)
+    loss = None if tokens is None else _loss_memory(tokens, response_share, entropy_grad, sizes, dtype)
     return MemoryEstimate(tuple(stages), teachers, loss)
 
 
-def _loss_memory(microbatch: MicrobatchSettings, sizes: _Fields, chunks: Sequence[_Chunk]) -> LossMemory:
-    """Return what logits and loss take; the parameters of the ``chunks`` have the dtype of the logits."""
+def _loss_memory(tokens: int, share: float, entropy: bool, fields: _Fields, dtype: str) -> LossMemory:
+    """Return what logits and loss of a described model take on a GPU; all sizes are bytes."""
     from ...losses.vocab.output_layer import bytes_of_tile
 
-    if sizes.get("hidden_size") is None or sizes.get("vocab_size") is None:
-        raise InvalidInputError("logits cannot be estimated: the model has no hidden_size, or no vocab_size")
-    own = GPTArguments(**{name: sizes[name] for name in GPTArguments.__annotations__ if name in sizes})
-    tensor, context = (sizes.get(name) or 1 for name in _SIZES[:2])
-    item = next(ITEM_SIZES[p.dtype] for chunk in chunks for p in chunk if p.trained)
-    rows, width = -(-microbatch.tokens // context), own.padded_vocab_size(tensor) // tensor
-    read = math.ceil(rows * microbatch.response_share)
-    of_row = sizes["hidden_size"] * item  # bytes of a token's hidden state, and of a row of the weight
+    if type(tokens) is not int or tokens < 1 or not 0 < share <= 1:
+        raise InvalidInputError(f"tokens is {tokens!r}, response_share {share!r}; expected 1 or more, 0 to 1")
+    if "hidden_size" not in fields:
+        raise InvalidInputError("tokens need a model that is described, not chunks: pass its config")
+    own = GPTArguments(**{name: fields[name] for name in GPTArguments.__annotations__ if name in fields})
+    tensor, context = (fields.get(name) or 1 for name in _SIZES[:2])
+    rows, width, item = -(-tokens // context), own.padded_vocab_size(tensor) // tensor, ITEM_SIZES[dtype]
+    read, of_row = math.ceil(rows * share), fields["hidden_size"] * item
     logits, in_fp32 = rows * width * item, rows * width * 4
-    # Megatron converts the logits to fp32. The gradient is converted back, and multiplied twice.
-    conversion = in_fp32 + (logits if item < 4 else 0)
-    dense = max(conversion, logits + (rows + width) * of_row)
-    # slime keeps the softmax in fp32, which becomes the gradient; the entropy's gradient is another tensor.
-    stock = max(dense, in_fp32 * (3 if microbatch.entropy_grad else 2))
-    # The gradient of hidden states is summed in fp32, then converted, and then spread over all rows.
-    gradient = read * sizes["hidden_size"] * 4 + (read * of_row if item < 4 else 0)
-    if read < rows:
-        gradient += (read + rows) * of_row  # of these rows, which are copied, and of all
-    if sizes.get("sequence_parallel") and tensor > 1:
-        gradient += rows * of_row  # the gathered hidden states
-    tile = min(bytes_of_tile(read * width * item, "cuda"), read * width * item)
-    return LossMemory(stock, max(dense, in_fp32 * 2), tile + gradient + width * of_row)
+    # Megatron converts the logits to fp32, and the gradient back, which is then multiplied twice.
+    dense = max(in_fp32 + (logits if item < 4 else 0), logits + (rows + width) * of_row)
+    # Beside the logits, slime keeps the softmax, which becomes the gradient, and makes that of the entropy.
+    stock = max(dense, in_fp32 * (3 if entropy else 2))
+    # lean-head sums the gradient of hidden states in fp32, converts it, and spreads it over all rows.
+    head = min(bytes_of_tile(read * width * item, "cuda"), read * width * item) + width * of_row
+    head += read * fields["hidden_size"] * 4 + (read * of_row if item < 4 else 0)
+    head += (read + rows) * of_row if read < rows else 0
+    head += rows * of_row if fields.get("sequence_parallel") and tensor > 1 else 0  # they are gathered
+    return LossMemory(stock, max(dense, in_fp32 * 2), head)
 
 
 def _parameters(model: Any, described: _Fields, dtype: str) -> tuple[_Fields, Sequence[Stage]]:
@@ -265,8 +232,7 @@ def _parameters(model: Any, described: _Fields, dtype: str) -> tuple[_Fields, Se
         )
     if others := described.keys() - set(_SIZES):
         raise InvalidInputError(f"{', '.join(others)}: model chunks take only the sizes {', '.join(_SIZES)}")
-    sizes = {name: getattr(config_of(chunks[0]), name, None) for name in (*_SIZES, *_OF_LOGITS)}
-    sizes |= {"vocab_size": attribute_of(chunks[0], "vocab_size"), "make_vocab_size_divisible_by": 1}
+    sizes = {name: getattr(config_of(chunks[0]), name, None) for name in _SIZES}
     parameters = [parameters_of(chunk) for chunk in chunks]
     return {**sizes, **described}, [Stage(parameters, parameters)]
 
@@ -296,7 +262,9 @@ def _replicas(sizes: Mapping[str, Any], data_parallel_size: int | None) -> tuple
     return replicas * context, replicas * context * tensor // experts
 
 
-def _in_training(chunk: _Chunk, replicas: tuple[int, int], optimizer: OptimizerSettings) -> Memory:
+def _in_training(
+    chunk: Sequence[Parameter], replicas: tuple[int, int], optimizer: OptimizerSettings
+) -> Memory:
     """Return the memory of one model chunk in DDP with Adam, after its first step."""
     # DDP has a buffer for each dtype, and others for experts.
     buffers: dict[tuple[str, bool], list[int]] = {}

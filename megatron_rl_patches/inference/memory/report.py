@@ -1,16 +1,24 @@
-"""An estimate of memory as tables, a sentence and a plot, and the memory in use now as a line for a log."""
+"""An estimate of memory as tables, a sentence and a plot; memory in use now, and by phases, for a log."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MethodType
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from .estimate import LossMemory, Memory, MemoryEstimate, StageEstimate
+from ...common.chunks import as_chunks
+from ...common.messages import Message, is_rank_0
+from ...common.scopes import replaced
+from ...reentry.training_warnings import harmless
+from .estimate import Memory, MemoryEstimate, StageEstimate
 
 if TYPE_CHECKING:
     from ..teachers import TeacherPool
@@ -23,8 +31,9 @@ def uses(estimate: MemoryEstimate, stage: StageEstimate) -> dict[str, Memory]:
     """Return the memory of a stage by what a rank does."""
     memories = {"training": stage.training, "inference-only": stage.inference_only}
     if estimate.teachers:
-        name = f"training + {estimate.teachers} teacher{'s' * (estimate.teachers > 1)}"
-        memories[name] = stage.with_teachers
+        memories[f"training + {estimate.teachers} teacher{'s' * (estimate.teachers > 1)}"] = (
+            stage.with_teachers
+        )
     return memories
 
 
@@ -53,14 +62,6 @@ def totals(estimate: MemoryEstimate) -> _Table:
     return [header, *(_row(str(i), [m.total for m in s.values()], 1000**power) for i, s in enumerate(stages))]
 
 
-def of_loss(loss: LossMemory) -> _Table:
-    """Return a header, and the peak of logits and loss of one microbatch in each way."""
-    values = asdict(loss)
-    power = _power(values.values())
-    names = (name.replace("_", "-") for name in values)
-    return [(_DECIMAL[power], *names), _row("logits and loss", [*values.values()], 1000**power)]
-
-
 def summary(estimate: MemoryEstimate) -> str:
     """Return one sentence on the stage that takes most."""
     stage = estimate.worst
@@ -87,7 +88,7 @@ def plot(estimate: MemoryEstimate, path: Path) -> None:
     power = _power(memory.total for memory in memories.values())
     labels = [use.replace(" + ", "\n+ ") for use in memories]
     bottoms = [0.0] * len(memories)
-    for part in (field.name for field in fields(Memory) if field.name != "host"):
+    for part in (f.name for f in fields(Memory) if f.name != "host"):
         heights = [getattr(memory, part) / 1000**power for memory in memories.values()]
         if any(heights):
             axes.bar(labels, heights, bottom=bottoms, label=part.replace("_", " "), width=0.6)
@@ -171,3 +172,95 @@ def memory_report(*, pool: TeacherPool | None = None) -> MemoryReport:
         sizes |= {"peak_allocated": cuda.max_memory_allocated(), "reserved": cuda.memory_reserved()}
         sizes["device_free"], sizes["device_total"] = cuda.mem_get_info()
     return MemoryReport(**sizes)
+
+
+# --- by phase
+
+_PEAKS = Message(
+    "peak memory by phase, in GiB{raised}: {report}",
+    "It is what torch had allocated on a CUDA device, or host memory (rss) at the ends of a phase.",
+    "Lower the largest one; memory_phases=0 ends these lines.",
+)
+_open: list[MemoryPhases] = []  # the blocks that are open in this process
+hidden_peaks: dict[str, int] = {}  # of torch.cuda.memory_stats(), from before resets of this module
+
+
+@dataclass(eq=False)
+class MemoryPhases:
+    """A block whose memory is measured by phase, and logged as JSON in a line at its end, also if it raises.
+
+    A pass of a chunk is ``forward``, and what follows ``loss and backward``, recomputed passes included;
+    without grad mode both are ``scoring``. ``optimizer.step()`` is ``step``, and all else has the ``name``. A
+    block ``with phases("save"):`` is a phase of that name, in which passes begin none. ``phases.peaks`` are
+    bytes by phase, and ``phases.phase`` is the last phase. Each resets the peaks that ``torch.cuda`` reports
+    to others, unless the option ``memory_phases`` is on. Without a CUDA device, resident memory is read where
+    a phase begins or ends. Global rank 0 logs its own numbers, and each rank that raises; there is no
+    collective. Source of the idea: THUDM/slime#2304.
+    """
+
+    model: Any = None
+    optimizer: Any = None
+    name: str = "other"
+    logs: bool = True
+    peaks: dict[str, int] = field(default_factory=dict)
+
+    def __enter__(self) -> MemoryPhases:
+        self.phase, self._depth, self._exit = self.name, 0, ExitStack()
+        self._begin(self.name)
+        _open.append(self)
+        for chunk in as_chunks(self.model):
+            if hasattr(chunk, "register_forward_pre_hook"):
+                self._exit.callback(chunk.register_forward_pre_hook(self._before_forward).remove)
+                self._exit.callback(chunk.register_forward_hook(self._after_forward).remove)
+        if (step := getattr(self.optimizer, "step", None)) is not None:
+            measured = self("step")(lambda _, *args, **kwargs: step(*args, **kwargs))
+            self._exit.enter_context(replaced(self.optimizer, step=MethodType(measured, self.optimizer)))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        self._exit.close()
+        source = self._begin(self.phase)
+        _open.remove(self)
+        if kind is not None or (self.logs and is_rank_0()):
+            raised = f" until {kind.__name__} in {self.phase!r}" if kind else ""
+            report = {name: round(peak / 2**30, 3) for name, peak in self.peaks.items()}
+            _PEAKS.log(raised=raised, report=json.dumps({"measured": source, **report}))
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Make the block a phase; if it raises, it lasts until the next one begins."""
+        before, self._depth = self.phase if self._depth else self.name, self._depth + 1
+        self._begin(name)
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        self._begin(before)
+
+    def _before_forward(self, *_: object) -> None:
+        import torch
+
+        if not self._depth and torch._C._current_graph_task_id() == -1:  # else backward recomputes
+            self._begin("forward" if torch.is_grad_enabled() else "scoring")
+
+    def _after_forward(self, *_: object) -> None:
+        if not self._depth and self.phase == "forward":
+            self._begin("loss and backward")
+
+    @harmless()
+    def _begin(self, phase: str) -> str:
+        """Count what ends here for all open blocks; return where the number comes from."""
+        from torch import cuda
+
+        stats, source = inspect.unwrap(cuda.memory_stats)(), "rss"  # as torch itself counts
+        if (peak := stats.get("allocated_bytes.all.peak")) is None:  # no context; to ask creates none
+            peak = psutil.Process().memory_info().rss
+        else:
+            source = f"cuda:{cuda.current_device()}"
+            peaks = {name: value for name, value in stats.items() if name.endswith(".peak")}
+            hidden_peaks.update({name: max(n, hidden_peaks.get(name, n)) for name, n in peaks.items()})
+            inspect.unwrap(cuda.reset_peak_memory_stats)()
+        for each in _open:
+            each.peaks[each.phase] = max(each.peaks.get(each.phase, 0), peak)
+        self.phase = phase
+        return source

@@ -125,7 +125,7 @@ def estimates() -> dict[str, tuple[int, int]]:
 
     Those of stock code are counted where the variable ``SLIME_DIR`` names a checkout.
     """
-    from megatron_rl_patches.inference.memory import estimate, parameters
+    from megatron_rl_patches.inference.memory import estimate
 
     def own(logits: Tensor, rows: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
         how = {"rows": None if len(rows) == len(logits) else rows, "entropy_grad": entropy}
@@ -155,9 +155,7 @@ def estimates() -> dict[str, tuple[int, int]]:
             "vocab_size": setup.vocabulary,
             "make_vocab_size_divisible_by": 1,
         }
-        microbatch = estimate.MicrobatchSettings(setup.rows, share, entropy)
-        of_chunk = [parameters.Parameter(1, "bf16", expert=False)]
-        estimated = getattr(estimate._loss_memory(microbatch, sizes, [of_chunk]), way)
+        estimated = getattr(estimate._loss_memory(setup.rows, share, entropy, sizes, "bf16"), way)
         found[f"{way}, {setup}, {share:g} of the rows, entropy_grad={entropy}"] = peak, estimated
     return found
 

@@ -14,7 +14,8 @@ import torch
 
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.frameworks import slime_losses
-from megatron_rl_patches.frameworks.rollout_log_probs import check_rollout, update_verl_actor
+from megatron_rl_patches.frameworks.rollout_log_probs import check_rollout
+from megatron_rl_patches.frameworks.training import update_verl_actor
 from megatron_rl_patches.reentry import training_warnings
 
 pytestmark = pytest.mark.usefixtures("nothing_reported")
@@ -142,6 +143,7 @@ def test_what_verl_samples_from(changes: dict[str, Any], is_reported: bool) -> N
     options: dict[str, Any] = {"warn": True, "strategy": "megatron", **changes}
     rollout = options.get("rollout", SimpleNamespace(top_p=0.8, top_k=-1))
     config = SimpleNamespace(actor=SimpleNamespace(strategy=options["strategy"]), rollout=rollout)
-    settings, worker = SimpleNamespace(warn=options["warn"]), SimpleNamespace(config=config)
+    settings = SimpleNamespace(warn=options["warn"], memory_phases=False)
+    worker = SimpleNamespace(config=config)
     assert update_verl_actor(Call(lambda data: data + 1, (1,), instance=worker, options=settings)) == 2
     assert len(training_warnings.reported()) == is_reported

@@ -1,4 +1,4 @@
-"""``estimate_memory(microbatch=...)`` against counted bytes of real losses, and of recorded runs."""
+"""``estimate_memory(tokens=...)`` against counted bytes of real losses, and of recorded runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.inference import LossMemory, MicrobatchSettings, estimate_memory
+from megatron_rl_patches.inference import estimate_memory
 from megatron_rl_patches.inference.memory import estimate
-from megatron_rl_patches.inference.memory.parameters import Parameter
 from megatron_rl_patches.losses import deferred_logits, vocab_parallel_log_probs_and_entropy
 from megatron_rl_patches.losses.vocab import output_layer
 from tests.references.live_bytes import live_bytes
@@ -35,11 +33,10 @@ def estimated(
     share: float = 1.0,
     entropy: bool = False,
     **sizes: Any,
-) -> LossMemory:
+) -> estimate.LossMemory:
     """Return the estimate without building a model."""
-    chunks = [[Parameter(1, dtype, expert=False)]]
     sizes = {"hidden_size": hidden, "vocab_size": vocabulary, **sizes}
-    return estimate._loss_memory(MicrobatchSettings(tokens, share, entropy), sizes, chunks)
+    return estimate._loss_memory(tokens, share, entropy, sizes, dtype)
 
 
 def counted(logits_of: Callable[..., Tensor], dtype: torch.dtype, rows: Any, entropy: bool) -> int:
@@ -105,33 +102,28 @@ SMALL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_si
 
 
 @pytest.mark.usefixtures("one_process")
-def test_groups_padding_and_chunks_count() -> None:
+def test_groups_and_padding_count() -> None:
     sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 4}
-    loss = estimate_memory(SMALL, microbatch=MicrobatchSettings(999), **sizes).loss
+    loss = estimate_memory(SMALL, tokens=999, **sizes).loss
     assert loss == estimated(250, 64, 512, "bf16")
-    assert estimate_memory(SMALL, dtype="fp32", microbatch=MicrobatchSettings(250)).loss == estimated(
-        250, 64, 1024, "fp32"
-    )
+    assert estimate_memory(SMALL, dtype="fp32", tokens=250).loss == estimated(250, 64, 1024, "fp32")
     gathered = estimated(250, 64, 1000, "bf16", sequence_parallel=True, tensor_model_parallel_size=2)
     assert (gathered.stock, gathered.lean_loss) == (loss.stock, loss.lean_loss)
     assert gathered.lean_head - loss.lean_head == 2 * 250 * 64
-    chunk = torch.nn.Linear(8, 8, bias=False)
-    chunk.config, chunk.vocab_size = SimpleNamespace(hidden_size=64), 1024
-    assert estimate_memory(chunk, microbatch=MicrobatchSettings(250)).loss == estimated(250, 64, 1024, "fp32")
-    assert estimate_memory(chunk).loss is estimate_memory(chunk).as_dict()["loss"] is None
+    assert estimate_memory(torch.nn.Linear(8, 8)).loss is None
 
 
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        (lambda: MicrobatchSettings(0), "tokens is 0; expected a number of at least 1"),
-        (lambda: MicrobatchSettings(8, 0), "response_share is 0; expected 0 < share <= 1"),
+        ({"tokens": 0}, "tokens is 0 and response_share 1.0; expected a whole number above 0"),
         (
-            lambda: estimate_memory(torch.nn.Linear(8, 8), microbatch=MicrobatchSettings(8)),
-            "the model has no hidden_size, or no vocab_size",
+            {"tokens": 8, "response_share": 0},
+            "response_share 0; expected a whole number above 0, and 0 < share",
         ),
+        ({"tokens": 8}, "tokens need a model that is described"),
     ],
 )
-def test_mistakes(mistake: Callable[[], Any], message: str) -> None:
+def test_mistakes(mistake: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        mistake()
+        estimate_memory(torch.nn.Linear(8, 8), **mistake)
