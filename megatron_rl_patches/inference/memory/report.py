@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -86,8 +85,7 @@ def plot(estimate: MemoryEstimate, path: Path) -> None:
     axes = figure.subplots()
     memories = uses(estimate, estimate.worst)
     power = _power(memory.total for memory in memories.values())
-    labels = [use.replace(" + ", "\n+ ") for use in memories]
-    bottoms = [0.0] * len(memories)
+    labels, bottoms = [use.replace(" + ", "\n+ ") for use in memories], [0.0] * len(memories)
     for part in (f.name for f in fields(Memory) if f.name != "host"):
         heights = [getattr(memory, part) / 1000**power for memory in memories.values()]
         if any(heights):
@@ -190,12 +188,11 @@ class MemoryPhases:
     """A block whose memory is measured by phase, and logged as JSON in a line at its end, also if it raises.
 
     A pass of a chunk is ``forward``, and what follows ``loss and backward``, recomputed passes included;
-    without grad mode both are ``scoring``. ``optimizer.step()`` is ``step``, and all else has the ``name``. A
-    block ``with phases("save"):`` is a phase of that name, in which passes begin none. ``phases.peaks`` are
-    bytes by phase, and ``phases.phase`` is the last phase. Each resets the peaks that ``torch.cuda`` reports
-    to others, unless the option ``memory_phases`` is on. Without a CUDA device, resident memory is read where
-    a phase begins or ends. Global rank 0 logs its own numbers, and each rank that raises; there is no
-    collective. Source of the idea: THUDM/slime#2304.
+    without grad mode both are ``scoring``. ``optimizer.step()`` is ``step``, and all else has the ``name``.
+    Within ``with phases("save"):``, a phase of that name, passes begin none. ``phases.peaks`` are bytes by
+    phase. Each resets the peaks that ``torch.cuda`` reports to others, but for the option ``memory_phases``.
+    Without a CUDA device, resident memory is read where phases begin or end. Global rank 0 logs its own
+    numbers, and each rank that raises; there is no collective. Source of the idea: THUDM/slime#2304.
     """
 
     model: Any = None
@@ -213,8 +210,8 @@ class MemoryPhases:
                 self._exit.callback(chunk.register_forward_pre_hook(self._before_forward).remove)
                 self._exit.callback(chunk.register_forward_hook(self._after_forward).remove)
         if (step := getattr(self.optimizer, "step", None)) is not None:
-            measured = self("step")(lambda _, *args, **kwargs: step(*args, **kwargs))
-            self._exit.enter_context(replaced(self.optimizer, step=MethodType(measured, self.optimizer)))
+            measured: Any = self("step")(lambda _, *args, **kwargs: step(*args, **kwargs))
+            self._exit.enter_context(replaced(self.optimizer, step=measured.__get__(self.optimizer)))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
@@ -222,19 +219,17 @@ class MemoryPhases:
         source = self._begin(self.phase)
         _open.remove(self)
         if kind is not None or (self.logs and is_rank_0()):
+            report = {"measured": source, **{n: round(peak / 2**30, 3) for n, peak in self.peaks.items()}}
             raised = f" until {kind.__name__} in {self.phase!r}" if kind else ""
-            report = {name: round(peak / 2**30, 3) for name, peak in self.peaks.items()}
-            _PEAKS.log(raised=raised, report=json.dumps({"measured": source, **report}))
+            _PEAKS.log(raised=raised, report=json.dumps(report))
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Make the block a phase; if it raises, it lasts until the next one begins."""
-        before, self._depth = self.phase if self._depth else self.name, self._depth + 1
+        before = self.phase if self._depth else self.name
         self._begin(name)
-        try:
+        with replaced(self, _depth=self._depth + 1):
             yield
-        finally:
-            self._depth -= 1
         self._begin(before)
 
     def _before_forward(self, *_: object) -> None:

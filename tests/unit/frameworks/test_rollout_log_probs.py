@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.frameworks import slime_losses
 from megatron_rl_patches.frameworks.rollout_log_probs import check_rollout
-from megatron_rl_patches.frameworks.training import update_verl_actor
+from megatron_rl_patches.frameworks.training import score, update_verl_actor
 from megatron_rl_patches.reentry import training_warnings
 
 pytestmark = pytest.mark.usefixtures("nothing_reported")
@@ -147,3 +148,19 @@ def test_what_verl_samples_from(changes: dict[str, Any], is_reported: bool) -> N
     worker = SimpleNamespace(config=config)
     assert update_verl_actor(Call(lambda data: data + 1, (1,), instance=worker, options=settings)) == 2
     assert len(training_warnings.reported()) == is_reported
+
+
+def test_memory_of_verl_is_measured_by_phase(caplog: Any) -> None:
+    chunk = torch.nn.Linear(2, 2)
+    engine = SimpleNamespace(module=[chunk], optimizer=torch.optim.SGD(chunk.parameters(), 0.1))
+    worker = SimpleNamespace(config=None, actor=SimpleNamespace(engine=engine))
+
+    def train() -> None:
+        chunk(torch.ones(2)).sum().backward()
+        engine.optimizer.step()
+
+    settings = SimpleNamespace(warn=False, memory_phases=True)
+    score(Call(lambda: None, instance=worker, options=settings))
+    update_verl_actor(Call(train, instance=worker, options=settings))
+    phases = re.findall(r'"([a-z ]+)": \d', "".join(caplog.messages))
+    assert phases == ["scoring", "other", "forward", "loss and backward", "step"]
