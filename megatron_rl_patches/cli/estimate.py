@@ -124,19 +124,26 @@ def estimate(
     if json:
         show_json(result.as_dict())
     else:
-        screen = Screen()
-        for rows in (report.rows(result), *([report.totals(result)] if len(result.stages) > 1 else [])):
-            screen.table(rows)
-            screen.line()
-        if result.loss:
-            ways = {name.replace("_", "-"): f"{n / 1e9:.2f}" for name, n in vars(result.loss).items()}
-            screen.table([("GB", *ways), ("logits and loss", *ways.values())])
-            screen.line()
-        screen.line(report.summary(result))
+        _show(result)
         if not dist_opt:
-            screen.line("--use-distributed-optimizer divides the states of the optimizer over the replicas")
+            Screen().line("--use-distributed-optimizer divides the states of the optimizer over the replicas")
     if plot:
         report.plot(result, plot)
+
+
+def _show(estimate: Any) -> None:
+    """Print the tables, and a sentence on the stage that takes most."""
+    from ..inference.memory import report
+
+    screen = Screen()
+    for rows in (report.rows(estimate), *([report.totals(estimate)] if len(estimate.stages) > 1 else [])):
+        screen.table(rows)
+        screen.line()
+    if estimate.loss:
+        ways = {name.replace("_", "-"): f"{n / 1e9:.2f}" for name, n in vars(estimate.loss).items()}
+        screen.table([("GB", *ways), ("logits and loss", *ways.values())])
+        screen.line()
+    screen.line(report.summary(estimate))
 
 
 def _assigned(assignments: Sequence[str]) -> dict[str, Any]:

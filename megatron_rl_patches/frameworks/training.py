@@ -41,17 +41,17 @@ def score(call: Call) -> Any:
 
 def memory_stats(call: Call) -> Any:
     """Return torch's statistics, with the peaks that phases have reset."""
-    from ..inference.memory.report import hidden_peaks
+    from ..inference.memory.report import reset_peaks
 
-    hidden = {} if call["device"] is not None else hidden_peaks
+    hidden = {} if call["device"] is not None else reset_peaks
     return {name: max(value, hidden.get(name, value)) for name, value in call().items()}
 
 
 def reset_peak_memory_stats(call: Call) -> None:
     """Reset torch's peaks, and those that phases have reset."""
-    from ..inference.memory.report import hidden_peaks
+    from ..inference.memory.report import reset_peaks
 
-    hidden_peaks.clear()
+    reset_peaks.clear()
     call()
 
 

@@ -29,17 +29,13 @@ from megatron_rl_patches.inference import (
 )
 from megatron_rl_patches.inference.memory.estimate import OptimizerSettings
 from megatron_rl_patches.inference.models.model import freeze
-from megatron_rl_patches.losses import vocab_parallel_log_probs
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import by_speed, everywhere, on_ranks
 from tests.real import matrix
 from tests.references import memory_cases, tiny_gpt
-from tests.references.live_bytes import live_bytes, reachable_bytes
+from tests.references.live_bytes import reachable_bytes
 from tests.references.memory_cases import EXPERTS, TIED, Case
 from tests.worlds.model import fill_at_random, save, scores_of
-
-#: Its logits take so much that its layers are less than a hundredth.
-WIDE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 50_000}
 
 TEACHERS = ("a", "b", "c")
 
@@ -206,26 +202,3 @@ def test_a_checkpoint_of_another_dtype_is_no_teacher(tmp_path: Path) -> None:
     pool = TeacherPool(tiny_gpt.inference_model(TinyModel(bf16=True)))
     with pytest.raises(CheckpointError, match="of another dtype"):
         pool.add("math", tmp_path)
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_logits_and_loss_of_a_model_take_what_is_estimated() -> None:
-    """In bfloat16 with tensor parallelism, and a vocabulary that is padded to 50,176."""
-    case = Case("wide", {**WIDE, "normalization": "RMSNorm"}, tp=2)
-    case.tiny.initialize()
-    model = memory_cases.provide(case, case.tiny.transformer_config(), True, True).bfloat16()
-    tokens, how = torch.randint(50_000, (1, 128)), {"fused": False, "block_bytes": 1 << 16}
-    group = parallel_state.get_tensor_model_parallel_group()
-
-    def step() -> None:  # nobody holds the logits in backward, as in Megatron's schedules
-        losses = [vocab_parallel_log_probs(logits(), tokens[0], tp_group=group, **how).sum()]
-        losses.pop().backward()
-
-    def logits() -> torch.Tensor:
-        return model(tokens, torch.arange(128)[None], None)[0].float()
-
-    step()
-    model.zero_grad()
-    estimated: Any = estimate_memory(case.model, tensor_model_parallel_size=2, tokens=128).loss
-    assert live_bytes(step).peak == pytest.approx(estimated.lean_loss, rel=0.02)

@@ -275,7 +275,7 @@ def test_estimates_that_are_refused(counter: Mock, tmp_path: Path) -> None:
         ((*SMALL, "--dp=2", "--world-size=2"), "not both"),
         ((*SMALL, "--dtype=fp8"), "dtype is 'fp8'"),
         ((*SMALL, "--entropy-grad"), "--response-share and --entropy-grad need --tokens"),
-        ((*SMALL, "--tokens=8", "--response-share=50"), "tokens is 8 and response_share 50.0"),
+        ((*SMALL, "--tokens=8", "--response-share=50"), "tokens is 8, response_share 50.0"),
         (("--set=num_layers",), "--set num_layers: expected FIELD=VALUE"),
         ((*SMALL, f"--plot={tmp_path / 'memory.foo'}"), "ends in .png"),
     ):

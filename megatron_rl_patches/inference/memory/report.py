@@ -180,19 +180,19 @@ _PEAKS = Message(
     "Lower the largest one; memory_phases=0 ends these lines.",
 )
 _open: list[MemoryPhases] = []  # the blocks that are open in this process
-hidden_peaks: dict[str, int] = {}  # of torch.cuda.memory_stats(), from before resets of this module
+reset_peaks: dict[str, int] = {}  # the highest of torch.cuda.memory_stats() before resets of this module
 
 
 @dataclass(eq=False)
 class MemoryPhases:
     """A block whose memory is measured by phase, and logged as JSON in a line at its end, also if it raises.
 
-    A pass of a chunk is ``forward``, and what follows ``loss and backward``, recomputed passes included;
-    without grad mode both are ``scoring``. ``optimizer.step()`` is ``step``, and all else has the ``name``.
-    Within ``with phases("save"):``, a phase of that name, passes begin none. ``phases.peaks`` are bytes by
-    phase. Each resets the peaks that ``torch.cuda`` reports to others, but for the option ``memory_phases``.
-    Without a CUDA device, resident memory is read where phases begin or end. Global rank 0 logs its own
-    numbers, and each rank that raises; there is no collective. Source of the idea: THUDM/slime#2304.
+    A pass of ``model``, which is a chunk or several, is ``forward``, and what follows ``loss and backward``,
+    recomputed passes included; without grad mode both are ``scoring``. ``optimizer.step()`` is ``step``, and
+    all else has the ``name``. In a block ``with phases("save"):``, a phase of that name, passes begin none.
+    ``phases.peaks`` are bytes by phase. Each phase resets the peaks that torch reports to others, but for the
+    option ``memory_phases``. Without CUDA, resident memory is read where phases begin or end. Global rank 0
+    ``logs`` its own numbers, and each rank that raises; no collective. Source of the idea: THUDM/slime#2304.
     """
 
     model: Any = None
@@ -252,8 +252,7 @@ class MemoryPhases:
             peak = psutil.Process().memory_info().rss
         else:
             source = f"cuda:{cuda.current_device()}"
-            peaks = {name: value for name, value in stats.items() if name.endswith(".peak")}
-            hidden_peaks.update({name: max(n, hidden_peaks.get(name, n)) for name, n in peaks.items()})
+            reset_peaks.update({n: max(v, reset_peaks.get(n, v)) for n, v in stats.items() if ".peak" in n})
             inspect.unwrap(cuda.reset_peak_memory_stats)()
         for each in _open:
             each.peaks[each.phase] = max(each.peaks.get(each.phase, 0), peak)

@@ -102,9 +102,9 @@ class OutputLayerRows(Source):
         self.hidden, self.weight, self.bias = self.layer
         index, self.logit_dtype = self.index, self.tiling.logit_dtype or self.hidden.dtype
         n = len(index) if isinstance(index, Tensor) else index.stop - index.start
+        size = n * len(self.weight) * self.logit_dtype.itemsize
+        self._tile_bytes = self.tiling.tile_bytes or bytes_of_tile(size, self.hidden.device.type)
         self.set_up(n, len(self.weight), self.logit_dtype, *self.layer)
-        size = self.n * self.width * self.logit_dtype.itemsize
-        self._tile_bytes = self.tiling.tile_bytes or bytes_of_tile(size, self.device.type)
 
     def tiles(self, grid: Grid, is_backward: bool = False) -> Iterator[Tile]:
         row_ranges, column_ranges, share = grid

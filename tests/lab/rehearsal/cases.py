@@ -121,42 +121,42 @@ def with_64_ids() -> dict[str, dict[str, int]]:
 
 
 def estimates() -> dict[str, tuple[int, int]]:
-    """Return the bytes at the peak of a microbatch, counted beyond its inputs, and estimated.
+    """Return the bytes at the peak of a microbatch beyond its inputs, counted and estimated.
 
     Those of stock code are counted where the variable ``SLIME_DIR`` names a checkout.
     """
     from megatron_rl_patches.inference.memory import estimate
 
-    def own(logits: Tensor, rows: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-        how = {"rows": None if len(rows) == len(logits) else rows, "entropy_grad": entropy}
-        return losses.vocab_parallel_log_probs_and_entropy(logits, ids(len(rows)), **how)
-
-    def stock(logits: Tensor, rows: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-        how = {"with_entropy": True, "with_entropy_grad": entropy}
-        return slime.calculate_log_probs_and_entropy(logits, ids(len(logits)), None, **how)
-
-    ways = {"lean_loss": (lambda *layer: (layer[0] @ layer[1].T).float(), own)}
-    ways["lean_head"] = losses.deferred_logits, own
+    ways: list[str] = ["lean_loss", "lean_head"]
     if "SLIME_DIR" in os.environ:
         sys.path.insert(0, os.environ["SLIME_DIR"])
-        slime = importlib.import_module("slime.utils.ppo_utils")
-        ways["stock"] = ways["lean_loss"][0], stock
+        stock, _ = (
+            importlib.import_module("slime.utils.ppo_utils").calculate_log_probs_and_entropy,
+            ways.append("stock"),
+        )
     found = {}
     for way, setup, share, entropy in product(ways, SETUPS, (1.0, 0.25), (False, True)):
-        make, loss = ways[way]
         with recording() as recorder:
             inputs = layer(setup.dtype, setup.hidden, rows=setup.rows, vocabulary=setup.vocabulary)
-            rows = on_device(torch.arange(0, setup.rows, int(1 / share)), GPU)
+            rows = None if share == 1 else on_device(torch.arange(0, setup.rows, int(1 / share)), GPU)
             before = recorder.live
-            sum(x.sum() for x in loss(make(*inputs), rows, entropy) if x.requires_grad).backward()
-            peak = recorder.peak - before
-        sizes = {
+            logits = [
+                losses.deferred_logits(*inputs) if way == "lean_head" else (inputs[0] @ inputs[1].T).float()
+            ]
+            targets = ids(setup.rows if rows is None or way == "stock" else len(rows))
+            if way == "stock":
+                values = stock(logits.pop(), targets, None, with_entropy=True, with_entropy_grad=entropy)
+            else:
+                how: Any = {"rows": rows, "entropy_grad": entropy}
+                values = losses.vocab_parallel_log_probs_and_entropy(logits.pop(), targets, **how)
+            sum(x.sum() for x in values if x.requires_grad).backward()
+        fields = {
             "hidden_size": setup.hidden,
             "vocab_size": setup.vocabulary,
             "make_vocab_size_divisible_by": 1,
         }
-        estimated = getattr(estimate._loss_memory(setup.rows, share, entropy, sizes, "bf16"), way)
-        found[f"{way}, {setup}, {share:g} of the rows, entropy_grad={entropy}"] = peak, estimated
+        estimated = estimate._loss_memory(setup.rows, share, entropy, fields, "bf16")
+        found[f"{way}, {setup}, {share:g}, {entropy}"] = recorder.peak - before, getattr(estimated, way)
     return found
 
 

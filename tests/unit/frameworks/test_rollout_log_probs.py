@@ -16,7 +16,7 @@ import torch
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.frameworks import slime_losses
 from megatron_rl_patches.frameworks.rollout_log_probs import check_rollout
-from megatron_rl_patches.frameworks.training import score, update_verl_actor
+from megatron_rl_patches.frameworks.training import update_verl_actor
 from megatron_rl_patches.reentry import training_warnings
 
 pytestmark = pytest.mark.usefixtures("nothing_reported")
@@ -139,28 +139,26 @@ def test_the_message_says_what_is_set(monkeypatch: pytest.MonkeyPatch, caplog: A
     ("changes", "is_reported"),
     [({}, True), ({"warn": False}, False), ({"strategy": "fsdp2"}, False), ({"rollout": None}, False)],
 )
-def test_what_verl_samples_from(changes: dict[str, Any], is_reported: bool) -> None:
+def test_what_verl_samples_from(changes: dict[str, Any], is_reported: bool, caplog: Any) -> None:
     """Real verl shows its message; a worker of another shape trains all the same."""
     options: dict[str, Any] = {"warn": True, "strategy": "megatron", **changes}
     rollout = options.get("rollout", SimpleNamespace(top_p=0.8, top_k=-1))
     config = SimpleNamespace(actor=SimpleNamespace(strategy=options["strategy"]), rollout=rollout)
-    settings = SimpleNamespace(warn=options["warn"], memory_phases=False)
-    worker = SimpleNamespace(config=config)
-    assert update_verl_actor(Call(lambda data: data + 1, (1,), instance=worker, options=settings)) == 2
-    assert len(training_warnings.reported()) == is_reported
-
-
-def test_memory_of_verl_is_measured_by_phase(caplog: Any) -> None:
+    settings = SimpleNamespace(warn=options["warn"], memory_phases=True)
     chunk = torch.nn.Linear(2, 2)
     engine = SimpleNamespace(module=[chunk], optimizer=torch.optim.SGD(chunk.parameters(), 0.1))
-    worker = SimpleNamespace(config=None, actor=SimpleNamespace(engine=engine))
+    worker = SimpleNamespace(config=config, actor=SimpleNamespace(engine=engine))
 
-    def train() -> None:
+    def train(data: int) -> int:
         chunk(torch.ones(2)).sum().backward()
         engine.optimizer.step()
+        return data + 1
 
-    settings = SimpleNamespace(warn=False, memory_phases=True)
-    score(Call(lambda: None, instance=worker, options=settings))
-    update_verl_actor(Call(train, instance=worker, options=settings))
-    phases = re.findall(r'"([a-z ]+)": \d', "".join(caplog.messages))
-    assert phases == ["scoring", "other", "forward", "loss and backward", "step"]
+    assert update_verl_actor(Call(train, (1,), instance=worker, options=settings)) == 2
+    assert len(training_warnings.reported()) == is_reported
+    assert re.findall(r'"([a-z ]+)": \d', caplog.messages[-1]) == [
+        "other",
+        "forward",
+        "loss and backward",
+        "step",
+    ]
