@@ -103,6 +103,7 @@ def estimate(
     replicas = values.pop("data_parallel_size", None)
     if tokens is None and (response_share != 1 or entropy_grad):
         raise InvalidInputError("--response-share and --entropy-grad need --tokens")
+    microbatch: Any = {"tokens": tokens, "response_share": response_share, "entropy_grad": entropy_grad}
     source = model or hf_config
     try:
         result = estimate_memory(
@@ -112,9 +113,7 @@ def estimate(
             optimizer=OptimizerSettings(**optimizer),
             teachers=teachers,
             teacher_heads=teacher_heads,
-            tokens=tokens,
-            response_share=response_share,
-            entropy_grad=entropy_grad,
+            **microbatch,
             **values,
         )
     except MegatronRLPatchesError:
@@ -124,14 +123,12 @@ def estimate(
     if json:
         show_json(result.as_dict())
     else:
-        _show(result)
-        if not dist_opt:
-            Screen().line("--use-distributed-optimizer divides the states of the optimizer over the replicas")
+        _show(result, dist_opt)
     if plot:
         report.plot(result, plot)
 
 
-def _show(estimate: Any) -> None:
+def _show(estimate: Any, dist_opt: bool) -> None:
     """Print the tables, and a sentence on the stage that takes most."""
     from ..inference.memory import report
 
@@ -144,6 +141,8 @@ def _show(estimate: Any) -> None:
         screen.table([("GB", *ways), ("logits and loss", *ways.values())])
         screen.line()
     screen.line(report.summary(estimate))
+    if not dist_opt:
+        screen.line("--use-distributed-optimizer divides the states of the optimizer over the replicas")
 
 
 def _assigned(assignments: Sequence[str]) -> dict[str, Any]:

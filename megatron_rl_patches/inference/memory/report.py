@@ -175,7 +175,7 @@ def memory_report(*, pool: TeacherPool | None = None) -> MemoryReport:
 # --- by phase
 
 _PEAKS = Message(
-    "peak memory by phase, in GiB{raised}: {report}",
+    "peak memory by phase until {end}, in GiB: {report}",
     "It is what torch had allocated on a CUDA device, or host memory (rss) at the ends of a phase.",
     "Lower the largest one; memory_phases=0 ends these lines.",
 )
@@ -220,8 +220,8 @@ class MemoryPhases:
         _open.remove(self)
         if kind is not None or (self.logs and is_rank_0()):
             report = {"measured": source, **{n: round(peak / 2**30, 3) for n, peak in self.peaks.items()}}
-            raised = f" until {kind.__name__} in {self.phase!r}" if kind else ""
-            _PEAKS.log(raised=raised, report=json.dumps(report))
+            end = f"{kind.__name__} in {self.phase!r}" if kind else "the end"
+            _PEAKS.log(end=end, report=json.dumps(report))
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:

@@ -98,7 +98,8 @@ def test_passes_and_steps_are_phases(parts: Any, caplog: LogCaptureFixture) -> N
         "copy": 8,
     }
     assert phases.peaks == {name: peak * GIB for name, peak in in_gib.items()}
-    assert logged(caplog) == [("peak memory by phase, in GiB", {"measured": "cuda:1", **in_gib})]
+    line = "peak memory by phase until the end, in GiB"
+    assert logged(caplog) == [(line, {"measured": "cuda:1", **in_gib})]
     assert not is_left(parts)
 
 
@@ -124,7 +125,7 @@ def test_an_exception_is_logged_with_its_phase_on_every_rank(
             fail()
         assert phases.phase == phase and not is_left(parts)
         [(line, _)] = logged(caplog)
-        assert re.fullmatch(f"peak memory by phase, in GiB until [A-Za-z]+Error in '{phase}'", line)
+        assert re.fullmatch(f"peak memory by phase until [A-Za-z]+Error in '{phase}', in GiB", line)
     with MemoryPhases(chunk):
         pass
     assert len(logged(caplog)) == (rank == "0")
