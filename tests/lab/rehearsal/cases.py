@@ -7,7 +7,6 @@ the head takes at sizes that others have published is counted, as a file beside 
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -52,7 +51,9 @@ PLAIN_OPERATORS = f"{DEFERRED}, plain operators"
 HEADS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = {
     # In float32, as Megatron returns them.
     BASE: (lambda hidden, weight: (hidden @ weight.T).float(), {"inplace_backward": True}),
+    f"{BASE}, not in place": (lambda hidden, weight: (hidden @ weight.T).float(), {}),
     DEFERRED: (losses.deferred_logits, {}),
+    f"{DEFERRED}, a quarter of the rows": (losses.deferred_logits, {"rows": slice(0, None, 4)}),
     PLAIN_OPERATORS: (losses.deferred_logits, {"fused": False}),
     ALL_KEPT: (keeping_all, {}),
 }
@@ -69,7 +70,9 @@ def count(setup: Setup, head: str) -> tuple[Recorder, int, int]:
     make, options = HEADS[head]
     with recording() as recorder:
         hidden, weight = layer(setup.dtype, setup.hidden, rows=setup.rows, vocabulary=setup.vocabulary)
-        targets = ids(setup.rows)  # which the caller holds until the end
+        targets = ids(
+            len(range(setup.rows)[options.get("rows", slice(None))])
+        )  # which the caller holds until the end
         options = {"temperature": 0.8, **options}
         values = losses.vocab_parallel_log_probs_and_entropy(make(hidden, weight), targets, **options)
         sum(value.sum() for value in values).backward()
@@ -118,46 +121,6 @@ def with_64_ids() -> dict[str, dict[str, int]]:
         of_all = {"small operations": recorder.small_operations, "bytes": recorder.moved}
         counts[function.__name__] = of_all | recorder.row_passes
     return counts
-
-
-def estimates() -> dict[str, tuple[int, int]]:
-    """Return the bytes at the peak of a microbatch beyond its inputs, counted and estimated.
-
-    Those of stock code are counted where the variable ``SLIME_DIR`` names a checkout.
-    """
-    from megatron_rl_patches.inference.memory import estimate
-
-    ways: list[str] = ["lean_loss", "lean_head"]
-    if "SLIME_DIR" in os.environ:
-        sys.path.insert(0, os.environ["SLIME_DIR"])
-        stock, _ = (
-            importlib.import_module("slime.utils.ppo_utils").calculate_log_probs_and_entropy,
-            ways.append("stock"),
-        )
-    found = {}
-    for way, setup, share, entropy in product(ways, SETUPS, (1.0, 0.25), (False, True)):
-        with recording() as recorder:
-            inputs = layer(setup.dtype, setup.hidden, rows=setup.rows, vocabulary=setup.vocabulary)
-            rows = None if share == 1 else on_device(torch.arange(0, setup.rows, int(1 / share)), GPU)
-            before = recorder.live
-            logits = [
-                losses.deferred_logits(*inputs) if way == "lean_head" else (inputs[0] @ inputs[1].T).float()
-            ]
-            targets = ids(setup.rows if rows is None or way == "stock" else len(rows))
-            if way == "stock":
-                values = stock(logits.pop(), targets, None, with_entropy=True, with_entropy_grad=entropy)
-            else:
-                how: Any = {"rows": rows, "entropy_grad": entropy}
-                values = losses.vocab_parallel_log_probs_and_entropy(logits.pop(), targets, **how)
-            sum(x.sum() for x in values if x.requires_grad).backward()
-        fields = {
-            "hidden_size": setup.hidden,
-            "vocab_size": setup.vocabulary,
-            "make_vocab_size_divisible_by": 1,
-        }
-        estimated = estimate._loss_memory(setup.rows, share, entropy, fields, "bf16")
-        found[f"{way}, {setup}, {share:g}, {entropy}"] = recorder.peak - before, getattr(estimated, way)
-    return found
 
 
 # --- cases
@@ -394,7 +357,6 @@ PARTS: dict[str, Callable[[], Any]] = {
     "models": partial(records, MODELS),
     "counted": heads,
     "with 64 ids": with_64_ids,
-    "estimates": estimates,
 }
 
 if __name__ == "__main__":

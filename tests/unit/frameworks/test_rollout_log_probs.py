@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -148,17 +147,9 @@ def test_what_verl_samples_from(changes: dict[str, Any], is_reported: bool, capl
     chunk = torch.nn.Linear(2, 2)
     engine = SimpleNamespace(module=[chunk], optimizer=torch.optim.SGD(chunk.parameters(), 0.1))
     worker = SimpleNamespace(config=config, actor=SimpleNamespace(engine=engine))
-
-    def train(data: int) -> int:
-        chunk(torch.ones(2)).sum().backward()
-        engine.optimizer.step()
-        return data + 1
-
-    assert update_verl_actor(Call(train, (1,), instance=worker, options=settings)) == 2
+    call = Call(
+        lambda data: chunk(data) is engine.optimizer.step(), (torch.ones(2),), {}, worker, options=settings
+    )
+    assert update_verl_actor(call) is False
     assert len(training_warnings.reported()) == is_reported
-    assert re.findall(r'"([a-z ]+)": \d', caplog.messages[-1]) == [
-        "other",
-        "forward",
-        "loss and backward",
-        "step",
-    ]
+    assert '"forward": ' in caplog.messages[-1] and '"step": ' in caplog.messages[-1]

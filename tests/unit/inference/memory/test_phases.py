@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,19 +27,14 @@ class Chunk(torch.nn.Linear):
     def __init__(self, monkeypatch: MonkeyPatch) -> None:
         super().__init__(2, 2)
         self.peak = 1
-        for owner, name, function in (
-            (
-                torch._C,
-                "_cuda_memoryStats",
-                lambda _: {"allocated_bytes": {"all": {"peak": self.peak * GIB}}},
-            ),
-            (torch._C, "_cuda_resetPeakMemoryStats", lambda _: setattr(self, "peak", 1)),
-            (torch.cuda.memory, "is_initialized", lambda: True),
-            (torch.cuda.memory, "_get_device_index", lambda *args, **kwargs: 1),
-            (torch.cuda, "current_device", lambda: 1),
-            (report, "reset_peaks", {}),
-        ):
-            monkeypatch.setattr(owner, name, function, raising=False)
+        stats = lambda _: {"allocated_bytes": {"all": {"peak": self.peak * GIB}}}  # noqa: E731
+        monkeypatch.setattr(torch._C, "_cuda_memoryStats", stats, raising=False)
+        reset = partial(setattr, self, "peak", 1)
+        monkeypatch.setattr(torch._C, "_cuda_resetPeakMemoryStats", lambda _: reset(), raising=False)
+        monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda.memory, "_get_device_index", lambda *args, **kwargs: 1)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        monkeypatch.setattr(report, "reset_peaks", {})
 
     def use(self, gib: int) -> None:
         self.peak = max(self.peak, 1 + gib)
