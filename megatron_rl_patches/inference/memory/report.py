@@ -30,9 +30,8 @@ def uses(estimate: MemoryEstimate, stage: StageEstimate) -> dict[str, Memory]:
     """Return the memory of a stage by what a rank does."""
     memories = {"training": stage.training, "inference-only": stage.inference_only}
     if estimate.teachers:
-        memories[f"training + {estimate.teachers} teacher{'s' * (estimate.teachers > 1)}"] = (
-            stage.with_teachers
-        )
+        name = f"training + {estimate.teachers} teacher{'s' * (estimate.teachers > 1)}"
+        memories[name] = stage.with_teachers
     return memories
 
 
@@ -85,7 +84,8 @@ def plot(estimate: MemoryEstimate, path: Path) -> None:
     axes = figure.subplots()
     memories = uses(estimate, estimate.worst)
     power = _power(memory.total for memory in memories.values())
-    labels, bottoms = [use.replace(" + ", "\n+ ") for use in memories], [0.0] * len(memories)
+    labels = [use.replace(" + ", "\n+ ") for use in memories]
+    bottoms = [0.0] * len(memories)
     for part in (f.name for f in fields(Memory) if f.name != "host"):
         heights = [getattr(memory, part) / 1000**power for memory in memories.values()]
         if any(heights):
