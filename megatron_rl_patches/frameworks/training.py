@@ -5,7 +5,7 @@ torch is not imported, since the loops of a test may run without it.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from ..common.chunks import distinct_configs
@@ -20,10 +20,8 @@ from .rollout_log_probs import check_rollout, check_verl_rollout
 _peaks: dict[str, int] = {}  # of scoring in this rollout; the next line has them
 
 
-def memory_phases(
-    call: Call, name: str, model: Any = None, optimizer: Any = None
-) -> AbstractContextManager[Any]:
-    """Return what measures the memory of a call, and of passes within it, if the option asks for it."""
+def memory_phases(call: Call, name: str, model: Any = None, optimizer: Any = None) -> Any:
+    """Return a context that measures the memory of a call by phase, if the option asks for it."""
     if not call.options.memory_phases:
         return nullcontext()
     from ..inference.memory.report import MemoryPhases

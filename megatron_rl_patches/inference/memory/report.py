@@ -185,14 +185,14 @@ reset_peaks: dict[str, int] = {}  # the highest of torch.cuda.memory_stats() bef
 
 @dataclass(eq=False)
 class MemoryPhases:
-    """A block whose memory is measured by phase, and logged as JSON in a line at its end, also if it raises.
+    """Measures the memory of a block by phase, and logs it as JSON in one line at its end, also if it raises.
 
-    A pass of ``model``, which is a chunk or several, is ``forward``, and what follows ``loss and backward``,
-    recomputed passes included; without grad mode both are ``scoring``. ``optimizer.step()`` is ``step``, and
-    all else has the ``name``. In a block ``with phases("save"):``, a phase of that name, passes begin none.
-    ``phases.peaks`` are bytes by phase. Each phase resets the peaks that torch reports to others, but for the
-    option ``memory_phases``. Without CUDA, resident memory is read where phases begin or end. Global rank 0
-    ``logs`` its own numbers, and each rank that raises; no collective. Source of the idea: THUDM/slime#2304.
+    A pass of ``model``, a chunk or several, is ``forward``, and what follows is ``loss and backward``, with
+    passes that recompute; without grad mode both are ``scoring``. ``optimizer.step()`` is ``step``, and all
+    else counts as ``name``. A block ``with phases("save"):`` is a phase of its own, in which passes begin
+    none. ``phases.peaks`` are bytes by phase. Each phase resets the peaks that torch reports, unless
+    the option ``memory_phases`` is on. Without CUDA, resident memory is read where phases begin or end. There
+    is no collective: global rank 0 ``logs`` its numbers, and each rank that raises. See THUDM/slime#2304.
     """
 
     model: Any = None
