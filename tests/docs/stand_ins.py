@@ -152,6 +152,10 @@ def after_own_loop(names: Names) -> None:
     assert len(names["losses"]) == 3 and all(loss == loss for (loss,) in names["losses"])
 
 
+def after_memory_page(names: Names) -> None:
+    assert [*names["phases"].peaks] == ["other", "scoring", "forward", "loss and backward", "step", "save"]
+
+
 def after_reentry_page(names: Names) -> None:
     """A rollout that breaks off, then one that does not, and a save that finds the hooks as they were."""
     model, optimizer = OPTIONS.build()
@@ -190,6 +194,7 @@ SETUPS = {
     "docs/how-it-works.md": (common, after_activation),
     "docs/inference.md": (common, lambda names: None),
     "docs/losses.md": (losses, after_losses),
+    "docs/memory.md": (lambda: common() | own_loop() | {"torch": torch}, after_memory_page),
     "docs/quickstart/own-loop.md": (own_loop, after_own_loop),
     "docs/patches/reentrant-train.md": (partial(dict, train_on=TRAIN_ON), after_reentry_page),
 }

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from megatron_rl_patches.engine.call import Call
-from megatron_rl_patches.frameworks.rollout_log_probs import check_rollout, update_verl_actor
+from megatron_rl_patches.frameworks.rollout_log_probs import check_rollout
+from megatron_rl_patches.frameworks.training import update_verl_actor
 from megatron_rl_patches.reentry import training_warnings
 
 pytestmark = pytest.mark.usefixtures("nothing_reported")
@@ -109,11 +110,18 @@ def test_the_message_says_what_is_set(monkeypatch: pytest.MonkeyPatch, caplog: A
     ("changes", "is_reported"),
     [({}, True), ({"warn": False}, False), ({"strategy": "fsdp2"}, False), ({"rollout": None}, False)],
 )
-def test_what_verl_samples_from(changes: dict[str, Any], is_reported: bool) -> None:
+def test_what_verl_samples_from(changes: dict[str, Any], is_reported: bool, caplog: Any) -> None:
     """Real verl shows its message; a worker of another shape trains all the same."""
     options: dict[str, Any] = {"warn": True, "strategy": "megatron", **changes}
     rollout = options.get("rollout", SimpleNamespace(top_p=0.8, top_k=-1))
     config = SimpleNamespace(actor=SimpleNamespace(strategy=options["strategy"]), rollout=rollout)
-    settings, worker = SimpleNamespace(warn=options["warn"]), SimpleNamespace(config=config)
-    assert update_verl_actor(Call(lambda data: data + 1, (1,), instance=worker, options=settings)) == 2
+    settings = SimpleNamespace(warn=options["warn"], memory_phases=True)
+    chunk = torch.nn.Linear(2, 2)
+    engine = SimpleNamespace(module=[chunk], optimizer=torch.optim.SGD(chunk.parameters(), 0.1))
+    worker = SimpleNamespace(config=config, actor=SimpleNamespace(engine=engine))
+    call = Call(
+        lambda data: chunk(data) is engine.optimizer.step(), (torch.ones(2),), {}, worker, options=settings
+    )
+    assert update_verl_actor(call) is False
     assert len(training_warnings.reported()) == is_reported
+    assert '"forward": ' in caplog.messages[-1] and '"step": ' in caplog.messages[-1]
