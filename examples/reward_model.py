@@ -43,8 +43,8 @@ def run():
 
         # Two samples in one microbatch, padded on the right with any token, and one in another.
         microbatches = [
-            {"tokens": torch.tensor([[7, 3, 9, 4, 0, 0], [5, 1, 8, 2, 6, 9]]), "lengths": [4, 6]},
-            {"tokens": torch.tensor([[1, 2, 3, 0]]), "lengths": [3]},
+            {"tokens": torch.tensor([[7, 3, 9, 4, 0, 0], [5, 1, 8, 2, 6, 9]]), "total_lengths": [4, 6]},
+            {"tokens": torch.tensor([[1, 2, 3, 0]]), "total_lengths": [3]},
         ]
         values = forward_values(model, microbatches, progress=False)  # per sample [length], float32
         if values is None:

@@ -35,9 +35,9 @@ def distributions_of(teacher, student, tokens, k):
     from megatron_rl_patches.inference import forward_hidden_states, forward_topk, output_head
     from megatron_rl_patches.losses import FullDistribution
 
-    # One entry per microbatch. "lengths" counts whole samples, "response_lengths" the tokens to score.
+    # One entry per microbatch. "total_lengths" counts whole samples, "response_lengths" the tokens to score.
     microbatches = [
-        {"tokens": tokens, "lengths": [LENGTH] * SAMPLES, "response_lengths": [RESPONSE] * SAMPLES}
+        {"tokens": tokens, "total_lengths": [LENGTH] * SAMPLES, "response_lengths": [RESPONSE] * SAMPLES}
     ]
     if k:
         at_students_ids = forward_topk(student, microbatches, k, progress=False)

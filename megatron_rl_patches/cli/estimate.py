@@ -52,6 +52,9 @@ _SET_HELP = (
 _OPTIMIZER_HELP = "The distributed optimizer: its states are divided over the replicas."
 _TEACHERS_HELP = "Models of this shape that wait in host memory to score, one at a time."
 _HEADS_HELP = "Their output layers stay on the device, as exact distillation needs them."
+_TOKENS_HELP = "Also estimate logits and loss of a microbatch of so many tokens, in training."
+_SHARE_HELP = "The share of these tokens that belong to responses, between 0 and 1."
+_ENTROPY_HELP = "The entropy has a gradient: its coefficient is not 0."
 _PLOT_HELP = "Draw stacked bars; needs matplotlib."
 
 
@@ -69,6 +72,9 @@ def estimate(
     dist_opt: Annotated[bool, _option("--dist-opt --use-distributed-optimizer", _OPTIMIZER_HELP)] = False,
     teachers: Annotated[int, _option("--teachers", _TEACHERS_HELP, "N", min=0)] = 1,
     teacher_heads: Annotated[bool, _option("--teacher-heads", _HEADS_HELP)] = False,
+    tokens: Annotated[Size, _size("--tokens", _TOKENS_HELP)] = None,
+    response_share: Annotated[float, _option("--response-share", _SHARE_HELP, "SHARE")] = 1.0,
+    entropy_grad: Annotated[bool, _option("--entropy-grad", _ENTROPY_HELP)] = False,
     plot: Annotated[Path | None, _option("--plot", _PLOT_HELP, "FILE", callback=_check_plot)] = None,
     json: Annotated[bool, _option("--json", "Write JSON to stdout, all in bytes.")] = False,
 ) -> None:
@@ -76,7 +82,7 @@ def estimate(
 
     For training, inference-only, and training with teachers. Parameters are counted in the real GPTModel,
     built without memory for each pipeline stage. Needs torch and megatron-core, but no GPU. Activations are
-    not part of it.
+    not part of it; with --tokens, logits and loss are.
 
     Exit code 0: the table. Exit code 2: values that are missing or do not fit together.
     """
@@ -95,6 +101,9 @@ def estimate(
 
     optimizer = {name: values.pop(name) for name in OptimizerSettings.__annotations__ if name in values}
     replicas = values.pop("data_parallel_size", None)
+    if tokens is None and (response_share != 1 or entropy_grad):
+        raise InvalidInputError("--response-share and --entropy-grad need --tokens")
+    microbatch: Any = {"tokens": tokens, "response_share": response_share, "entropy_grad": entropy_grad}
     source = model or hf_config
     try:
         result = estimate_memory(
@@ -104,6 +113,7 @@ def estimate(
             optimizer=OptimizerSettings(**optimizer),
             teachers=teachers,
             teacher_heads=teacher_heads,
+            **microbatch,
             **values,
         )
     except MegatronRLPatchesError:
@@ -113,15 +123,26 @@ def estimate(
     if json:
         show_json(result.as_dict())
     else:
-        screen = Screen()
-        for rows in (report.rows(result), *([report.totals(result)] if len(result.stages) > 1 else [])):
-            screen.table(rows)
-            screen.line()
-        screen.line(report.summary(result))
-        if not dist_opt:
-            screen.line("--use-distributed-optimizer divides the states of the optimizer over the replicas")
+        _show(result, dist_opt)
     if plot:
         report.plot(result, plot)
+
+
+def _show(estimate: Any, dist_opt: bool) -> None:
+    """Print the tables, and a sentence on the stage that takes most."""
+    from ..inference.memory import report
+
+    screen = Screen()
+    for rows in (report.rows(estimate), *([report.totals(estimate)] if len(estimate.stages) > 1 else [])):
+        screen.table(rows)
+        screen.line()
+    if estimate.loss:
+        ways = {name.replace("_", "-"): f"{n / 1e9:.2f}" for name, n in vars(estimate.loss).items()}
+        screen.table([("GB", *ways), ("logits and loss", *ways.values())])
+        screen.line()
+    screen.line(report.summary(estimate))
+    if not dist_opt:
+        screen.line("--use-distributed-optimizer divides the states of the optimizer over the replicas")
 
 
 def _assigned(assignments: Sequence[str]) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class Program:
 
     def _reference_log_probs(self, tokens_bs: torch.Tensor) -> torch.Tensor:
         lengths, digits = [LENGTH] * len(tokens_bs), [DIGITS] * len(tokens_bs)
-        microbatch = {"tokens": tokens_bs, "lengths": lengths, "response_lengths": digits}
+        microbatch = {"tokens": tokens_bs, "total_lengths": lengths, "response_lengths": digits}
         scores = forward_log_probs(self.reference, [microbatch], output_device=self.device, progress=False)
         assert scores is not None  # there is one pipeline stage
         return torch.stack(scores.log_probs)

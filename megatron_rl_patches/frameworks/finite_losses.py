@@ -75,7 +75,8 @@ def get_log_probs_and_entropy(call: Call) -> Any:
 
 def compute_policy_loss(call: Call) -> Any:
     """Compute the clipped loss of ratios that are bounded before they are exponentiated."""
-    return call(ppo_kl=-finite.bounded_log_ratio(-call["ppo_kl"]))
+    log_ratio_n = -call["ppo_kl"]
+    return call(ppo_kl=-finite.near_old(log_ratio_n, log_ratio_n.new_zeros(())))
 
 
 def compute_approx_kl(call: Call) -> Any:

@@ -45,13 +45,12 @@ def check_rollout(data_iterator: Any) -> None:
             check(rollout)
 
 
-def update_verl_actor(call: Call) -> Any:
-    """Train verl's actor, whose log-probs are of the whole vocabulary, and report what its rollouts cover."""
+def check_verl_rollout(call: Call) -> None:
+    """Report rollouts of verl whose log-probs are not of all ids that its actor trains on."""
     with training_warnings.harmless():
         config = call.instance.config
         if call.options.warn and config.actor.strategy == "megatron":
             _report_sampling("actor_rollout_ref.rollout.", config.rollout.top_p, config.rollout.top_k)
-    return call()
 
 
 def _check_sampling(rollout: Mapping[str, Any]) -> None:

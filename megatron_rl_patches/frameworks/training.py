@@ -5,6 +5,7 @@ torch is not imported, since the loops of a test may run without it.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from ..common.chunks import distinct_configs
@@ -14,7 +15,42 @@ from ..reentry.guard import TrainGuard
 from ..reentry.running_calls import places_in_use
 from ..reentry.sync_functions import clear_installed, install_per_config
 from ..reentry.timers import interval_timer_started
-from .rollout_log_probs import check_rollout
+from .rollout_log_probs import check_rollout, check_verl_rollout
+
+_peaks: dict[str, int] = {}  # of scoring in this rollout; the next line has them
+
+
+def memory_phases(call: Call, name: str, model: Any = None, optimizer: Any = None) -> Any:
+    """Return a context that measures the memory of a call by phase, if the option asks for it."""
+    if not call.options.memory_phases:
+        return nullcontext()
+    from ..inference.memory.report import MemoryPhases
+
+    global _peaks
+    peaks, _peaks = _peaks, _peaks if name == "scoring" else {}
+    return MemoryPhases(model, optimizer, name, name != "scoring", peaks)
+
+
+def score(call: Call) -> Any:
+    """Score, as a phase of memory."""
+    with memory_phases(call, "scoring"):
+        return call()
+
+
+def memory_stats(call: Call) -> Any:
+    """Return torch's statistics, with the peaks that phases have reset."""
+    from ..inference.memory.report import reset_peaks
+
+    hidden = {} if call["device"] is not None else reset_peaks
+    return {name: max(value, hidden.get(name, value)) for name, value in call().items()}
+
+
+def reset_peak_memory_stats(call: Call) -> None:
+    """Reset torch's peaks, and those that phases have reset."""
+    from ..inference.memory.report import reset_peaks
+
+    reset_peaks.clear()
+    call()
 
 
 def train(call: Call, timers: Any = None, installs: bool = True) -> Any:
@@ -25,7 +61,8 @@ def train(call: Call, timers: Any = None, installs: bool = True) -> Any:
     if warn := call.options.warn:
         check_rollout(call.get("data_iterator"))
     optimizer, config = call.get("optimizer"), call.get("config")
-    with TrainGuard(call["model"], optimizer, timers, config, installs, warn):
+    guard = TrainGuard(call["model"], optimizer, timers, config, installs, warn)
+    with memory_phases(call, "other", call["model"], optimizer), guard:
         return call()
 
 
@@ -54,9 +91,17 @@ def bridge_train(call: Call) -> Any:
     return train(call, timers=call["global_state"].timers, installs=False)
 
 
+def update_verl_actor(call: Call) -> Any:
+    """Train verl's actor, and report what its rollouts cover."""
+    check_verl_rollout(call)
+    engine = getattr(getattr(call.instance, "actor", None), "engine", None)
+    with memory_phases(call, "other", getattr(engine, "module", None), getattr(engine, "optimizer", None)):
+        return call()
+
+
 def save(call: Call) -> Any:
     """Save, and leave the forward pre-hooks as they were."""
-    with forward_pre_hooks.preserved_hooks(call["model"]):
+    with memory_phases(call, "save"), forward_pre_hooks.preserved_hooks(call["model"]):
         return call()
 
 

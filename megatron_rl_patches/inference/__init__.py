@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .memory.estimate import OptimizerSettings as OptimizerSettings
     from .memory.estimate import estimate_memory as estimate_memory
     from .memory.parameters import GPTArguments as GPTArguments
+    from .memory.report import MemoryPhases as MemoryPhases
     from .memory.report import MemoryReport as MemoryReport
     from .memory.report import memory_report as memory_report
     from .models.model import build_inference_model as build_inference_model
@@ -33,7 +34,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".checkpoints.load": ["load_inference_checkpoint"],
         ".memory.estimate": ["MemoryEstimate", "OptimizerSettings", "estimate_memory"],
         ".memory.parameters": ["GPTArguments"],
-        ".memory.report": ["MemoryReport", "memory_report"],
+        ".memory.report": ["MemoryPhases", "MemoryReport", "memory_report"],
         ".scoring.forward": [
             *("Scores", "forward_hidden_states", "forward_log_probs", "forward_topk", "forward_values"),
             "output_head",

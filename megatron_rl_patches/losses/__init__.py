@@ -7,7 +7,8 @@ from .checkpointing import checkpointed
 from .loss_functions import make_distillation_loss_func, make_loss_func, packed_log_probs_and_entropy
 from .objectives.distillation import DistillationBatch, DistillationOptions, distillation_loss
 from .objectives.distributions import FullDistribution, TopKDistribution, mix_teachers, route_teachers
-from .objectives.policy import PolicyBatch, PolicyOptions, estimate_kl, group_advantages, policy_loss
+from .objectives.finite import estimate_kl
+from .objectives.policy import PolicyBatch, PolicyOptions, group_advantages, group_log_probs, policy_loss
 from .objectives.reduction import average_metrics, mean_count, token_weights
 from .objectives.topk_divergences import (
     forward_kl,
@@ -44,6 +45,7 @@ __all__ = [
     "full_vocabulary_divergence",
     "generalized_kl",
     "group_advantages",
+    "group_log_probs",
     "importance_weighted_reverse_kl",
     "jensen_shannon",
     "make_distillation_loss_func",

@@ -70,9 +70,8 @@ def _scored(
     """Return log-probs and perhaps entropies of this CP rank's tokens; ``targets`` are those of all ranks."""
     if layout.cp_size > 1:
         # A rank that refused its own ids alone would leave the others waiting for its values.
-        arguments.check_ids(
-            "targets", targets, how.num_ids(rows_nv.shape[1]), how.ignore_index, "to ignore a row"
-        )
+        size = how.num_ids(rows_nv.shape[1])
+        arguments.check_ids("targets", targets, size, how.ignore_index, "to ignore a row")
     mine = targets.index_select(0, layout.response_index)
     return log_probs_and_entropy(rows_nv, mine, layout.response_slices, keep_mask, how)
 

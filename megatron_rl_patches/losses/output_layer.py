@@ -115,9 +115,8 @@ def loss_of_labels(compute: Callable[[], Any], layer: Any, labels: Tensor, logit
     vocabulary = logits.shape[-1] * (1 if group is None else dist.get_world_size(group))
     tokens_sb = labels.transpose(0, 1)
     targets = tokens_sb.where((tokens_sb >= 0) & (tokens_sb < vocabulary), _NO_TOKEN)
-    log_probs = vocab_parallel_log_probs(
-        logits.flatten(0, 1), targets.flatten(), tp_group=group, ignore_index=_NO_TOKEN
-    )
+    rows, ids = logits.flatten(0, 1), targets.flatten()
+    log_probs = vocab_parallel_log_probs(rows, ids, tp_group=group, ignore_index=_NO_TOKEN)
     return -log_probs.view(tokens_sb.shape).transpose(0, 1).contiguous()
 
 

@@ -99,8 +99,7 @@ class SequenceLayout:
         check_integer("cp_rank", cp_rank, 0, f"0 <= cp_rank < cp_size, which is {size}", highest=size - 1)
         if allgather_cp and is_bshd:
             raise InvalidInputError(
-                "all-gather CP cuts one packed stream, so it needs qkv_format 'thd', not 'bshd'; "
-                "pack the samples, or use zigzag CP (allgather_cp=False)"
+                "all-gather CP cuts a packed stream: use qkv_format 'thd', or zigzag CP (allgather_cp=False)"
             )
         totals = integers("total_lengths", total_lengths)
         responses = integers("response_lengths", response_lengths)
@@ -144,10 +143,8 @@ class SequenceLayout:
                 "vocabulary: pass [batch, seq, vocab] of its lengths (padded at the end: num_rows=...)"
             )
         if logits.device != self.response_rows.device:
-            raise InvalidInputError(
-                f"logits are on {logits.device}, their layout on {self.response_rows.device}; "
-                "pass device=logits.device to SequenceLayout.build"
-            )
+            places = f"logits are on {logits.device}, their layout on {self.response_rows.device}"
+            raise InvalidInputError(f"{places}; pass device=logits.device to SequenceLayout.build")
         return logits.flatten(0, -2)
 
     def response_targets(self, tokens: Sequence[Tensor]) -> Tensor:
@@ -253,18 +250,15 @@ class _Gathered(torch.autograd.Function):
 def _checked_lengths(totals: Sequence[int], responses: Sequence[int], without_prompt: bool) -> Tensor:
     """Return both, ``[2, b]``; a response is shorter than its sample, unless that may be without a prompt."""
     if not totals or len(totals) != len(responses):
-        raise InvalidInputError(
-            f"there are {len(totals)} samples and {len(responses)} response_lengths; "
-            "pass one per sample, for at least one sample"
-        )
+        counts = f"there are {len(totals)} samples and {len(responses)} response_lengths"
+        raise InvalidInputError(f"{counts}; pass one per sample, for at least one sample")
     total, response = lengths = torch.tensor([totals, responses], device="cpu")
     wrong = ((response < 0) | (response >= total + without_prompt)).nonzero()
     if len(wrong):
         sample = int(wrong[0])
         raise InvalidInputError(
             f"response_lengths: sample {sample} has {totals[sample]} tokens and a response of "
-            f"{responses[sample]}; a response is shorter than its sample, as its first token is predicted "
-            "from the one before; keep a prompt token"
+            f"{responses[sample]}; keep a prompt token, from which the first response token is predicted"
         )
     return lengths
 
@@ -281,9 +275,7 @@ def _padding(
         padded = torch.tensor(integers(name, lengths), device="cpu")
     fits = len(padded) == len(total) and not (padded < total).any()
     if not fits or (padded != padded[0] if is_bshd else padded % multiple).any():
-        raise InvalidInputError(
-            f"{name} are {padded.tolist()} for samples of {total.tolist()} tokens; pass {expected}"
-        )
+        raise InvalidInputError(f"{name} are {padded.tolist()} for {total.tolist()} tokens; pass {expected}")
     if is_bshd:
         padded = -(-padded // multiple) * multiple
         return padded, (len(padded), int(padded[0]) // cp_size)

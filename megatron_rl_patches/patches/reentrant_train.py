@@ -20,9 +20,10 @@ from ..errors import PatchError
 from ..frameworks import megatron_utils
 
 _MODELS = megatron_utils("model")
+_VERL_WORKERS = "verl.workers.engine_workers"
 _MEGATRON, _BRIDGE = "megatron.training.training", "megatron.bridge.training"
 _SET_UP = "_update_model_config_funcs"
-_TRAIN = ".frameworks.training:train"
+_TRAIN, _SCORE = ".frameworks.training:train", ".frameworks.training:score"
 _HANDLES = "remove_forward_pre_hook_handles"
 _FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
@@ -36,6 +37,8 @@ class ReentrantTrainOptions:
             of model chunks as a parameter named ``model``. A function of the file that Python runs cannot be
             named here: decorate it with :func:`megatron_rl_patches.reentry.reentrant_train`.
         warn: warn once of each setting that silently spoils reinforcement learning.
+        memory_phases: log a line with the peak memory of scoring, forward, loss and backward, step and save
+            for each rollout, and where one of them raises.
 
     Raises:
         PatchError: a function is named in another way.
@@ -43,6 +46,7 @@ class ReentrantTrainOptions:
 
     train_functions: tuple[str, ...] = ()
     warn: bool = True
+    memory_phases: bool = False
 
     def __post_init__(self) -> None:
         for path in self.train_functions:
@@ -115,7 +119,16 @@ def _restores_hooks(target: TargetSource) -> str | None:
 
 def _configured(options: ReentrantTrainOptions) -> tuple[Site, ...]:
     paths = [path.split(":") for path in options.train_functions]
-    return tuple(Site(module, qualname, _TRAIN, parameters=("model",)) for module, qualname in paths)
+    sites = [Site(module, qualname, _TRAIN, parameters=("model",)) for module, qualname in paths]
+    if options.memory_phases:
+        names = ("memory_stats", "reset_peak_memory_stats")
+        sites += [Site("torch.cuda.memory", n, f".frameworks.training:{n}", ("device",)) for n in names]
+        scores = [(module, "forward_only") for module in _MODELS]
+        scores += [(_VERL_WORKERS, f"ActorRolloutRefWorker.compute_{n}log_prob") for n in ("", "ref_")]
+        for module, name in scores:
+            since = name.rpartition(".")[2]
+            sites.append(Site(module, name, _SCORE, optional_module=True, introduced_with=since))
+    return tuple(sites)
 
 
 def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
@@ -179,9 +192,9 @@ patch.wrap(
     introduced_with="no_sync_func",
 )
 patch.wrap(
-    ["verl.workers.engine_workers", "verl.workers.megatron_workers"],
+    [_VERL_WORKERS, "verl.workers.megatron_workers"],
     "ActorRolloutRefWorker.update_actor",
-    ".frameworks.rollout_log_probs:update_verl_actor",
+    ".frameworks.training:update_verl_actor",
     introduced_with="update_actor",
     optional_module=True,
 )

@@ -69,7 +69,7 @@ def common() -> Names:
         "model_provider": OPTIONS.provider,
         "config": OPTIONS.transformer_config(),
         "microbatches": [
-            {"tokens": tokens[None], "lengths": [len(tokens)], "response_lengths": [response]}
+            {"tokens": tokens[None], "total_lengths": [len(tokens)], "response_lengths": [response]}
             for tokens, response in zip(samples(), RESPONSES, strict=True)
         ],
         "logits": logits_of(8),
@@ -131,6 +131,7 @@ def after_losses(names: Names) -> None:
 
     logits, loss_func = names["forward_step"](iter([names["_batch"]]), packed_model)
     check_loss(loss_func(logits))
+    assert [round(names["shares"][f"tis_{x}"], 3) for x in ("weight_used", "clip_fraction")] == [0.865, 0.2]
 
 
 def after_activation(names: Names) -> None:
@@ -149,6 +150,10 @@ def own_loop() -> Names:
 
 def after_own_loop(names: Names) -> None:
     assert len(names["losses"]) == 3 and all(loss == loss for (loss,) in names["losses"])
+
+
+def after_memory_page(names: Names) -> None:
+    assert [*names["phases"].peaks] == ["other", "scoring", "forward", "loss and backward", "step", "save"]
 
 
 def after_reentry_page(names: Names) -> None:
@@ -189,6 +194,7 @@ SETUPS = {
     "docs/how-it-works.md": (common, after_activation),
     "docs/inference.md": (common, lambda names: None),
     "docs/losses.md": (losses, after_losses),
+    "docs/memory.md": (lambda: common() | own_loop() | {"torch": torch}, after_memory_page),
     "docs/quickstart/own-loop.md": (own_loop, after_own_loop),
     "docs/patches/reentrant-train.md": (partial(dict, train_on=TRAIN_ON), after_reentry_page),
 }

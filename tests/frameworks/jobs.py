@@ -141,6 +141,7 @@ class Job:
     def __init__(self, **options: Any) -> None:
         self.options = TinyModel(**options)
         self.batches = Batches()
+        self.iterator = RerunDataIterator(self.batches)  # of loops that Megatron may run again
         self.disk = Disk()
         self.steps = 0
         self.module = importlib.import_module(self.homes[-1])
@@ -214,10 +215,6 @@ class MegatronJob(Job):
     homes = ("megatron.training.training",)
     patched = ("train", "save_checkpoint_and_time")
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.iterator = RerunDataIterator(self.batches)
-
     def save(self) -> None:
         self.module.save_checkpoint_and_time(self.steps, *self.state, 0.0, checkpointing_context=None)
 
@@ -234,7 +231,6 @@ class BridgeJob(Job):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.iterator = RerunDataIterator(self.batches)
         cfg = SimpleNamespace(model=self.config, ddp=self.model[0].ddp_config, train=self.args)
         state = {"timers": global_vars.get_timers(), "train_state": SimpleNamespace(step=0)}
         self.global_state = SimpleNamespace(cfg=cfg, **state)
@@ -252,10 +248,7 @@ class BridgeJob(Job):
         self.module.train(tiny_gpt.forward_step, *self.state, *iterators, self.global_state, None, None)
 
 
-JOBS: dict[str, type[Job]] = {
-    "slime": SlimeJob,
-    "megatron.training": MegatronJob,
-}
+JOBS: dict[str, type[Job]] = {"slime": SlimeJob, "megatron.training": MegatronJob}
 
 
 # --- models by role, and what a teacher costs

@@ -19,6 +19,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_rl_patches.losses import PolicyBatch, PolicyOptions, policy_loss
 from tests.references.dense import dense_log_probs_and_entropy
 
 _HOMES = {framework: f"{framework}.backends.megatron_utils" for framework in ("slime", "vime")}
@@ -334,3 +335,19 @@ def distance(got: Tensor, want: Tensor, at_least: float = 1e-30) -> float:
         return 0.0
     largest = want.double().abs().max().clamp(min=at_least)
     return ((got.double() - want.double()).abs().max() / largest).item()
+
+
+# --- importance sampling: four responses, one of them masked, and the functions of the frameworks
+
+CORRECTIONS = {"slime": LOSSES["slime"], "miles": f"{_HOMES['miles']}.loss_hub.corrections"}
+_GENERATOR = torch.Generator().manual_seed(6)
+MASKS = [torch.tensor(mask).float() for mask in ([1, 1, 0, 1, 1, 1, 1], [1] * 4, [0] * 2, [1] * 3)]
+SAMPLED = [torch.randn(len(mask), generator=_GENERATOR) - 5 for mask in MASKS]
+TRAINED = [values + 0.3 * torch.randn(len(values), generator=_GENERATOR) for values in SAMPLED]
+
+
+def importance_weights(**options: Any) -> Tensor:
+    """Return what this package's policy loss weights each token with."""
+    new = [values.clone().requires_grad_() for values in TRAINED]
+    batch = PolicyBatch([torch.ones(())] * 4, MASKS, TRAINED, rollout_log_probs=SAMPLED)
+    return -torch.cat(torch.autograd.grad(policy_loss(new, batch, PolicyOptions(**options))[0], new))

@@ -31,8 +31,7 @@ class Packages:
         folder = self._folder / f"{package}-{version}"
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         tags = [f"--platform={platform}" for platform in PLATFORMS]
-        tags.append(f"--python-version={_python(package, version)}")
-        command = [*pip, *tags, f"--dest={folder}", f"{package}=={version}"]
+        command = [*pip, *tags, "--python-version=3.12", f"--dest={folder}", f"{package}=={version}"]
         subprocess.run(command, check=True, timeout=120)
         [wheel] = folder.glob("*.whl")
         return wheel
@@ -43,12 +42,6 @@ class Packages:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder)
         return folder
-
-
-def _python(package: str, version: str) -> str:
-    """A Python that the release has a wheel for."""
-    before_3_12 = package == "megatron-core" and tuple(map(int, version.split("."))) < (0, 14)
-    return "3.11" if before_3_12 else "3.12"
 
 
 def built_on(wheel: Path) -> str:

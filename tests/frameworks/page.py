@@ -14,6 +14,7 @@ from tests.frameworks.checkouts import REPOSITORIES
 from tests.frameworks.verdicts import Known
 from tests.real import matrix as models
 from tests.recording import Run
+from tests.references.pages import fill
 from tests.references.pages import table as markdown_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
@@ -36,83 +37,25 @@ WITHOUT_USE = {
     ("AReaL", "reentrant-train"): "it sets up the model's functions once, and never switches the hooks off",
 }
 
-_PAGE = """\
----
-hide:
-  - toc
----
-
-# Compatibility
-
-<!-- Do not edit this page: `make pages` writes it. -->
-
-The table shows in which releases each patch takes effect. `main` is the commit in the list of sources below.
-For your own code, run `megatron-rl-patches check`: it compares the code itself, not its version.
-
-<div class="matrix" markdown>
-
-{matrix}
-
-</div>
-
-- **core**: what the patch changes is in megatron-core, on which the framework runs. Look at the row
-  megatron-core.
-- **not needed**: the framework does not have the fault, or gains nothing from the patch.
-- **not checked**: the patch is newer than the record of this commit, which can no longer be fetched.
-- **–**: the patch changes nothing in the framework.
-
-The full records are JSON: [each patched function](../tests/frameworks/verdicts.json) with its result and the
-reason, [each run](../tests/frameworks/runs.json), and [each model](../tests/real/models.json).
-
-## Sources
-
-All sources are unmodified. The last column names the [suites](frameworks.md#what-each-suite-shows) that ran
-on them, on one and two CPU ranks.
-
-{sources}
-
-## Where a patch does nothing
-
-In these releases the code exists, and the patch leaves it alone, or changes nothing that the framework uses.
-
-{left_alone}
-
-## Models and layouts
-
-Each promise was tested on these [models](models.md), on CPU ranks of real megatron-core {releases}. The first
-column names the layers: Megatron's local ones, or those of TransformerEngine, which a
-[stand-in](testing.md#transformerengines-layers-cpu_backendtransformer_enginetrue) computes. Hybrid models
-were tested on Megatron-LM's {main}, too.
-**all**: the tests passed on every layout of the model and on all of these releases.
-
-{models}
-
-{reasons}"""
-
 
 def page_of_records() -> str:
-    return page(verdicts.load(), runs_on_record(), json.loads(MODELS.read_text()))
+    """Return the page as it is, with what is on record now in each of its places."""
+    table, of_models = verdicts.load(), json.loads(MODELS.read_text())
+    releases = ", ".join(release for release in of_models["local"] if not release.startswith(_MAIN))
+    main = next(f"Megatron-LM's {release}" for release in of_models["local"] if release.startswith(_MAIN))
+    parts = {
+        "matrix": markdown_table(_matrix_rows(table)),
+        "sources": markdown_table(_source_rows(table, runs_on_record())),
+        "left alone": markdown_table(_left_alone(table)),
+        "releases": f"The releases are megatron-core {releases}; hybrid models ran on {main}, too.",
+        "models": markdown_table(_model_rows(of_models)),
+    }
+    return fill(PAGE.read_text(), parts, "recorded")
 
 
 def runs_on_record() -> list[Run]:
     recorded: list[Run] = json.loads(RUNS.read_text())
     return recorded
-
-
-def page(
-    table: Sequence[Known],
-    runs: Sequence[Run],
-    of_models: Mapping[str, Mapping[str, Mapping[str, list[str]]]],
-) -> str:
-    return _PAGE.format(
-        matrix=markdown_table(_matrix_rows(table)),
-        sources=markdown_table(_source_rows(table, runs)),
-        left_alone=markdown_table(_left_alone(table)),
-        releases=", ".join(release for release in of_models["local"] if not release.startswith(_MAIN)),
-        main=next(release for release in of_models["local"] if release.startswith(_MAIN)),
-        models=markdown_table(_model_rows(of_models)),
-        reasons=models.REASONS,
-    )
 
 
 # --- which patch fits which framework

@@ -7,11 +7,15 @@ rounded to bfloat16, by Megatron's fused cross entropy; the patched one is not.
 
 from __future__ import annotations
 
+import importlib
+import runpy
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_rl_patches import applied
 from tests.frameworks import test_finite_loss as finite
@@ -64,6 +68,29 @@ def test_scores_and_policy_loss(framework: str, ranks: int, layout: dict[str, An
             # miles#2596 raises where a rank has no response token of a sample: an empty list becomes floats.
             options |= {"totals": (17,), "responses": (15,)}
         assert check_scores(framework, masked=True, **options) < BFLOAT16
+
+
+@pytest.mark.parametrize("framework", ["slime", "miles"])
+@on_ranks(1, timeout=300)
+def test_importance_weights(framework: str, paths: list[str]) -> None:
+    """Those of its own functions, and of the example that its documentation names."""
+    prepare(paths)
+    from tests.frameworks.loss_jobs import CORRECTIONS, MASKS, SAMPLED, TRAINED, Arguments, importance_weights
+
+    bounds, own = {"tis_clip": 1.2, "tis_clip_low": 0.9}, importlib.import_module(CORRECTIONS[framework])
+    data = {"train_log_probs": TRAINED, "rollout_log_probs": SAMPLED, "loss_masks": MASKS}
+    for function, level in ((own.vanilla_tis_function, None), (own.icepop_function, "token")):
+        expected_n, masks, _ = function(Arguments(**bounds), pg_loss=torch.cat(MASKS), **data)
+        torch.testing.assert_close(importance_weights(**bounds, tis_mask_level=level), expected_n)
+        assert masks is MASKS  # what is masked stays in the count
+    [example] = Path(paths[0], "examples").rglob("mis.py")
+    compute, limits = runpy.run_path(str(example))["compute_mis_weights"], {"tis_upper_bound": 1.2}
+    for level, mode in product(("token", "sequence", "geometric"), ("truncate", "clip", "mask")):
+        bounds["tis_clip_low"] = limits["tis_lower_bound"] = 0.0 if mode == "truncate" else 0.9
+        weights, masks, _ = compute(Arguments(use_tis=True, tis_level=level, tis_mode=mode, **limits), **data)
+        options = {"tis_level": level, "tis_mask_level": level if mode == "mask" else None}
+        expected_n = torch.cat(weights) * torch.cat(masks)
+        torch.testing.assert_close(importance_weights(**bounds, **options), expected_n)
 
 
 # --- finite-loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_rl_patches import Settings, applied, apply, revert
 from megatron_rl_patches.reentry import training_warnings
@@ -130,6 +132,27 @@ def test_vocab_parallel_losses(verl: list[str], ranks: int) -> None:
         foreign = functions.vocab_parallel_log_probs_from_logits.__wrapped__
         with mock.patch.object(engine, "vocab_parallel_log_probs_from_logits", foreign):
             assert job.processed(entropy=True)["returned"] == unpatched["returned"]
+
+
+@on_ranks(1, timeout=300)
+def test_importance_weights(verl: list[str]) -> None:
+    """And the rejection of responses by the geometric mean, with weights by token."""
+    prepare(verl)
+    helper = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
+    from tests.frameworks.loss_jobs import MASKS, SAMPLED, TRAINED, importance_weights
+
+    log_ratios = [*map(torch.sub, TRAINED, SAMPLED)]
+    log_ratio, mask = (pad_sequence(values, batch_first=True) for values in (log_ratios, MASKS))
+    counts_n, bounds = torch.cat(MASKS).bool(), {"tis_clip": 1.2, "tis_clip_low": 0.9}
+    for level, threshold in itertools.product(("token", "sequence"), (1.2, "0.9_1.2")):  # or IcePop
+        options = {"tis_clip": 1.2} if threshold == 1.2 else {**bounds, "tis_mask_level": level}
+        expected, _ = helper.compute_rollout_correction_weights(log_ratio, mask, level, threshold)
+        weights = importance_weights(**options, tis_level=level)[counts_n]
+        torch.testing.assert_close(weights, expected[mask.bool()])
+    reject, limits = helper.compute_rollout_rejection_mask, f"{1 / 1.2}_{1 / 0.9}"
+    accepted, _ = reject(log_ratio, mask, "seq_mean_k1", limits)
+    weights = importance_weights(**bounds, tis_mask_level="geometric")[counts_n]
+    torch.testing.assert_close(weights, (log_ratio.exp() * accepted)[mask.bool()])
 
 
 @on_ranks(1, timeout=300)

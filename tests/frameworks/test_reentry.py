@@ -7,13 +7,15 @@ needed the patch, and nothing is left over; reverted, the next call fails with t
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from megatron_rl_patches import apply, revert, status
+from megatron_rl_patches import Settings, apply, revert, status
+from megatron_rl_patches.common import messages
 from megatron_rl_patches.engine.settings import VARIABLE
 from megatron_rl_patches.hooks import on_megatron_init
 from tests.frameworks import rollouts
@@ -128,6 +130,30 @@ def test_bridge_and_nemo_rl() -> None:
     revert(PATCH)
     assert nemo_setup._update_model_config_funcs is originals[1]
     assert (train.train, setup._update_model_config_funcs) == originals
+
+
+@on_ranks(1)
+def test_memory_by_phase_is_a_line_per_rollout() -> None:
+    """Resident memory, without a GPU; weights are those of a run that measures nothing."""
+    from tests.frameworks.jobs import SlimeJob, slime_model
+
+    apply(PATCH, settings=Settings(memory_phases=True))
+    measured, lines = SlimeJob(), list[str]()
+    with mock.patch.object(messages.log, "log", lambda level, form, line: lines.append(line)):
+        outcome(slime_model().forward_only, None, None, [], [None], [])  # it fails
+        measured.train(2)
+        measured.save()
+        measured.train(2)
+    lines = [line for line in lines if "peak memory by phase" in line]
+    phases = [re.findall(r'"([a-z ]+)": \d', line) for line in lines]
+    passes = ["other", "forward", "loss and backward", "step"]
+    assert phases == [["scoring"], ["scoring", *passes], ["save"], passes]
+    assert "until AttributeError in 'scoring'" in lines[0]
+    assert not measured.model[0]._forward_hooks and "step" not in vars(measured.optimizer)
+    apply(PATCH, settings=Settings())
+    job = SlimeJob()
+    job.train(4)
+    assert job.checksum() == measured.checksum()
 
 
 # --- switched on by hooks, in stand-ins whose functions have been copied already, as in a worker

@@ -127,7 +127,7 @@ def _scores_of_a_teacher() -> None:
     sys.setprofile(None)
     model = _teacher()
     sys.setprofile(look)
-    batch = {"tokens": torch.arange(20).view(2, 10), "lengths": [10, 7], "response_lengths": [4, 3]}
+    batch = {"tokens": torch.arange(20).view(2, 10), "total_lengths": [10, 7], "response_lengths": [4, 3]}
     inference.forward_log_probs(model, [batch, batch], with_entropy=True, progress=False)
 
 

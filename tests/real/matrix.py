@@ -60,18 +60,6 @@ HALVES = (
 )
 _EXPERTS = {"EP 2", "TP 2, expert TP 1"}
 _WITH_EXPERTS = ("moe", "mla-moe", "hybrid")
-#: For the page, in Markdown.
-REASONS = """\
-The layouts are 1 rank, DP 2, TP 2, PP 2, PP 2 with VPP 2, and CP 2. Models with experts also run on EP 2 and
-on TP 2 with expert TP 1. Hybrid models have no virtual stages up to megatron-core 0.17, and none here.
-
-- **After an exception**, the stages of a pipeline wait for each other. For pipelines, only the dense model
-  has tests: one for each pair of stages at which two ranks fail. What has to be recovered there belongs to
-  Megatron's schedule, which is the same for all models.
-- **Multi-token prediction**: up to 0.18, megatron-core trains it with labels only, so you cannot combine it
-  with a loss on logits. Hybrid models have it from 0.18 on. On main, Megatron itself cannot build them with
-  local layers.
-"""
 
 
 def tiny(kind: str = "dense", **options: Any) -> TinyModel:

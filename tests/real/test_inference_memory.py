@@ -82,7 +82,7 @@ def test_pooled_teachers_score_as_they_do_alone(tmp_path: Path) -> None:
 def test_a_teacher_that_is_deleted_frees_its_memory_at_once(kind: str) -> None:
     options = matrix.tiny(kind, bf16=True)
     options.initialize()
-    batch = {"tokens": torch.zeros(1, 8, dtype=torch.int64), "lengths": [8]}
+    batch = {"tokens": torch.zeros(1, 8, dtype=torch.int64), "total_lengths": [8]}
     tiny_gpt.inference_model(options)  # Megatron's classes keep what the first model of a process makes
     gc.collect()
     gc.disable()
@@ -98,7 +98,7 @@ def test_a_teacher_that_is_deleted_frees_its_memory_at_once(kind: str) -> None:
         head = pool.head("math")
         freed += map(weakref.ref, (pool, head.weight, hidden[0], scores.log_probs[0]))
         with pytest.raises(InvalidInputError, match="do not fit"):
-            inference.forward_log_probs(model, [{**batch, "lengths": [9]}], progress=False)
+            inference.forward_log_probs(model, [{**batch, "total_lengths": [9]}], progress=False)
         assert model[0].requires_grad_(False) is model[0]
         del model, pool, scores, hidden, head
         assert [tensor() for tensor in freed if tensor() is not None] == []

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from megatron_rl_patches import losses
 from tests.ranks import by_speed, everywhere, on_ranks
 from tests.references import tiny_gpt
-from tests.unit.losses.objectives.test_policy import LIMIT, transcribed
+from tests.unit.losses.objectives.test_policy import LIMIT, TIS, transcribed
 from tests.worlds.model import NO_OVERLAP, World, by_global_name
 
 pytestmark = pytest.mark.runs("losses", ranks=[1, 2])
@@ -50,7 +50,7 @@ class Case:
 
 
 CASES = {
-    "GRPO": Case(losses.PolicyOptions(normalization="sequence", kl_coef=0.2, tis_clip=1.1), True),
+    "GRPO": Case(TIS(normalization="sequence", kl_coef=0.2, tis_mask_level="geometric"), True),
     "DAPO, entropy bonus": Case(losses.PolicyOptions(clip_high=0.3, entropy_coef=0.1), True, recompute=True),
     "DAPO, averaged by Megatron": Case(losses.PolicyOptions(dual_clip=1.1), False, inplace_backward=True),
     "GSPO, averaged by Megatron": Case(
@@ -174,7 +174,7 @@ def dense_gradients(case: Case, gpt: torch.nn.Module, count: int) -> tuple[float
             log_softmax = logits_sv[prompt - 1 : len(tokens) - 1].log_softmax(dim=-1)
             log_probs.append(log_softmax.gather(1, tokens[prompt:, None]).squeeze(1))
             entropies.append(-(log_softmax.exp() * log_softmax).sum(dim=-1))
-        batches.append(vars(data.batch))
+        batches.append({name: values for name, values in vars(data.batch).items() if values})
     batch = losses.PolicyBatch(**{name: [x for b in batches for x in b[name]] for name in batches[0]})
     loss = transcribed(log_probs, entropies, batch, case.options)
     names, parameters = zip(*gpt.named_parameters(), strict=True)

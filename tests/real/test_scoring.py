@@ -56,11 +56,11 @@ def microbatches() -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(3)
     sizes = (3, 16), (2, 8), (2, 12)
     wide, narrow, other = (torch.randint(32, size, generator=generator) for size in sizes)
-    of_wide: dict[str, Any] = {"lengths": torch.tensor([16, 9, 2]), "response_lengths": [5, 8, 1]}
+    of_wide: dict[str, Any] = {"total_lengths": torch.tensor([16, 9, 2]), "response_lengths": [5, 8, 1]}
     return [
         {"tokens": wide, **of_wide},
-        {"tokens": narrow, "lengths": torch.tensor([3, 8]), "response_lengths": [0, 7]},
-        {"tokens": other, "lengths": torch.tensor([12, 7]), "response_lengths": [11, 3]},
+        {"tokens": narrow, "total_lengths": torch.tensor([3, 8]), "response_lengths": [0, 7]},
+        {"tokens": other, "total_lengths": torch.tensor([12, 7]), "response_lengths": [11, 3]},
     ]
 
 
@@ -83,7 +83,7 @@ def dense_log_probs(model: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tens
     for batch in microbatches():
         with torch.no_grad():
             log_p_bsv = (_forward(model[0], batch).double() / TEMPERATURE).log_softmax(-1)
-        lengths = zip(batch["lengths"].tolist(), batch["response_lengths"], strict=True)
+        lengths = zip(batch["total_lengths"].tolist(), batch["response_lengths"], strict=True)
         for row, (end, response) in enumerate(lengths):
             start = end - response
             samples.append((log_p_bsv[row, start - 1 : end - 1], batch["tokens"][row, start:end]))
@@ -217,7 +217,7 @@ def _dense_values(alone: TinyModel) -> list[torch.Tensor]:
     expected = []
     for batch in microbatches():
         outputs = _forward(model[0], batch)[..., 0]
-        expected += [output[:length] for output, length in zip(outputs, batch["lengths"], strict=True)]
+        expected += [output[:length] for output, length in zip(outputs, batch["total_lengths"], strict=True)]
     return expected
 
 
@@ -276,23 +276,26 @@ def test_custom_forwards() -> None:
 
     def one_after_the_other(chunk: Any, microbatch: Any) -> torch.Tensor:
         """What an attention kernel for packed sequences would compute."""
-        pieces = microbatch["tokens"].split(microbatch["lengths"], dim=1)
+        pieces = microbatch["tokens"].split(microbatch["total_lengths"], dim=1)
         return torch.cat([_forward(chunk, {"tokens": piece}) for piece in pieces], dim=1)
 
     tokens = torch.randint(32, (1, 11), generator=torch.Generator().manual_seed(0))
-    packed = [{"tokens": tokens, "lengths": [4, 7]}]
-    padded = [{"tokens": tokens[:, :4], "lengths": [4]}, {"tokens": tokens[:, 4:], "lengths": [7]}]
+    packed = [{"tokens": tokens, "total_lengths": [4, 7]}]
+    padded = [{"tokens": part, "total_lengths": [part.shape[1]]} for part in tokens.split([4, 7], 1)]
     from_packed = forward_log_probs(model, packed, forward=one_after_the_other, **QUIET)
     from_padded = forward_log_probs(model, padded, **QUIET)
     assert from_padded.entropy is None
     assert [len(sample) for sample in from_padded.log_probs] == [3, 6]
+    with pytest.warns(DeprecationWarning, match="'lengths' of a microbatch is now 'total_lengths'") as warned:
+        of_old_name = forward_log_probs(model, [{"tokens": tokens[:, :4], "lengths": [4]}], **QUIET)
+    assert warned[0].filename == __file__ and of_old_name.log_probs[0].equal(from_padded.log_probs[0])
     # The joined pieces were materialized, one product each; the products of tiles may round otherwise.
     assert_close(from_packed.log_probs, from_padded.log_probs, rtol=1e-6, atol=1e-6)
     # Megatron's own cross entropy, over labels, says the same.
     of_labels = model[0](tokens[:, 4:10], torch.arange(6)[None], None, labels=tokens[:, 5:])
     assert_close(-of_labels[0], from_padded.log_probs[1], rtol=1e-5, atol=1e-6)
 
-    with pytest.raises(InvalidInputError, match=r"microbatch 0: lengths \[4, 7\] do not fit"):
+    with pytest.raises(InvalidInputError, match=r"microbatch 0: total_lengths \[4, 7\] do not fit"):
         forward_log_probs(model, packed, **QUIET)
     with pytest.raises(InvalidInputError, match=r"returned \[1, 4, 32\] on the last stage. Expected"):
         forward_log_probs(model, packed, forward=lambda chunk, _: torch.zeros(1, 4, 32), **QUIET)
@@ -321,7 +324,7 @@ def _scores_without_padding(tp: int, size: int) -> list[torch.Tensor]:
     _, model = filled(TinyModel(tp=tp))
     group = parallel_state.get_tensor_model_parallel_group()
     tokens = torch.randint(size, (2, 9), generator=torch.Generator().manual_seed(0))
-    batch = [{"tokens": tokens, "lengths": [9, 6]}]
+    batch = [{"tokens": tokens, "total_lengths": [9, 6]}]
     how: dict[str, Any] = {"vocab_size": np.int64(size), **QUIET}
     scores = forward_log_probs(model, batch, with_entropy=True, **how)
     topk = forward_topk(model, batch, K, **how)
@@ -374,15 +377,16 @@ def test_padding_of_the_vocabulary_has_no_probability() -> None:
 FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"tokens": None}, "there is no 'tokens' in it"),
     ({"tokens": torch.zeros(2, 6)}, r"tokens are torch.float32 \[2, 6\]. Expected: an int64 tensor"),
-    ({"lengths": [9, 4]}, r"lengths \[9, 4\] do not fit tokens of shape \[2, "),
-    ({"lengths": [6, 0]}, r"lengths \[6, 0\] do not fit"),
+    ({"total_lengths": [9, 4]}, r"lengths \[9, 4\] do not fit tokens of shape \[2, "),
+    ({"lengths": [6, 4]}, "lengths is the former name of total_lengths, and both are in it"),
+    ({"total_lengths": [6, 0]}, r"lengths \[6, 0\] do not fit"),
     ({"response_lengths": [6, 3]}, "sample 0 has 6 tokens and a response of 6"),
     ({"response_lengths": [1]}, "there are 2 samples and 1 response_lengths"),
     ({"position_ids": torch.zeros(2, 4)}, "position_ids would not be read: pass a `forward`"),
     ({"indices": [1, 0]}, "results are in the order of the microbatches"),
     ({"tokens": torch.full((2, 8), 32)}, "token ids are 32 to 32. Expected: 0 to 31"),
-    ({"lengths": [3.9, 4]}, "lengths is 3.9, expected integers"),
-    ({"lengths": 4}, "lengths are 4, expected a list of integers"),
+    ({"total_lengths": [3.9, 4]}, "lengths is 3.9, expected integers"),
+    ({"total_lengths": 4}, "lengths are 4, expected a list of integers"),
     ({"response_lengths": ["1", 1]}, "response_lengths is '1', expected integers"),
     ({"tokens": torch.zeros(2, 20, dtype=torch.int64)}, "tokens are 20 wide. Expected: at most 16"),
 ]
@@ -425,7 +429,7 @@ class Unreadable(list[Any]):
 
 
 def microbatch(width: int = 6, **changes: Any) -> dict[str, Any]:
-    return {"tokens": torch.arange(2 * width).reshape(2, width), "lengths": [6, 4], **changes}
+    return {"tokens": torch.arange(2 * width).reshape(2, width), "total_lengths": [6, 4], **changes}
 
 
 @pytest.mark.parametrize("layout", by_speed(("PP 2", "TP 2", "CP 2"), ("PP 2",), ("CP 2",)))
@@ -460,7 +464,7 @@ def test_what_one_rank_passes_wrong(layout: str) -> None:
     for message, others, arguments in (
         (r"tokens of microbatch 0, \[2, \d\] with checksum", [good(tokens=good()["tokens"].flip(0))], {}),
         (r"tokens of microbatch 0, \[2, \d+\] with", [good(tokens=good()["tokens"].repeat(1, 2))], {}),
-        (r"lengths of microbatch 0, \(6, \d\) and \(6, \d\)", [good(lengths=[6, 3])], {}),
+        (r"total_lengths of microbatch 0, \(6, \d\) and \(6, \d\)", [good(total_lengths=[6, 3])], {}),
         ("response_lengths of microbatch 0", [good(response_lengths=[1, 1])], {}),
         ("the number of microbatches, [12] and [12]", [good()] * 2, {}),
         ("temperature", [good()], {"temperature": 0.7}),

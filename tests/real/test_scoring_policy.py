@@ -124,7 +124,7 @@ def tracked_losses() -> dict[str, dict[str, Any]]:
 
 def microbatch(number: int, width: int = 8) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(number)
-    return {"tokens": torch.randint(32, (2, width), generator=generator), "lengths": [width, width - 2]}
+    return {"tokens": torch.randint(32, (2, width), generator=generator), "total_lengths": [width, width - 2]}
 
 
 def microbatches() -> list[dict[str, Any]]:
@@ -205,13 +205,13 @@ def test_replicas_have_batches_of_their_own() -> None:
                 scores_of(chunks, wider)
         else:
             assert [len(one) for one in scores_of(chunks, wider)] == [7 + 4 * rank, 5 + 4 * rank]
-    bad = [{**microbatch(0), "lengths": [9, 9]}] if rank == 1 else [microbatch(0)]
-    with pytest.raises(InvalidInputError, match=r"microbatch 0: lengths \[9, 9\] do not fit"):
+    bad = [{**microbatch(0), "total_lengths": [9, 9]}] if rank == 1 else [microbatch(0)]
+    with pytest.raises(InvalidInputError, match=r"microbatch 0: total_lengths \[9, 9\] do not fit"):
         scores_of(chunks, bad)
     with pytest.raises(InvalidInputError, match="there are no microbatches to score"):
         scores_of(chunks, [microbatch(0)][rank:])
     policy = World()  # whose parameters have to be gathered
-    with pytest.raises(InvalidInputError, match=r"microbatch 0: lengths \[9, 9\] do not fit"):
+    with pytest.raises(InvalidInputError, match=r"microbatch 0: total_lengths \[9, 9\] do not fit"):
         policy.scores(bad)
     assert policy.scores([microbatch(0)])
 

@@ -212,8 +212,8 @@ def _answer(model: Any, prompts_bp: torch.Tensor, generator: torch.Generator | N
 
 
 def _microbatch(tokens_bs: torch.Tensor, length: int = LENGTH, response_length: int = DIGITS) -> Batch:
-    count = len(tokens_bs)
-    return {"tokens": tokens_bs, "lengths": [length] * count, "response_lengths": [response_length] * count}
+    n = len(tokens_bs)
+    return {"tokens": tokens_bs, "total_lengths": [length] * n, "response_lengths": [response_length] * n}
 
 
 def _topk(model: Any, tokens_bs: torch.Tensor, k: int | None = None, at: Any = None) -> Any:

@@ -109,6 +109,19 @@ def _loss(losses_bs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor
     return loss / parallel_state.get_context_parallel_world_size(), {"loss": loss.detach()}
 
 
+NO_SYNC = (
+    "When overlap_grad_reduce is True, config.no_sync_func must be None; "
+    "a custom no_sync_func is not supported when overlapping grad-reduce"
+)
+
+
+def install_sync_functions(config: Any, model: Sequence[DistributedDataParallel]) -> None:
+    """Install those of one chunk, or a list of those of all."""
+    for name, method in (("no_sync_func", "no_sync"), ("grad_sync_func", "start_grad_sync")):
+        functions = [getattr(model_chunk, method) for model_chunk in model]
+        setattr(config, name, functions[0] if len(functions) == 1 else functions)
+
+
 def train(
     model: Sequence[DistributedDataParallel],
     optimizer: Any,
@@ -126,12 +139,8 @@ def train(
     config.grad_scale_func = optimizer.scale_loss
     config.timers = None
     if isinstance(model[0], DistributedDataParallel) and options.overlap_grad_reduce:
-        assert config.no_sync_func is None, (
-            "When overlap_grad_reduce is True, config.no_sync_func must be None; "
-            "a custom no_sync_func is not supported when overlapping grad-reduce"
-        )
-        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in model])
-        config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in model])
+        assert config.no_sync_func is None, NO_SYNC
+        install_sync_functions(config, model)
     config.finalize_model_grads_func = finalize_model_grads
 
     pre_hook_enabled = False
@@ -213,10 +222,6 @@ def enable_forward_pre_hook(model: Sequence[DistributedDataParallel]) -> None:
 def disable_forward_pre_hook(model: Sequence[DistributedDataParallel], param_sync: bool = True) -> None:
     for chunk in model:
         chunk.disable_forward_pre_hook(param_sync=param_sync)
-
-
-def _one_or_all(functions: list[Any]) -> Any:
-    return functions[0] if len(functions) == 1 else functions
 
 
 def checksum(model: Sequence[torch.nn.Module], optimizer: Any) -> str:

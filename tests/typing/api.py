@@ -75,7 +75,7 @@ def own_models(provider: Callable[..., torch.nn.Module], config: Any, path: Path
 
 
 def scores(model: Model) -> tuple[list[Tensor], list[Tensor] | None] | None:
-    microbatches = [{"tokens": torch.zeros(2, 4, dtype=torch.int64), "lengths": [4, 3]}]
+    microbatches = [{"tokens": torch.zeros(2, 4, dtype=torch.int64), "total_lengths": [4, 3]}]
     topk: list[TopK] | None = inference.forward_topk(model, microbatches, 64, progress=False)
     inference.forward_topk(model, microbatches, at=topk)
     hidden: list[Tensor] | None = inference.forward_hidden_states(model, microbatches, output_device="cpu")
@@ -106,6 +106,8 @@ def memory(model: Model) -> tuple[list[inference.MemoryEstimate], list[int]]:
     layers = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
     settings = inference.OptimizerSettings()
     described = inference.estimate_memory(layers, vocab_size=100, data_parallel_size=2, optimizer=settings)
+    with inference.MemoryPhases(model, name="rollout") as phases, phases("save"):
+        print(phases.peaks["save"] + (described.loss.lean_head if described.loss else 0))
     print(inference.GPTArguments(vocab_size=100).share_embeddings_and_output_weights)
     totals = [stage.training.total - stage.inference_only.total for stage in described.stages]
     return [described, inference.estimate_memory(model, teachers=2, teacher_heads=True)], totals
@@ -141,10 +143,10 @@ def policy(
     logits: Tensor, tokens: list[Tensor], layout: losses.SequenceLayout
 ) -> tuple[LossResult, dict[str, float]]:
     # One advantage per response, as the documentation has it; the annotation knows one per token only.
-    batch = losses.PolicyBatch(torch.tensor([1.0, -1.0]), MASKS, old_log_probs=MASKS)  # type: ignore[arg-type]
-    options = losses.PolicyOptions(
-        objective="gspo", clip_high=0.28, normalization="sequence", kl_estimator="k3"
-    )
+    batch = losses.PolicyBatch(torch.tensor([1.0, -1.0]), MASKS, group_log_probs=MASKS)  # type: ignore[arg-type]
+    sampled: Tensor = losses.group_log_probs(MASKS, MASKS, torch.zeros(2))
+    options = losses.PolicyOptions(tis_clip=5.0, tis_clip_low=0.5, tis_level="group", tis_mask_level="token")
+    print(sampled, losses.PolicyOptions(objective="gspo", normalization="sequence", kl_estimator="k3"))
     normalizer: float = losses.mean_count(MASKS, 4, "token")
     loss_func = losses.make_loss_func(tokens, layout, batch, options, recompute=True, normalizer=normalizer)
     weights, number = losses.token_weights(MASKS, "constant", constant_length=8)

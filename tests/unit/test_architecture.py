@@ -165,7 +165,7 @@ OF_ONE_DATACLASS = {
     *("vocab_parallel_log_probs", "vocab_parallel_log_probs_and_entropy", "forward_topk"),
     "vocab_parallel_log_probs_at",
     *("full_vocabulary_divergence", "make_loss_func", "make_distillation_loss_func"),
-    *("SequenceLayout.build", "estimate"),
+    *("SequenceLayout.build", "estimate", "estimate_memory"),
     *("DotProductAttention.__init__", "LinearBase.__init__"),  # TransformerEngine's, which Megatron passes
 }
 

@@ -164,7 +164,7 @@ def critic(options: TinyModel) -> list[Any]:
 def scores_of(model: Any, batches: Sequence[Any] | None = None) -> list[torch.Tensor]:
     """Return log-probabilities of each sample, by default of two microbatches; none if no last stage."""
     if batches is None:
-        batches = [{"tokens": torch.arange(32).view(2, 16), "lengths": [16, 12]}] * 2
+        batches = [{"tokens": torch.arange(32).view(2, 16), "total_lengths": [16, 12]}] * 2
     return getattr(forward_log_probs(model, batches, progress=False), "log_probs", [])
 
 

@@ -51,6 +51,15 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True)
+class LossMemory:
+    """Bytes at the peak of a microbatch's logits and loss in training; see :func:`estimate_memory`."""
+
+    stock: int
+    lean_loss: int
+    lean_head: int
+
+
+@dataclass(frozen=True)
 class Memory:
     """Bytes of one rank, by what they hold: all on its device but ``host``.
 
@@ -99,10 +108,11 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Estimates of all pipeline stages, in bytes, with a pool of ``teachers`` models."""
+    """Estimates of all stages, in bytes, with a pool of ``teachers`` models, and of a microbatch's loss."""
 
     stages: tuple[StageEstimate, ...]
     teachers: int = 0
+    loss: LossMemory | None = None
 
     @property
     def worst(self) -> StageEstimate:
@@ -115,7 +125,8 @@ class MemoryEstimate:
         for answer, stage in zip(stages, self.stages, strict=True):
             for use in ("training", "inference_only", "with_teachers"):
                 answer[use]["total"] = getattr(stage, use).total
-        return {"worst_stage": self.stages.index(self.worst), "teachers": self.teachers, "stages": stages}
+        answer = {"worst_stage": self.stages.index(self.worst), "teachers": self.teachers, "stages": stages}
+        return {**answer, "loss": self.loss and asdict(self.loss)}
 
 
 def estimate_memory(
@@ -126,6 +137,9 @@ def estimate_memory(
     optimizer: OptimizerSettings | None = None,
     teachers: int = 0,
     teacher_heads: bool = False,
+    tokens: int | None = None,
+    response_share: float = 1.0,
+    entropy_grad: bool = False,
     **described: Any,
 ) -> MemoryEstimate:
     """Estimate the memory of each rank for training, for scoring only, and for training next to teachers.
@@ -133,7 +147,7 @@ def estimate_memory(
     A child process builds each pipeline stage of a described model on the meta device: the real ``GPTModel``
     of the installed megatron-core, with local layers, which have the parameters of TransformerEngine's. That
     takes seconds, and neither a GPU nor parallel groups. Activations, communication buffers, fragmentation of
-    the allocator and the CUDA context are not counted.
+    the allocator and the CUDA context are not counted, logits and loss only with ``tokens``.
 
     Args:
         model: fields of a ``TransformerConfig`` by name, sizes of parallel groups among them; or a
@@ -143,6 +157,11 @@ def estimate_memory(
         dtype: of the parameters, ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         teachers: models of the same shape in the pool.
         teacher_heads: the device also holds all their output layers, as :meth:`.TeacherPool.head` keeps them.
+        tokens: of a microbatch, whose logits and loss are estimated on a GPU, at temperature 1: in stock code
+            (Megatron's layer and slime's loss of August 2026), and with two patches. The gradients of hidden
+            states and weight that leave the layer are part of it; multi-token prediction is not.
+        response_share: the share of the tokens that belongs to responses; ``lean-head`` reads no others.
+        entropy_grad: whether the entropy has a gradient, as with a coefficient that is not 0.
         described: fields that come before those of the model, and what it lacks of :class:`.GPTArguments`.
 
     Raises:
@@ -165,7 +184,33 @@ def estimate_memory(
         training = sum((_in_training(chunk, replicas, optimizer) for chunk in chunks.training), Memory())
         dense, expert = (sum(p.numel for p in parameters if p.expert is kind) for kind in (False, True))
         stages.append(StageEstimate(dense, expert, training, Memory(parameters=weights), training + pool))
-    return MemoryEstimate(tuple(stages), teachers)
+    loss = None if tokens is None else _loss_memory(tokens, response_share, entropy_grad, sizes, dtype)
+    return MemoryEstimate(tuple(stages), teachers, loss)
+
+
+def _loss_memory(tokens: int, share: float, entropy: bool, fields: _Fields, dtype: str) -> LossMemory:
+    """Return what logits and loss of a described model take on a GPU; all sizes are bytes."""
+    from ...losses.vocab.output_layer import bytes_of_tile
+
+    if type(tokens) is not int or tokens < 1 or not 0 < share <= 1:
+        raise InvalidInputError(f"tokens is {tokens!r}, response_share {share!r}; expected 1 or more, 0 to 1")
+    if "hidden_size" not in fields:
+        raise InvalidInputError("tokens need a model that is described, not chunks: pass its config")
+    own = GPTArguments(**{name: fields[name] for name in GPTArguments.__annotations__ if name in fields})
+    tensor, context = (fields.get(name) or 1 for name in _SIZES[:2])
+    rows, width, item = -(-tokens // context), own.padded_vocab_size(tensor) // tensor, ITEM_SIZES[dtype]
+    read, of_row = math.ceil(rows * share), fields["hidden_size"] * item
+    logits, in_fp32 = rows * width * item, rows * width * 4
+    # Megatron converts the logits to fp32, and the gradient back, which is then multiplied twice.
+    dense = max(in_fp32 + (logits if item < 4 else 0), logits + (rows + width) * of_row)
+    # Beside the logits, slime keeps the softmax, which becomes the gradient, and makes that of the entropy.
+    stock = max(dense, in_fp32 * (3 if entropy else 2))
+    # lean-head sums the gradient of hidden states in fp32, converts it, and spreads it over all rows.
+    head = min(bytes_of_tile(read * width * item, "cuda"), read * width * item) + width * of_row
+    head += read * fields["hidden_size"] * 4 + (read * of_row if item < 4 else 0)
+    head += (read + rows) * of_row if read < rows else 0
+    head += rows * of_row if fields.get("sequence_parallel") and tensor > 1 else 0  # they are gathered
+    return LossMemory(stock, max(dense, in_fp32 * 2), head)
 
 
 def _parameters(model: Any, described: _Fields, dtype: str) -> tuple[_Fields, Sequence[Stage]]:

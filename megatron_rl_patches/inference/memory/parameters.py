@@ -56,6 +56,10 @@ class GPTArguments:
     position_embedding_type: str = "rope"
     max_sequence_length: int = 1
 
+    def padded_vocab_size(self, tensor_parallel_size: int) -> int:
+        """Return the rows of the embedding on all tensor-parallel ranks together."""
+        return self.vocab_size + -self.vocab_size % (self.make_vocab_size_divisible_by * tensor_parallel_size)
+
 
 class Parameter(NamedTuple):
     """One parameter or buffer of a model chunk, with its size on one rank."""
@@ -225,8 +229,8 @@ def _provide(
         local: Any = {"use_transformer_engine": False, "vp_stage": vp_stage}
         mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, last, **local)
     values = dataclasses.asdict(own)
-    multiple = values.pop("make_vocab_size_divisible_by") * config.tensor_model_parallel_size
-    values["vocab_size"] += -own.vocab_size % multiple
+    del values["make_vocab_size_divisible_by"]
+    values["vocab_size"] = own.padded_vocab_size(config.tensor_model_parallel_size)
     ends = {"pre_process": pre_process, "post_process": post_process}
     return GPTModel(config, block, **values, **ends, mtp_block_spec=mtp, vp_stage=vp_stage)
 

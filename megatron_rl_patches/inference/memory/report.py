@@ -1,15 +1,22 @@
-"""An estimate of memory as tables, a sentence and a plot, and the memory in use now as a line for a log."""
+"""An estimate of memory as tables, a sentence and a plot; memory in use now, and by phases, for a log."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from ...common.chunks import as_chunks
+from ...common.messages import Message, is_rank_0
+from ...common.scopes import replaced
+from ...reentry.training_warnings import harmless
 from .estimate import Memory, MemoryEstimate, StageEstimate
 
 if TYPE_CHECKING:
@@ -79,7 +86,7 @@ def plot(estimate: MemoryEstimate, path: Path) -> None:
     power = _power(memory.total for memory in memories.values())
     labels = [use.replace(" + ", "\n+ ") for use in memories]
     bottoms = [0.0] * len(memories)
-    for part in (field.name for field in fields(Memory) if field.name != "host"):
+    for part in (f.name for f in fields(Memory) if f.name != "host"):
         heights = [getattr(memory, part) / 1000**power for memory in memories.values()]
         if any(heights):
             axes.bar(labels, heights, bottom=bottoms, label=part.replace("_", " "), width=0.6)
@@ -163,3 +170,91 @@ def memory_report(*, pool: TeacherPool | None = None) -> MemoryReport:
         sizes |= {"peak_allocated": cuda.max_memory_allocated(), "reserved": cuda.memory_reserved()}
         sizes["device_free"], sizes["device_total"] = cuda.mem_get_info()
     return MemoryReport(**sizes)
+
+
+# --- by phase
+
+_PEAKS = Message(
+    "peak memory by phase until {end}, in GiB: {report}",
+    "It is what torch had allocated on a CUDA device, or host memory (rss) at the ends of a phase.",
+    "Lower the largest one; memory_phases=0 ends these lines.",
+)
+_open: list[MemoryPhases] = []  # the blocks that are open in this process
+reset_peaks: dict[str, int] = {}  # the highest of torch.cuda.memory_stats() before resets of this module
+
+
+@dataclass(eq=False)
+class MemoryPhases:
+    """Measures the memory of a block by phase, and logs it as JSON in one line at its end, also if it raises.
+
+    A pass of ``model``, a chunk or several, is ``forward``, and what follows is ``loss and backward``, with
+    passes that recompute; without grad mode both are ``scoring``. ``optimizer.step()`` is ``step``, and all
+    else counts as ``name``. A block ``with phases("save"):`` is a phase of its own, in which passes begin
+    none. ``phases.peaks`` are bytes by phase. Each phase resets the peaks that torch reports, unless
+    the option ``memory_phases`` is on. Without CUDA, resident memory is read where phases begin or end. There
+    is no collective: global rank 0 ``logs`` its numbers, and each rank that raises. See THUDM/slime#2304.
+    """
+
+    model: Any = None
+    optimizer: Any = None
+    name: str = "other"
+    logs: bool = True
+    peaks: dict[str, int] = field(default_factory=dict)
+
+    def __enter__(self) -> MemoryPhases:
+        self.phase, self._depth, self._exit = self.name, 0, ExitStack()
+        self._begin(self.name)
+        _open.append(self)
+        for chunk in as_chunks(self.model):
+            if hasattr(chunk, "register_forward_pre_hook"):
+                self._exit.callback(chunk.register_forward_pre_hook(self._before_forward).remove)
+                self._exit.callback(chunk.register_forward_hook(self._after_forward).remove)
+        if (step := getattr(self.optimizer, "step", None)) is not None:
+            measured: Any = self("step")(lambda _, *args, **kwargs: step(*args, **kwargs))
+            self._exit.enter_context(replaced(self.optimizer, step=measured.__get__(self.optimizer)))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        self._exit.close()
+        source = self._begin(self.phase)
+        _open.remove(self)
+        if kind is not None or (self.logs and is_rank_0()):
+            report = {"measured": source, **{n: round(peak / 2**30, 3) for n, peak in self.peaks.items()}}
+            end = f"{kind.__name__} in {self.phase!r}" if kind else "the end"
+            _PEAKS.log(end=end, report=json.dumps(report))
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Make the block a phase; if it raises, it lasts until the next one begins."""
+        before = self.phase if self._depth else self.name
+        self._begin(name)
+        with replaced(self, _depth=self._depth + 1):
+            yield
+        self._begin(before)
+
+    def _before_forward(self, *_: object) -> None:
+        import torch
+
+        if not self._depth and torch._C._current_graph_task_id() == -1:  # else backward recomputes
+            self._begin("forward" if torch.is_grad_enabled() else "scoring")
+
+    def _after_forward(self, *_: object) -> None:
+        if not self._depth and self.phase == "forward":
+            self._begin("loss and backward")
+
+    @harmless()
+    def _begin(self, phase: str) -> str:
+        """Count what ends here for all open blocks; return where the number comes from."""
+        from torch import cuda
+
+        stats, source = inspect.unwrap(cuda.memory_stats)(), "rss"  # as torch itself counts
+        if (peak := stats.get("allocated_bytes.all.peak")) is None:  # no context; to ask creates none
+            peak = psutil.Process().memory_info().rss
+        else:
+            source = f"cuda:{cuda.current_device()}"
+            reset_peaks.update({n: max(v, reset_peaks.get(n, v)) for n, v in stats.items() if ".peak" in n})
+            inspect.unwrap(cuda.reset_peak_memory_stats)()
+        for each in _open:
+            each.peaks[each.phase] = max(each.peaks.get(each.phase, 0), peak)
+        self.phase = phase
+        return source

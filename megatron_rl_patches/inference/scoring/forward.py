@@ -60,7 +60,7 @@ def forward_log_probs(
         microbatches: mappings of
 
             * ``tokens``: int64 ``[b, s]``, padded on the right with any valid token; shapes may differ;
-            * ``lengths``: ``b`` numbers of tokens, prompt and response together;
+            * ``total_lengths``: ``b`` numbers of tokens, prompt and response together;
             * ``response_lengths``: ``b`` numbers of tokens to score at the end of each sample. Default: all
               but the first token, which nothing predicts.
 

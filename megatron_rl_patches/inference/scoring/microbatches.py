@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,10 +81,21 @@ def parse_microbatches(
     return batches
 
 
-def _microbatch(fields: Mapping[str, Any], first: int, options: ScoreOptions, limits: Limits) -> ScoringBatch:
-    if not isinstance(fields, Mapping):
-        raise InvalidInputError(f"it is a {type(fields).__name__}. Expected: a mapping with tokens.")
-    if missing := [name for name in ("tokens", "lengths") if fields.get(name) is None]:
+def renamed(fields: Mapping[str, Any], old: str, new: str) -> Mapping[str, Any]:
+    """Return fields by their present names; warn whoever asked for scores of a former one."""
+    if fields.get(old) is None:
+        return fields
+    if fields.get(new) is not None:
+        raise InvalidInputError(f"{old} is the former name of {new}, and both are in it: leave {old} out.")
+    warnings.warn(f"{old!r} of a microbatch is now {new!r}", DeprecationWarning, stacklevel=6)
+    return {**fields, new: fields[old]}
+
+
+def _microbatch(passed: Mapping[str, Any], first: int, options: ScoreOptions, limits: Limits) -> ScoringBatch:
+    if not isinstance(passed, Mapping):
+        raise InvalidInputError(f"it is a {type(passed).__name__}. Expected: a mapping with tokens.")
+    fields = renamed(passed, "lengths", "total_lengths")
+    if missing := [name for name in ("tokens", "total_lengths") if fields.get(name) is None]:
         raise InvalidInputError(f"there is no {' and no '.join(repr(name) for name in missing)} in it.")
     if fields.get("indices") is not None:
         raise InvalidInputError("indices would not be read: results are in the order of the microbatches.")
@@ -94,7 +106,7 @@ def _microbatch(fields: Mapping[str, Any], first: int, options: ScoreOptions, li
     if not isinstance(tokens_bs, torch.Tensor) or tokens_bs.dtype != torch.int64 or tokens_bs.dim() != 2:
         raise InvalidInputError(f"tokens are {described(tokens_bs)}. Expected: an int64 tensor [b, s].")
     size, width = tokens_bs.shape
-    lengths = list(integers("lengths", fields["lengths"]))
+    lengths = list(integers("total_lengths", fields["total_lengths"]))
     samples = _samples(tokens_bs, lengths, packing=options.forward is not None)
     responses = lengths if options.every_token else fields.get("response_lengths")
     if responses is None:
@@ -116,9 +128,9 @@ def _microbatch(fields: Mapping[str, Any], first: int, options: ScoreOptions, li
     # Vocabulary-parallel embeddings silently use zeros for such a token.
     if wrong := range_of_wrong_ids(tokens_bs, limits.vocabulary):
         raise InvalidInputError(
-            f"token ids are {wrong}; is this the tokenizer of this model, and is the padding a valid token?"
+            f"token ids are {wrong}; is this the right tokenizer, and the padding a token?"
         )
-    return ScoringBatch(fields, tokens_bs, samples, first, layout)
+    return ScoringBatch(passed, tokens_bs, samples, first, layout)
 
 
 def _samples(tokens_bs: torch.Tensor, lengths: list[int], packing: bool) -> list[torch.Tensor]:
@@ -129,8 +141,8 @@ def _samples(tokens_bs: torch.Tensor, lengths: list[int], packing: bool) -> list
     if packing and size == 1 and lengths and min(lengths) > 0 and sum(lengths) <= width:
         return list(torch.split(tokens_bs[0, : sum(lengths)], lengths))
     raise InvalidInputError(
-        f"lengths [{listed(lengths)}] do not fit tokens of shape [{size}, {width}]. Expected: one of 1 to "
-        f"{width} for each row; with a `forward` of yours also several, of a single row, whose sum fits."
+        f"total_lengths [{listed(lengths)}] do not fit tokens of shape [{size}, {width}]. Expected: one of 1 "
+        f"to {width} for each row; with a `forward` of yours also several, of a single row, whose sum fits."
     )
 
 
@@ -152,12 +164,11 @@ def data_of(batches: Sequence[ScoringBatch], options: ScoreOptions, is_last_stag
     data: dict[str, Any] = {"function": options.function, "the number of microbatches": len(batches)}
     for number, tokens in enumerate(_digests([batch.tokens_bs for batch in batches])):
         layout = batches[number].layout
-        own = {"tokens": tokens, "lengths": layout.total_lengths, "response_lengths": layout.response_lengths}
+        own = {"tokens": tokens, **{n: getattr(layout, n) for n in ("total_lengths", "response_lengths")}}
         data |= {f"{name} of microbatch {number}": value for name, value in own.items()}
     data |= {"temperature": float(options.temperature), "vocab_size": options.vocab_size}
     if is_last_stage:
-        read = options.of_last_stage.items()
-        data |= {name: _digests(x) if isinstance(x, Sequence) else x for name, x in read}
+        data |= {k: _digests(x) if isinstance(x, Sequence) else x for k, x in options.of_last_stage.items()}
     return data
 
 

@@ -74,10 +74,8 @@ class Distribution(ABC):
     def cat(cls: type[D], distributions: Sequence[D]) -> D:
         """Concatenate distributions of the same teachers, at least one; the inverse of :meth:`split`."""
         if len({distribution.source for distribution in distributions}) != 1:
-            raise InvalidInputError(
-                "the distributions are of different teachers, or of different k, or there are none; pass at "
-                "least one, all of the same"
-            )
+            what = "the distributions are of different teachers, or of different k, or there are none"
+            raise InvalidInputError(f"{what}; pass at least one, all of the same")
         parts = zip(*(distribution.tensors for distribution in distributions), strict=True)
         return distributions[0].with_tensors([torch.cat(part) for part in parts])
 
@@ -126,14 +124,12 @@ class TopKDistribution(Distribution):
         fits = indices.dim() == 2 and indices.shape == log_probs.shape and indices.shape[:1] == tail.shape
         if not fits or indices.dtype != torch.int64 or not log_probs.dtype == tail.dtype in _FLOATS:
             actual = ", ".join(f"{name} {x.dtype} {list(x.shape)}" for name, x in named.items())
-            raise InvalidInputError(
-                f"{actual}: expected torch.int64 [n, k], and torch.float32 or torch.float64 [n, k] and [n]"
-            )
+            expected = "torch.int64 [n, k], and torch.float32 or torch.float64 [n, k] and [n]"
+            raise InvalidInputError(f"{actual}: expected {expected}")
         arguments.check_one_device(**named)
         if log_probs.requires_grad or tail.requires_grad:
             raise InvalidInputError(
-                "log_probs or tail_log_prob require grad, and would keep the logits alive: compute them "
-                "under torch.no_grad(), or detach them"
+                "log_probs or tail_log_prob require grad, and would keep the logits alive: detach them"
             )
 
     @property
@@ -220,7 +216,6 @@ class FullDistribution(Distribution):
         return self.hidden
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> FullDistribution:
-        """Return distributions of the same teachers; output layers stay, and losses copy part by part."""
         return FullDistribution(tuple(tensors), self.heads, self.weights)
 
     @property
@@ -281,9 +276,8 @@ def route_teachers(
         scored = values[name]
         has_it = sample in scored if isinstance(scored, Mapping) else sample < len(scored)
         if not has_it or (value := scored[sample]) is None:
-            raise InvalidInputError(
-                f"sample {sample} names the teacher {name!r}, which has nothing for it: score it with that"
-            )
+            which = f"sample {sample} names the teacher {name!r}"
+            raise InvalidInputError(f"{which}, which has nothing for it: score it with that")
         routed.append(value)
     return routed
 
@@ -293,9 +287,8 @@ def check_one_kind(name: str, distributions: Sequence[Distribution]) -> None:
     kinds = {type(distribution) for distribution in distributions or ()}
     if len(kinds) != 1 or not all(issubclass(kind, Distribution) for kind in kinds):
         names = " and ".join(sorted(kind.__name__ for kind in kinds)) or "missing"
-        raise InvalidInputError(
-            f"the distributions of {name} are {names}; pass one kind, TopKDistribution or FullDistribution"
-        )
+        expected = "pass one kind, TopKDistribution or FullDistribution"
+        raise InvalidInputError(f"the distributions of {name} are {names}; {expected}")
 
 
 def check_same_indices(distributions: Sequence[TopKDistribution]) -> None:

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ...errors import InvalidInputError
+from ..vocab.arguments import check_floats
+
+KlEstimator = Literal["k1", "k2", "k3"]
 #: float32 ends at ``e^88.7``. A factor of up to 6,000, such as an advantage, must not carry a ratio past it.
 MAX_LOG_RATIO = 80.0
 #: What a greater log-ratio counts as, without a gradient; miles bounds log-ratios by the same number (#1363).
@@ -58,11 +63,6 @@ def near_old(log_probs_n: Tensor, old_n: Tensor) -> Tensor:
     return torch.where(log_probs_n - old_n > MAX_LOG_RATIO, bounded_n, log_probs_n)
 
 
-def bounded_log_ratio(log_ratio_n: Tensor) -> Tensor:
-    """Return log-ratios that can be exponentiated; bounded ones have no gradient."""
-    return torch.where(log_ratio_n > MAX_LOG_RATIO, BOUND, log_ratio_n)
-
-
 def bounded_kl_arguments(
     log_probs_n: Tensor, base_n: Tensor, importance_ratio_n: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -86,3 +86,38 @@ def _overflows(log_probs: list[Tensor]) -> Tensor:
     stacked = torch.stack([values_n.detach().float() for values_n in log_probs])
     distance_n = stacked.amax(0) - stacked.amin(0)
     return ~((distance_n <= MAX_LOG_RATIO) & stacked.isfinite().all(0))
+
+
+def estimate_kl(log_ratio: Tensor, estimator: KlEstimator) -> Tensor:
+    """Return an estimate of KL(p, q) per token, in nats.
+
+    The estimators are Schulman's (joschu.net/blog/kl-approx.html), with ``d = log p - log q``:
+
+    ==========  ====================  ====================================================================
+    ``"k1"``    ``d``                 unbiased; for monitoring, as its gradient is zero on average
+    ``"k2"``    ``d**2 / 2``          biased; on average its gradient is that of the divergence
+    ``"k3"``    ``exp(-d) - 1 + d``   unbiased and never negative; the penalty of GRPO, arXiv 2402.03300
+    ==========  ====================  ====================================================================
+
+    Below ``d = -20`` k3 goes on as its tangent, with the gradient ``1 - e**20``. So neither value nor
+    gradient overflows (but in float16), and descent always moves p towards q, however far apart they are.
+
+    ``log_ratio`` is ``d`` of tokens drawn from p; the estimates have its shape and floating dtype. Another
+    estimator raises :class:`InvalidInputError`.
+    """
+    check_floats(log_ratio=log_ratio)
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    if estimator != "k3":
+        raise InvalidInputError(f"estimator is {estimator!r}; it must be one of {get_args(KlEstimator)}")
+    bounded = clamped(log_ratio, -BOUND, math.inf)
+    # relu() and not clamp(): at the bound itself the gradient must come from one of the two terms only.
+    beyond = torch.relu(-BOUND - log_ratio)
+    return torch.expm1(-bounded) + bounded + math.expm1(BOUND) * beyond
+
+
+def clamped(x: Tensor, low: float, high: float) -> Tensor:
+    """Clamp with a gradient of one at the bounds; that of ``clamp()`` is one or zero, by torch's release."""
+    return torch.where(x < low, low, torch.where(x > high, high, x))

@@ -7,7 +7,7 @@ They differ in the ratio, the clipping, the KL penalty and the average, each of 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -15,16 +15,13 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ..vocab.arguments import check_floats, check_instance, check_one_device, is_number
+from ..vocab.arguments import check_instance, check_one_device, is_number
 from . import reduction
+from .finite import BOUND, KlEstimator, clamped, estimate_kl
 from .reduction import LossAndCount, Normalization
 
 Objective = Literal["ppo", "gspo", "cispo"]
-KlEstimator = Literal["k1", "k2", "k3"]
-
-# Log-ratios are clamped here: an infinite ratio would turn gradients of zero into NaN, and no useful ratio
-# exceeds e^20.
-_MAX_LOG_RATIO = 20.0
+TisLevel = Literal["token", "sequence", "geometric", "group"]
 
 
 @dataclass(frozen=True)
@@ -42,13 +39,21 @@ class PolicyOptions:
         clip_high: ``clip(r)`` is at most ``1 + clip_high``.
         dual_clip: for ``A < 0``, bound the loss by ``-dual_clip A`` (1912.09729); greater than 1.
         entropy_coef: weight of the entropy bonus.
-        kl_coef: weight of the KL divergence from the reference policy, as ``kl_estimator`` estimates it; see
-            :func:`estimate_kl`.
+        kl_coef: weight of the KL divergence from the reference policy.
+        kl_estimator: how it is estimated, see :func:`estimate_kl`.
         normalization: what the loss is an average over; ``"constant"`` divides by ``constant_length``; see
             :func:`token_weights`.
         tis_clip: truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings
             you off-policy RL training"): weight each token by ``min(p_old / p_rollout, tis_clip)``. ``inf``
             makes it decoupled PPO (2110.00641) with ``p_old`` as the proximal policy.
+        tis_clip_low: the least weight, as slime's ``--tis-clip-low``.
+        tis_level: ``"token"``: each token has its own ratio. ``"sequence"``: all tokens of a response have
+            the product of their ratios (verl, TRL). ``"geometric"``: their geometric mean (NeMo-RL#2269).
+            ``"group"``: that mean of ``p_old``, over :func:`group_log_probs` (GEPO, 2508.17850).
+        tis_mask_level: tokens whose ratio of this level is below ``tis_clip_low`` or above ``tis_clip`` have
+            the weight 0, and others their ratio: ``"token"`` is IcePop (Ring-1T, 2510.18855), ``"geometric"``
+            seq-mask-tis (NeMo-RL#1899). As there, such tokens stay in the count, with KL penalty and entropy
+            bonus. ``None``: weights are truncated.
     """
 
     objective: Objective = "ppo"
@@ -61,32 +66,37 @@ class PolicyOptions:
     normalization: Normalization = "token"
     constant_length: int | None = None
     tis_clip: float | None = None
+    tis_clip_low: float = 0.0
+    tis_level: TisLevel = "token"
+    tis_mask_level: TisLevel | None = None
 
     def __post_init__(self) -> None:
-        objectives, estimators = get_args(Objective), get_args(KlEstimator)
-        numbers = ["clip_low", "clip_high", "entropy_coef", "kl_coef"]
+        levels = get_args(TisLevel)
+        choices = {"objective": get_args(Objective), "kl_estimator": get_args(KlEstimator)}
+        for name, known in {**choices, "tis_level": levels, "tis_mask_level": (None, *levels)}.items():
+            if (choice := getattr(self, name)) not in known:
+                raise InvalidInputError(f"{name} must be one of {known}, not {choice!r}")
+        numbers = ["clip_low", "clip_high", "entropy_coef", "kl_coef", "tis_clip_low"]
         numbers += [name for name in ("dual_clip", "tis_clip") if getattr(self, name) is not None]
         for name in numbers:
             if not is_number(value := getattr(self, name)):
                 raise InvalidInputError(f"{name} must be a number, not {value!r}")
             object.__setattr__(self, name, float(value))
-        objective, estimator, dual, tis = self.objective, self.kl_estimator, self.dual_clip, self.tis_clip
+        objective, dual, tis, low = self.objective, self.dual_clip, self.tis_clip, self.tis_clip_low
+        fits = tis is not None or (low, self.tis_level, self.tis_mask_level) == (0.0, "token", None)
         conditions = {
-            f"objective must be one of {objectives}, not {objective!r}": objective in objectives,
-            f"kl_estimator must be one of {estimators}, not {estimator!r}": estimator in estimators,
             f"clip_low must be in [0, 1], not {self.clip_low}": 0 <= self.clip_low <= 1,
             f"clip_high must be at least 0, not {self.clip_high}": self.clip_high >= 0,
             f"dual_clip must be greater than 1, not {dual}": dual is None or dual > 1,
-            f"dual_clip bounds a clipped surrogate, which {objective!r} has not; leave it None": (
-                dual is None or objective != "cispo"
-            ),
+            "dual_clip bounds no loss of 'cispo': leave it None": dual is None or objective != "cispo",
             f"entropy_coef must be finite, not {self.entropy_coef}": math.isfinite(self.entropy_coef),
             f"kl_coef must be finite and at least 0, not {self.kl_coef}": 0 <= self.kl_coef < math.inf,
             f"tis_clip must be greater than 0, not {tis}": tis is None or tis > 0,
+            "tis_clip_low, tis_level and tis_mask_level need tis_clip, which is None": fits,
+            f"tis_clip_low must be from 0 to tis_clip, not {low}": 0 <= low <= (tis or 0.0),
         }
-        for requirement, holds in conditions.items():
-            if not holds:
-                raise InvalidInputError(requirement)
+        for requirement in (text for text, holds in conditions.items() if not holds):
+            raise InvalidInputError(requirement)
         reduction.check_normalization(self.normalization, self.constant_length)
 
 
@@ -105,6 +115,7 @@ class PolicyBatch:
         old_log_probs: those of the trainer's policy before this step's updates; ``None`` in the first one.
         ref_log_probs: those of the reference policy; ``kl_coef`` needs them.
         rollout_log_probs: those that the rollout engine reported; ``tis_clip`` needs them.
+        group_log_probs: scalar tensors, from :func:`group_log_probs`; the level ``"group"`` needs them.
     """
 
     advantages: Sequence[Tensor]
@@ -112,13 +123,14 @@ class PolicyBatch:
     old_log_probs: Sequence[Tensor] | None = None
     ref_log_probs: Sequence[Tensor] | None = None
     rollout_log_probs: Sequence[Tensor] | None = None
+    group_log_probs: Sequence[Tensor] | None = None
 
     def __post_init__(self) -> None:
         lengths = list(map(len, reduction.check_masks(self.loss_masks)))
         reduction.check_responses("advantages", self.advantages, lengths, scalars=True)
-        for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs"):
+        for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs", "group_log_probs"):
             if (values := getattr(self, name)) is not None:
-                reduction.check_responses(name, values, lengths)
+                reduction.check_responses(name, values, lengths, scalars=name == "group_log_probs")
 
     @property
     def response_lengths(self) -> list[int]:
@@ -130,10 +142,15 @@ def check_fit(batch: PolicyBatch, options: PolicyOptions) -> None:
     """Refuse what is no batch or no options, and options that need log-probs that the batch lacks."""
     check_instance("batch", batch, PolicyBatch)
     check_instance("options", options, PolicyOptions)
-    if options.kl_coef and batch.ref_log_probs is None:
-        raise InvalidInputError(f"kl_coef is {options.kl_coef}: ref_log_probs are needed, and missing")
-    if options.tis_clip is not None and batch.rollout_log_probs is None:
-        raise InvalidInputError(f"tis_clip is {options.tis_clip}: rollout_log_probs are needed, and missing")
+    levels = {} if options.tis_clip is None else {options.tis_level, options.tis_mask_level} - {None}
+    needed = {
+        "ref_log_probs": f"kl_coef is {options.kl_coef}" if options.kl_coef else "",
+        "rollout_log_probs": f"tis_clip is {options.tis_clip}" if levels and levels != {"group"} else "",
+        "group_log_probs": "an importance ratio is that of the group" if "group" in levels else "",
+    }
+    for name, reason in needed.items():
+        if reason and getattr(batch, name) is None:
+            raise InvalidInputError(f"{reason}: {name} are needed, and missing")
 
 
 def policy_loss(
@@ -151,8 +168,7 @@ def policy_loss(
         log_probs: log-probs under the policy in training, float32 or float64 ``[response_length]`` each.
         batch: advantages, masks and other log-probs of the same responses.
         options: which loss to compute.
-        entropies: in nats, ``[response_length]`` each. ``entropy_coef`` needs them; without it they are only
-            reported.
+        entropies: in nats, ``[response_length]`` each; without ``entropy_coef`` they are only reported.
 
     Returns:
         ``(loss, num_tokens, metrics)``, as Megatron's schedules take it. ``loss`` is a scalar with gradient,
@@ -160,8 +176,8 @@ def policy_loss(
         ``metrics`` are detached ``[sum, count]`` pairs for :func:`average_metrics` and recent Megatron-LM:
         ``loss``, ``pg_loss`` and ``kl_loss`` in the normalization of the loss; averages over tokens of
         ``entropy``, ``clip_fraction``, ``dual_clip_fraction``, ``approx_kl`` (k3 of KL(old, new)), ``ratio``,
-        ``tis_weight`` (before truncation) and ``tis_clip_fraction``; and the maximum ``ratio_max``. Those of
-        terms that the options leave out are absent.
+        ``tis_weight`` and ``tis_weight_used``, before and after truncation or mask, and ``tis_clip_fraction``
+        of them; and the maximum ``ratio_max``. Those of terms that the options leave out are absent.
 
     Raises:
         InvalidInputError: shapes or dtype do not fit, or the options need something that is missing.
@@ -175,9 +191,8 @@ def policy_loss(
         raise InvalidInputError(f"entropy_coef is {options.entropy_coef}: entropies are needed, and missing")
     if (dtype := log_probs[0].dtype) not in (torch.float32, torch.float64):
         raise InvalidInputError(f"log_probs are {dtype}; pass float32 or float64, in which they are computed")
-    others = {"loss_masks": batch.loss_masks, "advantages": batch.advantages, "entropies": entropies}
-    firsts = {name: one[0] for name, one in others.items() if one is not None}
-    check_one_device(log_probs=log_probs[0], **firsts)
+    others = {"loss_masks": batch.loss_masks[0], "advantages": batch.advantages[0]}
+    check_one_device(entropies=(entropies or log_probs)[0], log_probs=log_probs[0], **others)
     entropies_n = None if entropies is None else torch.cat(entropies)
     return loss_of_tokens(torch.cat(log_probs), batch, options, entropies_n)
 
@@ -186,9 +201,8 @@ def loss_of_tokens(
     log_probs_n: Tensor, batch: PolicyBatch, options: PolicyOptions, entropies_n: Tensor | None
 ) -> LossAndCount:
     """Return what :func:`policy_loss` does, without checks, from the tokens of all responses in a row."""
-    weights_n, count = reduction.weights_and_count(
-        batch.loss_masks, options.normalization, options.constant_length, log_probs_n.dtype
-    )
+    how = options.normalization, options.constant_length, log_probs_n.dtype
+    weights_n, count = reduction.weights_and_count(batch.loss_masks, *how)
     mask_n, lengths = weights_n > 0, batch.response_lengths
 
     def masked(values_n: Tensor) -> Tensor:
@@ -196,31 +210,35 @@ def loss_of_tokens(
         return torch.where(mask_n, values_n, 0.0)
 
     def constant(values: Sequence[Tensor]) -> Tensor:
-        return masked(torch.cat(list(values))).detach()
+        return masked(torch.cat([x.expand(n) for x, n in zip(values, lengths, strict=True)])).detach()
 
     log_probs_n = masked(log_probs_n)
     old_n = log_probs_n.detach() if batch.old_log_probs is None else constant(batch.old_log_probs)
-    advantages_n = constant([a.expand(n) for a, n in zip(batch.advantages, lengths, strict=True)])
     log_ratio_n = log_probs_n - old_n
     per_token = {"approx_kl": estimate_kl(-log_ratio_n.detach(), "k3")}
     if options.objective == "gspo":
         # The mean of the response as value, and the token's own gradient.
-        parts = zip(torch.split(log_ratio_n.detach(), lengths), torch.split(mask_n, lengths), strict=True)
-        means = [(part.sum() / mask.sum().clamp(min=1)).expand(len(part)) for part, mask in parts]
-        log_ratio_n = torch.cat(means) + (log_ratio_n - log_ratio_n.detach())
-    ratio_n = per_token["ratio"] = _bounded(log_ratio_n, -_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+        mean_n = reduction.by_response(log_ratio_n.detach(), mask_n, lengths)
+        log_ratio_n = mean_n + (log_ratio_n - log_ratio_n.detach())
+    # An infinite ratio would turn gradients of zero into NaN.
+    ratio_n = per_token["ratio"] = clamped(log_ratio_n, -BOUND, BOUND).exp()
 
-    loss_n, clipped = _clipped_loss(ratio_n, log_probs_n, advantages_n, options)
+    def importance_ratio(level: str) -> Tensor:
+        sampled = "group_log_probs" if level == "group" else "rollout_log_probs"
+        log_ratio_n = old_n - constant(getattr(batch, sampled))
+        if level != "token":
+            log_ratio_n = reduction.by_response(log_ratio_n, mask_n, lengths, mean=level != "sequence")
+        return log_ratio_n.clamp(max=BOUND).exp()
+
+    loss_n, clipped = _clipped_loss(ratio_n, log_probs_n, constant(batch.advantages), options)
     per_token |= clipped
-    if options.tis_clip is not None and batch.rollout_log_probs is not None:
-        tis_n = (old_n - constant(batch.rollout_log_probs)).clamp(max=_MAX_LOG_RATIO).exp()
-        loss_n = loss_n * tis_n.clamp(max=options.tis_clip)
-        per_token |= {"tis_weight": tis_n, "tis_clip_fraction": tis_n > options.tis_clip}
+    if options.tis_clip is not None:
+        per_token |= _importance_weights(importance_ratio, options)
+        loss_n = loss_n * per_token["tis_weight_used"]
     in_loss = {"pg_loss": loss_n}
     if options.kl_coef and batch.ref_log_probs is not None:
         kl_n = estimate_kl(log_probs_n - constant(batch.ref_log_probs), options.kl_estimator)
-        loss_n = loss_n + options.kl_coef * kl_n
-        in_loss["kl_loss"] = kl_n
+        in_loss["kl_loss"], loss_n = kl_n, loss_n + options.kl_coef * kl_n
     if entropies_n is not None:
         per_token["entropy"] = masked(entropies_n)
         if options.entropy_coef:
@@ -241,9 +259,8 @@ def _clipped_loss(
         return -clipped_ratio * advantages * log_probs, {"clip_fraction": clipped_ratio != ratio}
     unclipped, clipped = -ratio * advantages, -clipped_ratio * advantages
     # where() and not maximum(): at the bound, where the two are equal, the gradient is that of the ratio.
-    is_clipped = clipped > unclipped
-    loss = torch.where(is_clipped, clipped, unclipped)
-    fractions = {"clip_fraction": is_clipped}
+    fractions = {"clip_fraction": clipped > unclipped}
+    loss = torch.where(fractions["clip_fraction"], clipped, unclipped)
     if options.dual_clip is not None:
         bound = -options.dual_clip * advantages
         is_bounded = fractions["dual_clip_fraction"] = (advantages < 0) & (loss > bound)
@@ -251,39 +268,14 @@ def _clipped_loss(
     return loss, fractions
 
 
-def estimate_kl(log_ratio: Tensor, estimator: KlEstimator) -> Tensor:
-    """Return an estimate of KL(p, q) per token, in nats.
-
-    The estimators are Schulman's (joschu.net/blog/kl-approx.html), with ``d = log p - log q``:
-
-    ==========  ====================  ====================================================================
-    ``"k1"``    ``d``                 unbiased; for monitoring, as its gradient is zero on average
-    ``"k2"``    ``d**2 / 2``          biased; on average its gradient is that of the divergence
-    ``"k3"``    ``exp(-d) - 1 + d``   unbiased and never negative; the penalty of GRPO, arXiv 2402.03300
-    ==========  ====================  ====================================================================
-
-    Below ``d = -20`` k3 goes on as its tangent, with the gradient ``1 - e**20``. So neither value nor
-    gradient overflows (but in float16), and descent always moves p towards q, however far apart they are.
-
-    ``log_ratio`` is ``d`` of tokens drawn from p; the estimates have its shape and floating dtype. Another
-    estimator raises :class:`InvalidInputError`.
-    """
-    check_floats(log_ratio=log_ratio)
-    if estimator == "k1":
-        return log_ratio
-    if estimator == "k2":
-        return log_ratio.square() / 2
-    if estimator != "k3":
-        raise InvalidInputError(f"estimator is {estimator!r}; it must be one of {get_args(KlEstimator)}")
-    bounded = _bounded(log_ratio, -_MAX_LOG_RATIO, math.inf)
-    # relu() and not clamp(): at the bound itself the gradient must come from one of the two terms only.
-    beyond = torch.relu(-_MAX_LOG_RATIO - log_ratio)
-    return torch.expm1(-bounded) + bounded + math.expm1(_MAX_LOG_RATIO) * beyond
-
-
-def _bounded(x: Tensor, low: float, high: float) -> Tensor:
-    """Clamp with a gradient of one at the bounds; that of ``clamp()`` is one or zero, by torch's release."""
-    return torch.where(x < low, low, torch.where(x > high, high, x))
+def _importance_weights(ratio: Callable[[str], Tensor], options: PolicyOptions) -> dict[str, Tensor]:
+    """Return the weights ``[n]`` before and after the bounds, and what is outside, from ratios by level."""
+    low, high, mask_level = options.tis_clip_low, options.tis_clip or math.inf, options.tis_mask_level
+    ratio_n = ratio(options.tis_level)
+    bounded_n = ratio_n if mask_level in (None, options.tis_level) else ratio(mask_level)
+    outside_n = (bounded_n < low) | (bounded_n > high)
+    used_n = ratio_n.clamp(low, high) if mask_level is None else ratio_n.masked_fill(outside_n, 0.0)
+    return {"tis_weight": ratio_n, "tis_weight_used": used_n, "tis_clip_fraction": outside_n}
 
 
 def group_advantages(
@@ -302,30 +294,53 @@ def group_advantages(
         divide_by_std: ``False`` gives the advantages of Dr. GRPO (arXiv 2503.20783), which does not divide,
             since that favors prompts that are almost always or almost never solved.
     """
-    check_instance("rewards", rewards)
-    check_instance("groups", groups)
-    if rewards.dtype.is_complex or groups.dtype.is_complex:
-        raise InvalidInputError(
-            f"rewards are {rewards.dtype} and groups {groups.dtype}, expected real numbers and integers"
-        )
     if not (is_number(eps) and 0 <= eps < math.inf):
         raise InvalidInputError(f"eps is {eps!r}, expected a number, not negative")
-    check_one_device(rewards=rewards, groups=groups)
-    if rewards.is_meta:
-        raise InvalidInputError("rewards and groups are on the device meta, where they have no values")
-    if groups.isnan().any():
-        raise InvalidInputError("groups have NaN, expected an integer for each response")
-    if rewards.ndim != 1 or rewards.shape != groups.shape:
-        raise InvalidInputError(
-            f"rewards {list(rewards.shape)} and groups {list(groups.shape)} must both be [b], b responses"
-        )
+    check_instance("rewards", rewards)
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
+    advantages = torch.empty_like(rewards, dtype=torch.float64)
     # In float64, so that equal rewards give zero, not a rounding error divided by eps.
-    rewards = rewards.detach().double()
-    advantages = torch.empty_like(rewards)
-    for group in set(groups.tolist()):
-        members = groups == group
-        in_group = rewards[members]
+    for members, in_group in _each_group("rewards", rewards, groups):
         divisor = float(in_group.std()) + float(eps) if divide_by_std and len(in_group) > 1 else 1.0
         advantages[members] = (in_group - in_group.mean()) / (divisor or 1.0)
     return advantages.to(dtype)
+
+
+def group_log_probs(
+    rollout_log_probs: Sequence[Tensor], loss_masks: Sequence[Tensor], groups: Tensor
+) -> Tensor:
+    """Return the log-probability that the rollout engine expects of a response to the same prompt, ``[b]``.
+
+    With ``q`` the geometric mean of the probabilities of a response's tokens, it is ``log(sum q^2 / sum q)``
+    over the responses of the group (GEPO, arXiv 2508.17850, section 3.1; NaN if all of them are masked). Like
+    advantages, compute it before the responses of a prompt are spread over microbatches and ranks.
+
+    Args:
+        rollout_log_probs: those that the engine reported, ``[response_length]`` for each response.
+        loss_masks: one mask ``[response_length]`` per response, zero for tokens that do not count.
+        groups: as for :func:`group_advantages`, with the same errors.
+    """
+    lengths = list(map(len, masks := reduction.check_masks(loss_masks)))
+    values = reduction.check_responses("rollout_log_probs", rollout_log_probs, lengths)
+    check_one_device(rollout_log_probs=values[0], loss_masks=masks[0])
+    counted = [value.detach().double()[mask != 0] for value, mask in zip(values, masks, strict=True)]
+    expected = torch.stack([part.mean() if len(part) else part.new_tensor(-math.inf) for part in counted])
+    for members, log_q in _each_group("rollout_log_probs", expected.clone(), groups):
+        expected[members] = (2 * log_q).logsumexp(0) - log_q.logsumexp(0)
+    return expected.to(torch.promote_types(values[0].dtype, torch.float32))
+
+
+def _each_group(name: str, values: Tensor, groups: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield a mask ``[b]`` and the values in float64 for each group; refuse what is no value or no group."""
+    check_instance("groups", groups)
+    check_one_device(**{name: values, "groups": groups})
+    fits = values.ndim == 1 and values.shape == groups.shape and not values.is_meta
+    if not fits or values.dtype.is_complex or groups.dtype.is_complex:
+        kinds = [f"{x.dtype} {list(x.shape)}" for x in (values, groups)]
+        expected = "expected real numbers and integers, both [b] for b responses, not on the device meta"
+        raise InvalidInputError(f"{name} are {kinds[0]} and groups {kinds[1]}: {expected}")
+    if groups.isnan().any():
+        raise InvalidInputError("groups have NaN, expected an integer for each response")
+    for group in set(groups.tolist()):
+        members = groups == group
+        yield members, values.detach()[members].double()

@@ -108,12 +108,7 @@ def check_normalization(normalization: str, constant_length: int | None) -> None
     if not isinstance(normalization, str) or normalization not in known:
         raise InvalidInputError(f"normalization is {normalization!r}; it must be one of {known}")
     if normalization == "constant":
-        if constant_length is None:
-            raise InvalidInputError(
-                "normalization 'constant' divides by constant_length, which is None; pass a length that "
-                "stays the same throughout training, such as the longest response allowed"
-            )
-        check_positive("constant_length", constant_length)
+        check_positive("the divisor of the normalization 'constant', constant_length,", constant_length)
 
 
 def check_masks(loss_masks: Sequence[Tensor]) -> list[Tensor]:
@@ -138,6 +133,13 @@ def check_responses(
         if tensor.dtype == torch.bool or tensor.dtype.is_complex:
             raise InvalidInputError(f"{name} are {tensor.dtype}, expected a floating dtype")
     return tensors
+
+
+def by_response(values_n: Tensor, mask_n: Tensor, lengths: list[int], mean: bool = True) -> Tensor:
+    """Return for each token the mean or the sum of its response's values, which are zero where masked."""
+    pairs = zip(torch.split(values_n, lengths), torch.split(mask_n, lengths), strict=True)
+    totals = ((part.sum() / (mask.sum().clamp(min=1) if mean else 1), len(part)) for part, mask in pairs)
+    return torch.cat([total.expand(length) for total, length in totals])
 
 
 def metrics_of(

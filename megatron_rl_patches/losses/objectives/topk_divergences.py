@@ -129,10 +129,8 @@ def bucket_divergence(
     """Return the divergence of each token, ``[n]``; some need the ``old`` policy, which sampled."""
     arguments.check_floats(log_probs=log_probs, tail_log_prob=tail_log_prob)
     if log_probs.dim() != 2 or tail_log_prob.shape != log_probs.shape[:1]:
-        raise InvalidInputError(
-            f"log_probs are {list(log_probs.shape)} and tail_log_prob {list(tail_log_prob.shape)}, expected "
-            "[n, k] and [n]"
-        )
+        shapes = f"log_probs are {list(log_probs.shape)} and tail_log_prob {list(tail_log_prob.shape)}"
+        raise InvalidInputError(f"{shapes}, expected [n, k] and [n]")
     arguments.check_instance("teacher", teacher, TopKDistribution)
     if divergence.needs_old:
         arguments.check_instance("old", old, TopKDistribution)
@@ -188,8 +186,6 @@ def opd_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
     arguments.check_floats(log_probs=log_probs, teacher_log_probs=teacher_log_probs)
     arguments.check_one_device(log_probs=log_probs, teacher_log_probs=teacher_log_probs)
     if log_probs.shape != teacher_log_probs.shape:
-        raise InvalidInputError(
-            f"log_probs are {list(log_probs.shape)}, teacher_log_probs {list(teacher_log_probs.shape)}: "
-            "expected those of the same sampled tokens"
-        )
+        shapes = f"log_probs are {list(log_probs.shape)}, teacher_log_probs {list(teacher_log_probs.shape)}"
+        raise InvalidInputError(f"{shapes}: expected those of the same sampled tokens")
     return (teacher_log_probs.clamp(min=RULED_OUT) - log_probs.clamp(min=RULED_OUT)).detach()

@@ -59,12 +59,10 @@ class VocabParallelOptions:
         check_integer("ignore_index", self.ignore_index, -(2**63), "an integer")
         if self.vocab_size is not None:
             check_integer("vocab_size", self.vocab_size, 1, "the number of token ids, or None")
-        check_group(self.tp_group)
-        group, temperature = self.tp_group, float(self.temperature)
+        check_group(group := self.tp_group)
         rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        vars(self).update(
-            temperature=temperature, scale=temperature * self.divisor, tp_rank=rank, tp_size=size
-        )
+        vars(self).update(temperature=float(self.temperature), tp_rank=rank, tp_size=size)
+        vars(self)["scale"] = self.temperature * self.divisor
 
     def num_ids(self, width: int) -> int:
         """Return how many token ids there are; refuse more than logits of so many columns per rank have."""
@@ -156,9 +154,7 @@ def check_layer(weight: Tensor, bias: Tensor | None) -> None:
         check_floats(bias=bias)
         shape = list(weight.shape[:1])
         if list(bias.shape) != shape or bias.dtype != weight.dtype:
-            raise InvalidInputError(
-                f"bias is {bias.dtype} {list(bias.shape)}, expected {weight.dtype} {shape} as weight has"
-            )
+            raise InvalidInputError(f"bias is {bias.dtype} {list(bias.shape)}, not {weight.dtype} {shape}")
 
 
 def check_list(name: str, values: Any) -> list[Tensor]:
@@ -185,9 +181,7 @@ def check_lengths(
         fits &= (tensor.shape[:1] == (length,) and tensor.dim() <= most) or (scalars and not tensor.dim())
     if not fits:
         shapes = [list(tensor.shape) for tensor in tensors]
-        raise InvalidInputError(
-            f"{name} have the shapes {shapes}, but {list(lengths)} are the lengths of {whose}"
-        )
+        raise InvalidInputError(f"{name} have the shapes {shapes}, but {list(lengths)} are those of {whose}")
     return tensors
 
 
@@ -220,8 +214,7 @@ def check_no_transform(*tensors: Tensor | None) -> None:
     """Refuse tensors of a transform of torch.func, in which tensors have no storage."""
     if any(t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
         raise InvalidInputError(
-            "logits are those of a transform of torch.func, such as grad or vmap, which sees no storage: use "
-            "torch.autograd.grad"
+            "logits are those of a transform of torch.func, which sees no storage: use torch.autograd.grad"
         )
 
 

@@ -58,9 +58,7 @@ class BlockFunction:
             return _call_compiled(self._function, self._is_elementwise, *args)
         return self._function(*args)
 
-    def each(
-        self, parts: Iterable[tuple[slice, Any]], compute: Callable[[slice, Any], None], done: int
-    ) -> int:
+    def each(self, parts: Iterable[tuple[slice, Any]], compute: Callable[..., None], done: int) -> int:
         """Compute parts of rows with the compiled function, until that fails; return where it has ended."""
         with _limits_of_torch():
             for rows, place in parts:

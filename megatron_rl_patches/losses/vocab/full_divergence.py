@@ -121,20 +121,14 @@ def full_vocabulary_divergence(
                 f"{source.width} logits on {source.device}, as the student has; logits that are padded to "
                 "another width need vocab_size, and under tensor parallelism OutputHead.resharded, too"
             )
-        if inplace_backward and _share_memory(other, source):
-            raise InvalidInputError(
-                f"{name} is in the memory of the student's logits, which inplace_backward overwrites before "
-                "it is read: pass a copy, or inplace_backward=False"
-            )
+        # Every tensor without elements is at address 0.
+        existing = [x.logits for x in (other, source) if isinstance(x, SelectedRows) and x.logits.numel()]
+        if inplace_backward and len({x.untyped_storage().data_ptr() for x in existing}) < len(existing):
+            where = f"{name} is in the memory of the student's logits, which inplace_backward overwrites"
+            raise InvalidInputError(f"{where}: pass a copy, or inplace_backward=False")
         sources.append(other)
     (values,) = FullDivergence(measure, tuple(math.log(weight) for weight, _ in counted))(*sources)
     return values
-
-
-def _share_memory(*sources: Source) -> bool:
-    """Return whether two sources read the same memory. Every tensor without elements is at address 0."""
-    existing = [x.logits for x in sources if isinstance(x, SelectedRows) and x.logits.numel()]
-    return len(existing) > len({logits.untyped_storage().data_ptr() for logits in existing})
 
 
 # --- weights of teachers
@@ -163,10 +157,8 @@ def check_weights(weights: Any) -> tuple[float, ...]:
         numbers = tuple(map(float, weights))
         if min(numbers) >= 0 and 0 < sum(numbers) < math.inf:
             return numbers
-    raise InvalidInputError(
-        f"teacher_weights are {weights!r}, expected a list of numbers, one for each teacher, not negative, "
-        "not all zero"
-    )
+    expected = "a list of numbers, one for each teacher, not negative, not all zero"
+    raise InvalidInputError(f"teacher_weights are {weights!r}, expected {expected}")
 
 
 # --- the loss

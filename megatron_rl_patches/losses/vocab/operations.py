@@ -75,10 +75,6 @@ def _view(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     return views[0] if isinstance(result, Tensor) else views
 
 
-def _copy(func: Any, logits: DeferredLogits, *, memory_format: Any = None) -> DeferredLogits | None:
-    return _derived([logits], logits._rows, memory_format=memory_format)
-
-
 def _index(func: Any, logits: DeferredLogits, indices: Sequence[Tensor | None]) -> DeferredLogits | None:
     # A mask indexes as many dimensions as it has, and any other index one.
     taken = [index.dim() if index is not None and index.dtype in _MASKS else 1 for index in indices]
@@ -146,7 +142,7 @@ def _division(divisor: Any, logits: DeferredLogits) -> tuple[float, Tensor | flo
 
 
 def _convert(func: Any, logits: DeferredLogits, *, dtype: Any = None, **kwargs: Any) -> DeferredLogits | None:
-    """Return the logits in the same or a more precise dtype."""
+    """Return a copy of the logits in the same or a more precise dtype."""
     dtype = dtype or logits.dtype
     elsewhere = kwargs.get("device") not in (None, logits.device) or kwargs.get("pin_memory")
     if elsewhere or dtype not in (logits.dtype, torch.float32) or logits.dtype == torch.float64 != dtype:
@@ -203,7 +199,7 @@ DeferredLogits.followed.update(
         **dict.fromkeys(_overloads(_MAKE_OTHERS), _like),
         aten._to_copy.default: _convert,
         aten.cat.default: _cat,
-        aten.clone.default: _copy,
+        aten.clone.default: _convert,
         aten.div.Tensor: _divide,
         aten.div_.Tensor: _divide_in_place,
         aten.index.Tensor: _index,

@@ -31,9 +31,7 @@ Product = Callable[[Tensor], Tensor]
 #: By which numbers logits have been divided, each with what holds it, perhaps a tensor.
 Divisions = tuple[tuple[float, Tensor | float], ...]
 
-_MIB = 1 << 20
-_LARGE_TILE = 1 << 30
-_FEWEST_COLUMNS = 1024
+_LARGE_TILE, _FEWEST_COLUMNS = 1 << 30, 1024
 # Where torch has no float32 product of 16-bit matrices, so many of their columns are converted at a time.
 _CONVERTED_COLUMNS = 512
 # Where it has one, but does not add it to a float32 tensor, so large a part of it is computed at a time: that
@@ -50,6 +48,14 @@ class TileOptions(NamedTuple):
     logit_dtype: torch.dtype | None = None
 
 
+def bytes_of_tile(size: int, device: str) -> int:
+    """Return the memory of a tile by default, where all logits that a loss reads take ``size`` bytes."""
+    # Larger tiles need fewer products, as backward begins with the last one. They take half of all logits at
+    # most. There are two sizes, so that microbatches of many lengths leave no gaps in the memory.
+    of_gpu = _LARGE_TILE if size >= 2 * _LARGE_TILE else _LARGE_TILE // 2
+    return of_gpu if device == "cuda" else 64 << 20
+
+
 def placeholder_of(weight: Any) -> Tensor | None:
     """Return a gradient for autograd in place of that in a weight's ``main_grad``; ``None`` without DDP."""
     if not hasattr(weight, "grad_added_to_main_grad"):
@@ -64,18 +70,13 @@ def placeholder_of(weight: Any) -> Tensor | None:
 class StoredTiles(dict[tuple[int, int], Tensor]):
     """Tiles that wait for a backward, by their first row and column, in memory that may be larger."""
 
-    _latest: ClassVar[dict[torch.device, tuple[weakref.ref[StoredTiles], tuple[int, int]]]] = {}
-
-    def store_last(self, place: tuple[int, int], memory: Tensor) -> None:
-        """Store the tile that forward has ended with, in place of that of the forward before."""
-        self.free_last(memory.device, unless_of=self)
-        self[place] = memory
-        self._latest[memory.device] = weakref.ref(self), place
+    #: Of the latest forward on each device: its tiles, and the place of the last one.
+    latest: ClassVar[dict[torch.device, tuple[weakref.ref[StoredTiles], tuple[int, int]]]] = {}
 
     @classmethod
     def free_last(cls, device: torch.device, unless_of: StoredTiles | None = None) -> None:
         """Free the tile that the latest forward has left on the device."""
-        reference, place = cls._latest.get(device, (None, (0, 0)))
+        reference, place = cls.latest.get(device, (None, (0, 0)))
         if reference and (latest := reference()) is not None and latest is not unless_of:
             latest.pop(place, None)
 
@@ -96,13 +97,15 @@ class OutputLayerRows(Source):
         self.hidden, self.weight, self.bias = self.layer
         index, self.logit_dtype = self.index, self.tiling.logit_dtype or self.hidden.dtype
         n = len(index) if isinstance(index, Tensor) else index.stop - index.start
+        size = n * len(self.weight) * self.logit_dtype.itemsize
+        self._tile_bytes = self.tiling.tile_bytes or bytes_of_tile(size, self.hidden.device.type)
         self.set_up(n, len(self.weight), self.logit_dtype, *self.layer)
 
     def tiles(self, grid: Grid, is_backward: bool = False) -> Iterator[Tile]:
         row_ranges, column_ranges, share = grid
         buffer_size = row_ranges[0].stop * max(columns.stop - columns.start for columns in column_ranges)
-        if self.device.type == "cuda":  # one size whatever the rows, see _tile_bytes
-            size = self._tile_bytes() // share // self.logit_dtype.itemsize
+        if self.device.type == "cuda":  # one size whatever the rows, see bytes_of_tile
+            size = self._tile_bytes // share // self.logit_dtype.itemsize
             buffer_size = max(buffer_size, min(size, self.n * self.width))
         # Backward can begin with forward's last tile if tiles have all rows, since any order will do then.
         # Sources that are compared go through their tiles together, from the first to the last.
@@ -134,7 +137,8 @@ class OutputLayerRows(Source):
                     multiply(hidden, part.T, None if bias is None else bias[columns], logits)
                 yield Tile(logits, rows, columns, [(rows, slice(0, len(hidden)))])
         if self.keeps_tiles and begins_with_last and not is_backward and buffer is not None:
-            stored.store_last(place, buffer)
+            stored.free_last(self.device, unless_of=stored)
+            stored[place], stored.latest[self.device] = buffer, (weakref.ref(stored), place)
 
     def gradients(self, needed: Sequence[bool]) -> Gradients:
         return _InputGradients(self, needed)
@@ -151,7 +155,7 @@ class OutputLayerRows(Source):
         return dict(zip(names, (*self.inputs, numbers), strict=True)), restore
 
     def shape_of_tiles(self, width: int, share: int) -> tuple[int, int]:
-        elements = max(self._tile_bytes() // share // self.logit_dtype.itemsize, 1)
+        elements = max(self._tile_bytes // share // self.logit_dtype.itemsize, 1)
         most_columns = max(elements // max(self.n, 1), min(elements, _FEWEST_COLUMNS))
         if self.weight.device != self.device:  # a tile's part of it is copied, and is no larger than a tile
             most_columns = max(min(most_columns, elements // self.weight.shape[1]), 1)
@@ -161,14 +165,6 @@ class OutputLayerRows(Source):
         unit = STRETCH if columns > STRETCH else STRETCH // 8
         columns = min(-(-columns // unit) * unit if columns > unit else columns, width)
         return max(min(elements // columns, self.n), 1), columns
-
-    def _tile_bytes(self) -> int:
-        if self.tiling.tile_bytes or self.device.type != "cuda":
-            return self.tiling.tile_bytes or 64 * _MIB
-        # Larger tiles need fewer products, as backward begins with the last one. They take half of all logits
-        # at most. There are two sizes, so that microbatches of many lengths leave no gaps in the memory.
-        is_large = self.n * self.width * self.logit_dtype.itemsize >= 2 * _LARGE_TILE
-        return _LARGE_TILE if is_large else _LARGE_TILE // 2
 
     def without_keeping(self) -> OutputLayerRows:
         return self.select(self.index, self.options)
@@ -291,9 +287,8 @@ class OutputLayer:
             if (logits := self.materialized) is None:
                 if not self.is_unchanged:
                     raise InvalidInputError(
-                        "the hidden states or the weight behind deferred logits were overwritten before the "
-                        "logits were used: compute what needs the logits first, for instance before the "
-                        "optimizer's step"
+                        "the hidden states or the weight behind deferred logits were overwritten: compute "
+                        "what needs the logits first, for instance before the optimizer's step"
                     )
                 StoredTiles.free_last(source.device)
                 hidden = source.hidden.view(*self.shape, source.hidden.shape[1])
@@ -337,10 +332,9 @@ class ForwardDerivative:
         weight = self._weight[tile.columns]
         add_product(total, tile.x.to(weight.dtype), weight, may_round=True)
 
-    def finish(
-        self, column: Tensor, is_target: Tensor, max_logit: Tensor, weight: Tensor, at_target: Tensor
-    ) -> Tensor:
+    def finish(self, column: Tensor, is_target: Tensor, *of_all_ranks: Tensor) -> Tensor:
         """Return this rank's part, from columns as for :meth:`add` and from numbers of all ranks."""
+        max_logit, weight, at_target = of_all_ranks
         dtype, shift = self._exp.dtype, self._max_logit[:, 0] - max_logit
         factor = (shift / self._layer.options.scale).exp() * weight
         of_target = self._weight[column].to(dtype) * at_target.masked_fill(~is_target, 0.0).to(dtype)[:, None]

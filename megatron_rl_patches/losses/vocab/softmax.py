@@ -89,25 +89,23 @@ def _merged_stretches(x: Tensor, one_pass: _Pass, scale: Tensor | None) -> tuple
     return _merged([values.T for values in parts], scale)
 
 
-def buffered_statistics(
-    x: Tensor, one_pass: _Pass, scale: Tensor | None, buffers: Tensor
-) -> tuple[Tensor, ...]:
+def buffered_statistics(x: Tensor, one_pass: _Pass, scale: Tensor | None, work: Tensor) -> tuple[Tensor, ...]:
     """Return the statistics of one pass over logits ``[rows, stretches, columns]``.
 
-    ``buffers`` ``[1 or 2, rows, stretches, columns]`` are overwritten; ``x`` may be the first of them.
+    ``work`` ``[1 or 2, rows, stretches, columns]`` are overwritten; ``x`` may be the first of them.
     """
     keep_mask, with_entropy = one_pass
     if keep_mask is not None:
         minus_inf = torch.full((), _MINUS_INF, dtype=x.dtype, device=x.device)
-        x = torch.where(keep_mask, x, minus_inf, out=buffers[0])
+        x = torch.where(keep_mask, x, minus_inf, out=work[0])
     max_logit, largest = x.amax(2).max(1)
     reference = finite(max_logit)[:, None]
     largest_stretch = x[torch.arange(len(x), device=x.device), largest]
     column = (largest * x.shape[2])[:, None] + largest_stretch.argmax(1, keepdim=True)
-    z = scaled_(torch.sub(x, reference[:, :, None], out=buffers[0]), scale)
+    z = scaled_(torch.sub(x, reference[:, :, None], out=work[0]), scale)
     if with_entropy:
         z.clamp_(min=exp_floor(z.dtype))
-    exp_z = exp(z, out=buffers[int(with_entropy)])
+    exp_z = exp(z, out=work[int(with_entropy)])
     sums_z_exp = [sum_of_columns(z.mul_(exp_z)).sum(1, dtype=torch.float64)] if with_entropy else []
     # In place of the largest term, 1, stands 0, NaN for NaN and +inf, and -1 where no column counts.
     exp_z.flatten(1).scatter_(1, column, (max_logit[:, None] - reference).clamp_(min=-1.0))

@@ -71,11 +71,6 @@ class Tile:
             return self.x[self.place].gather(1, column[:, None]).squeeze(1)
         return self.x[self.place, column]
 
-    def rows_at(self, numbers: Tensor) -> Tensor:
-        """Return a copy of the logits of some of its rows."""
-        place = self.place
-        return self.x.index_select(0, numbers + place.start if isinstance(place, slice) else place[numbers])
-
     def put(self, x: Tensor, column: Tensor, is_here: Tensor, values: Tensor | float) -> None:
         """Write a value into the column of each row of ``x`` that ``is_here``."""
         numbers: Any = self.place

@@ -131,11 +131,12 @@ def _take_lowest_columns(
 
     The logits ``[n, k]`` are the largest of each row, from the largest on; their columns are changed.
     """
-    k, row_bytes = logits.shape[1], 2 * tile.x.shape[1] * max(tile.x.element_size(), 4)
+    k, row_bytes, place = logits.shape[1], 2 * tile.x.shape[1] * max(tile.x.element_size(), 4), tile.place
     for rows in ranges(0, len(chosen), rows_of_block(tile.x, options, row_bytes)):
         numbers = chosen[rows]
         lowest = logits[numbers, -1:]
-        row, column = (tile.rows_at(numbers).double() == lowest).nonzero(as_tuple=True)
+        x = tile.x.index_select(0, numbers + place.start if isinstance(place, slice) else place[numbers])
+        row, column = (x.double() == lowest).nonzero(as_tuple=True)
         places = (logits[numbers] == lowest).sum(1)
         tied = row.bincount(minlength=len(numbers))
         # The rank of each tied logit within its row, from the lowest column on.

@@ -8,18 +8,9 @@ from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel as DDP
 
+from tests.references.tiny_gpt import NO_SYNC as NO_SYNC
 from tests.references.tiny_gpt import backward, disable_forward_pre_hook, enable_forward_pre_hook
-
-NO_SYNC = (
-    "When overlap_grad_reduce is True, config.no_sync_func must be None; "
-    "a custom no_sync_func is not supported when overlapping grad-reduce"
-)
-
-
-def install_sync_functions(config: Any, model: Sequence[DDP]) -> None:
-    for name, method in (("no_sync_func", "no_sync"), ("grad_sync_func", "start_grad_sync")):
-        functions = [getattr(model_chunk, method) for model_chunk in model]
-        setattr(config, name, functions[0] if len(functions) == 1 else functions)
+from tests.references.tiny_gpt import install_sync_functions as install_sync_functions
 
 
 def should_disable_forward_pre_hook(args: Any) -> bool:

@@ -103,7 +103,7 @@ def teachers(dtype: torch.dtype) -> None:
         pool = inference.TeacherPool(model)
         for name in ("math", "code"):
             pool.add(name, lambda model: [parameter.data.zero_() for parameter in model[0].parameters()])
-        microbatches = [{"tokens": torch.zeros(2, 16, dtype=torch.int64), "lengths": [16, 10]}] * 2
+        microbatches = [{"tokens": torch.zeros(2, 16, dtype=torch.int64), "total_lengths": [16, 10]}] * 2
         with pool.use("math") as teacher:
             assert inference.forward_log_probs(teacher, microbatches, with_entropy=True, progress=False)
         head = pool.head("code", "cpu")

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron_rl_patches.engine.call import Call
-from megatron_rl_patches.frameworks import slime_losses
-from megatron_rl_patches.frameworks.rollout_log_probs import check_rollout, update_verl_actor
+from megatron_rl_patches.frameworks.rollout_log_probs import check_rollout
+from megatron_rl_patches.frameworks.training import update_verl_actor
 from megatron_rl_patches.reentry import training_warnings
 
 pytestmark = pytest.mark.usefixtures("nothing_reported")
@@ -69,33 +69,6 @@ def test_what_cannot_be_compared_is_left_alone() -> None:
 # --- rollouts that sample from a part of the vocabulary
 
 
-def _of_slime(logits: Any, tokens: Any, tp_group: Any, with_entropy: Any, log_prob_keep_mask: Any) -> Any:
-    raise AssertionError("it is replaced")
-
-
-def test_without_a_mask_log_probs_are_off_by_the_probability_of_what_is_sampled_from() -> None:
-    """With the same weights on both sides, top-p 0.8 leaves two of four ids, which have 0.8808 together."""
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(2, 4)
-    mask = torch.tensor([[True, True, False, False]]).expand(2, 4)
-    tokens = torch.tensor([0, 1])
-    sampler = logits.masked_fill(~mask, -torch.inf).log_softmax(-1)
-    sampled = sampler.gather(1, tokens[:, None]).squeeze(1)
-    log_s = (logits.softmax(-1) * mask).sum(-1).log()
-    assert round(log_s[0].item(), 4) == -0.1269
-    for keep_mask, log_ratio in ((None, log_s), (mask, torch.zeros(2))):
-        leaf = logits.clone().requires_grad_()
-        call = Call(_of_slime, (leaf * 1, tokens, None, False, keep_mask))
-        log_probs = slime_losses.calculate_log_probs_and_entropy(call)[0].squeeze(-1)
-        torch.testing.assert_close(log_probs.detach() - sampled, log_ratio, rtol=0.0, atol=1e-6)
-        # The same reward for every sample teaches nothing, if tokens are as frequent as they are sampled.
-        (log_probs * sampled.exp()).sum().backward()
-        assert leaf.grad is not None
-        lesson = leaf.grad.sum(0)
-        torch.testing.assert_close(
-            lesson, torch.zeros(4) if keep_mask is not None else (sampler.exp() - logits.softmax(-1))[0]
-        )
-
-
 #: Arguments, data of the rollout, and whether the trainer's log-probs are of more ids than were sampled from.
 OF_SLIME: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "whole vocabulary": ({}, {}, False),
@@ -137,11 +110,18 @@ def test_the_message_says_what_is_set(monkeypatch: pytest.MonkeyPatch, caplog: A
     ("changes", "is_reported"),
     [({}, True), ({"warn": False}, False), ({"strategy": "fsdp2"}, False), ({"rollout": None}, False)],
 )
-def test_what_verl_samples_from(changes: dict[str, Any], is_reported: bool) -> None:
+def test_what_verl_samples_from(changes: dict[str, Any], is_reported: bool, caplog: Any) -> None:
     """Real verl shows its message; a worker of another shape trains all the same."""
     options: dict[str, Any] = {"warn": True, "strategy": "megatron", **changes}
     rollout = options.get("rollout", SimpleNamespace(top_p=0.8, top_k=-1))
     config = SimpleNamespace(actor=SimpleNamespace(strategy=options["strategy"]), rollout=rollout)
-    settings, worker = SimpleNamespace(warn=options["warn"]), SimpleNamespace(config=config)
-    assert update_verl_actor(Call(lambda data: data + 1, (1,), instance=worker, options=settings)) == 2
+    settings = SimpleNamespace(warn=options["warn"], memory_phases=True)
+    chunk = torch.nn.Linear(2, 2)
+    engine = SimpleNamespace(module=[chunk], optimizer=torch.optim.SGD(chunk.parameters(), 0.1))
+    worker = SimpleNamespace(config=config, actor=SimpleNamespace(engine=engine))
+    call = Call(
+        lambda data: chunk(data) is engine.optimizer.step(), (torch.ones(2),), {}, worker, options=settings
+    )
+    assert update_verl_actor(call) is False
     assert len(training_warnings.reported()) == is_reported
+    assert '"forward": ' in caplog.messages[-1] and '"step": ' in caplog.messages[-1]

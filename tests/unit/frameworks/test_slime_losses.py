@@ -139,26 +139,39 @@ def with_sampling_mask(
     return naive(kept, tokens, tp_group)[0], naive(scaled, tokens, tp_group, with_entropy)[1]
 
 
-def test_a_sampling_mask_of_miles_costs_itself_and_one_gradient() -> None:
+def with_keep_mask(
+    logits: Tensor,
+    tokens: Tensor,
+    tp_group: Any,
+    with_entropy: bool = False,
+    log_prob_keep_mask: Any = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Any]:
+    """The name of slime."""
+    return with_sampling_mask(logits, tokens, tp_group, with_entropy, log_prob_keep_mask, temperature)
+
+
+@pytest.mark.parametrize("function", [with_sampling_mask, with_keep_mask])
+def test_a_sampling_mask_costs_itself_and_one_gradient(function: Callable[..., Any]) -> None:
     logits, tokens = model_logits(64, 8192), torch.arange(64)
     mask = (torch.rand(logits.shape) > 0.5).scatter(1, tokens[:, None], True)
 
     def patched(*args: Any, **options: Any) -> Any:
-        return slime_losses.calculate_log_probs_and_entropy(Call(with_sampling_mask, args, options))
+        return slime_losses.calculate_log_probs_and_entropy(Call(function, args, options))
 
     def run(calculate: Callable[..., Any]) -> tuple[Tensor, ...]:
-        scores = calculate(logits, tokens, None, True, sampling_mask=mask, temperature=0.7)
+        scores = calculate(logits, tokens, None, True, mask, temperature=0.7)
         return *scores, torch.autograd.grad(sum(x.sum() for x in scores), logits)[0]
 
     def peak(calculate: Callable[..., Any]) -> int:
         def gradient() -> Tensor:
-            log_probs, _ = calculate(logits, tokens, None, sampling_mask=mask)
+            log_probs, _ = calculate(logits, tokens, None, False, mask)
             return torch.autograd.grad(log_probs.sum(), logits)[0]
 
         return live_bytes(gradient).peak
 
-    torch.testing.assert_close(run(patched), run(with_sampling_mask))
-    assert peak(with_sampling_mask) > 2.5 * logits.nbytes
+    torch.testing.assert_close(run(patched), run(function))
+    assert peak(function) > 2.5 * logits.nbytes
     assert peak(patched) < 1.3 * logits.nbytes
 
 

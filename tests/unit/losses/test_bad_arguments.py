@@ -32,7 +32,7 @@ TOPK = losses.TopKDistribution(IDS, LOG_PROBS, TAIL)
 LAYOUT = losses.SequenceLayout.build([4, 3], [2, 2])
 MASKS, VALUES = [torch.ones(2), torch.ones(2)], [random(2), random(2)]  # of two responses of two tokens
 OTHER_LOG_PROBS = dict.fromkeys(("old_log_probs", "ref_log_probs", "rollout_log_probs"), VALUES)
-POLICY = {"advantages": VALUES, "loss_masks": MASKS, **OTHER_LOG_PROBS}
+POLICY = {"advantages": VALUES, "loss_masks": MASKS, **OTHER_LOG_PROBS, "group_log_probs": VALUES}
 DISTILLATION = {"teachers": [TOPK.split([2, 2])], "loss_masks": MASKS, "old": TOPK.split([2, 2])}
 OF_LOGITS = {"logits": random(N, V), "temperature": 1.0, "vocab_size": V, "block_bytes": 8}
 OF_MICROBATCH = {"layout": LAYOUT, "temperature": 1.0, "normalizer": 2.0, "vocab_size": V}
@@ -55,7 +55,8 @@ OF_STUDENT = {"student": random(N, V), "teacher": random(N, V), "old": random(N,
 OF_TEACHERS = {"divergence": "importance_weighted_reverse_kl", "beta": 0.5, "teacher_weights": [1.0]}
 OF_ROWS = {"log_probs": list(LOG_PROBS.split(2)), "tail_log_probs": list(TAIL.split(2))}
 OPTIONS, DISTILLATION_OPTIONS = losses.PolicyOptions(), losses.DistillationOptions()
-KL = {"kl_coef": 0.1, "kl_estimator": "k3", "tis_clip": 2.0}
+KL = {"kl_coef": 0.1, "kl_estimator": "k3"}
+TIS = {"tis_clip": 2.0, "tis_clip_low": 0.5, "tis_level": "sequence", "tis_mask_level": "token"}
 CLIPS = {"objective": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 2.0, "entropy_coef": 0.1}
 LENGTHS = {"total_lengths": [4, 3], "response_lengths": [2, 2], "padded_lengths": [4, 4], "num_rows": 8}
 OF_CP = {"cp_rank": 0, "cp_size": 1, "allgather_cp": False, "own_rows": False}
@@ -80,6 +81,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (losses.distillation_loss, {**OF_ROWS, "batch": BATCH, "options": DISTILLATION_OPTIONS}),
     (losses.estimate_kl, {"log_ratio": random(3), "estimator": "k3"}),
     (losses.group_advantages, {"rewards": random(4), "groups": torch.tensor([0, 0, 1, 1]), "eps": 1e-6}),
+    (losses.group_log_probs, {"rollout_log_probs": VALUES, "loss_masks": MASKS, "groups": IDS[:2, 0]}),
     (losses.token_weights, {"loss_masks": MASKS, **CONSTANT}),
     (losses.mean_count, {"loss_masks": MASKS, "num_microbatches": 2, "normalization": "token"}),
     (losses.average_metrics, {"reports": [{"loss": torch.ones(2)}] * 2}),
@@ -93,7 +95,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (losses.OutputHead, {"weight": random(V, 3), "bias": random(V)}),
     (losses.PolicyBatch, POLICY),
     (losses.DistillationBatch, DISTILLATION),
-    (losses.PolicyOptions, {**CLIPS, **KL, **CONSTANT}),
+    (losses.PolicyOptions, {**CLIPS, **KL, **TIS, **CONSTANT}),
     (losses.DistillationOptions, {**OF_TEACHERS, "teacher_weights": (1.0,), **CONSTANT}),
     (losses.SequenceLayout.build, {**LENGTHS, "qkv_format": "thd", **OF_CP}),
     (LAYOUT.rows_of, {"logits": random(1, 7, V)}),
@@ -109,14 +111,14 @@ RIGHT = {
     ),
     "None": (
         "block_bytes tile_bytes vocab_size teacher_weights normalizer weights padded_lengths num_rows "
-        "TopKDistribution(temperature) DistillationBatch(old)"
+        "TopKDistribution(temperature) DistillationBatch(old) tis_mask_level"
     ),
     "-1 0": "ignore_index entropy_coef",
     "None bool": "keep_mask",
     "deeper shorter empty meta nan": "hidden",
     "nan": "weight TopKDistribution(log_probs) TopKDistribution(tail_log_prob)",
     "None nan": "bias",
-    "0": "keep_bytes eps clip_low kl_coef cp_rank",
+    "0": "keep_bytes eps clip_low kl_coef cp_rank tis_clip_low",
     "None [int64] [float16] [nan]": "entropies old_log_probs ref_log_probs rollout_log_probs",
     "[float16] [nan]": "tail_log_probs distillation_loss(log_probs)",
     "deeper scalar shorter empty meta float16 nan": "log_ratio",
@@ -126,7 +128,10 @@ RIGHT = {
     "None empty shorter": "reports",
     "[scalar] [int64] [float16] [nan]": "advantages",
     "inf 0": "clip_high",
-    "None inf": "dual_clip tis_clip",
+    "None inf": "dual_clip",
+    "inf": "tis_clip",
+    "None [scalar] [int64] [float16] [nan]": "group_log_probs",
+    "[int64] [float16] [nan]": "group_log_probs(rollout_log_probs)",
     "bool complex meta int64 float16 nan": "values",
     "[bool] [complex] [int64] [float16] [nan]": "responses SequenceLayout.gather_responses(values)",
     "shorter empty float16 nan": "vocab_parallel_topk(logits)",
@@ -138,6 +143,7 @@ RIGHT = {
     "": "importance_weighted_reverse_kl(old) FullDistribution(weights)",
     "[nan]": "policy_loss(log_probs)",
     "[bool] [int64] [float16] [nan]": "PolicyBatch(loss_masks) DistillationBatch(loss_masks)",
+    "[bool] [int64] [nan] [float16]": "group_log_probs(loss_masks)",
 }
 
 
@@ -269,6 +275,8 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (POLICY_OPTIONS, {"clip_low": 1.1}, "clip_low"),
     (POLICY_OPTIONS, {"dual_clip": 1.0}, "dual_clip must be greater than 1"),
     (POLICY_OPTIONS, {"objective": "cispo"}, "leave it None"),
+    (POLICY_OPTIONS, {"tis_clip": None}, "tis_level and tis_mask_level need tis_clip, which is None"),
+    (POLICY_OPTIONS, {"tis_clip_low": 3.0}, "tis_clip_low must be from 0 to tis_clip, not 3.0"),
     (DISTRIBUTION, {"log_probs": torch.zeros(N, 1)}, r"\[4, 1\]"),
     (DISTRIBUTION, {"tail_log_prob": TAIL.double()}, "float64"),
     (DISTRIBUTION, {"log_probs": LOG_PROBS.clone().requires_grad_()}, "require grad"),
@@ -287,6 +295,7 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (LOSS_FUNC, {"options": WITH_ENTROPY, "with_entropy": False}, "needs with_entropy=True"),
     (LOSS_FUNC, {"batch": BARE, "options": POLICY_OPTIONS(kl_coef=0.1)}, "ref_log_probs are needed"),
     (LOSS_FUNC, {"batch": BARE, "options": POLICY_OPTIONS(tis_clip=2)}, "rollout_log_probs are needed"),
+    (LOSS_FUNC, {"batch": BARE, "options": POLICY_OPTIONS(tis_clip=2, tis_level="group")}, "group_log_probs"),
     (losses.policy_loss, {"options": WITH_ENTROPY, "entropies": None}, "entropies are needed, and missing"),
     (losses.group_advantages, dict.fromkeys(("rewards", "groups"), ZEROS.to("meta")), "device meta"),
     (losses.group_advantages, {"groups": torch.full((4,), math.nan)}, "groups have NaN"),

@@ -450,13 +450,3 @@ def test_a_pipe_is_not_read(name: str, folder: Path) -> None:
     (folder / name).unlink()
     os.mkfifo(folder / name)
     refuse(folder, rf"{re.escape(name)}.* is missing")
-
-
-@pytest.mark.parametrize(
-    "kind", [x for x in vars(metadata).values() if getattr(x, "__module__", "") == metadata.__name__]
-)
-def test_no_class_that_an_index_names_is_changed(kind: Any, tmp_path: Path) -> None:
-    before, named = dict(vars(kind)), f"c{kind.__module__}\n{kind.__qualname__}\n".encode()
-    with pytest.raises(CheckpointError):
-        read_index(named + _attribute("added") + b".", tmp_path)
-    assert dict(vars(kind)) == before

@@ -346,10 +346,7 @@ SMALL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_si
         ({"hidden_sise": 64}, "hidden_sise: .* no such field; did you mean hidden_size"),
         ({"vocab_size": 4}, "missing: num_layers, hidden_size"),
         (SMALL | {"tensor_model_parallel_size": 8}, "does not build this model: .*num_attention_heads"),
-        (
-            SMALL | {"num_layers": 5, "pipeline_model_parallel_size": 2},
-            "; num_layers_in_last_pipeline_stage",
-        ),
+        (SMALL | {"num_layers": 5, "pipeline_model_parallel_size": 2}, "; num_layers_in_last_pipeline_stage"),
     ],
 )
 def test_objections_of_the_child_process(model: dict[str, Any], message: str) -> None:

@@ -14,7 +14,7 @@ from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference.scoring.microbatches import Limits, ScoreOptions, parse_microbatches
 from megatron_rl_patches.losses.vocab.arguments import LogProbs
 
-PADDED: dict[str, Any] = {"tokens": torch.arange(12).reshape(2, 6), "lengths": [6, 4]}
+PADDED: dict[str, Any] = {"tokens": torch.arange(12).reshape(2, 6), "total_lengths": [6, 4]}
 
 
 @pytest.mark.parametrize(

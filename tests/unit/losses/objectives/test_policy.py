@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from megatron_rl_patches.losses import (
     average_metrics,
     estimate_kl,
     group_advantages,
+    group_log_probs,
     mean_count,
     policy_loss,
     token_weights,
@@ -33,25 +35,22 @@ LENGTHS = [3, 0, 5, 1, 4]
 MASKED = 3  # this response is masked wholly
 LIMIT = 7
 CONSTANT: dict[str, Any] = {"normalization": "constant", "constant_length": LIMIT}
+LEVELS: Any = ("token", "sequence", "geometric", "group")
+TIS = partial(PolicyOptions, tis_clip=1.2, tis_clip_low=0.9)
 RECIPES = {
     "PPO": PolicyOptions(),
     "PPO, dual clip": PolicyOptions(dual_clip=1.2, clip_low=0.1),
     "PPO, entropy bonus": PolicyOptions(entropy_coef=0.1),
     "PPO, k1": PolicyOptions(kl_coef=0.3, kl_estimator="k1"),
     "PPO, k2": PolicyOptions(kl_coef=0.3, kl_estimator="k2"),
-    "PPO, TIS": PolicyOptions(tis_clip=1.1),
     "decoupled PPO": PolicyOptions(tis_clip=math.inf),
+    **{f"TIS, {a}, {b}": TIS(tis_level=a, tis_mask_level=b) for a in LEVELS for b in (None, a)},
     "GRPO": PolicyOptions(normalization="sequence", kl_coef=0.04),
     "Dr. GRPO": PolicyOptions(**CONSTANT),
     "DAPO": PolicyOptions(clip_high=0.28),
     "GSPO": PolicyOptions(objective="gspo", clip_low=0.05, clip_high=0.08, normalization="sequence"),
     "CISPO": PolicyOptions(objective="cispo", clip_low=1.0, clip_high=0.3),
-    "all at once": replace(
-        PolicyOptions("gspo", clip_low=0.1, clip_high=0.1, dual_clip=1.1, **CONSTANT),
-        entropy_coef=0.2,
-        kl_coef=0.5,
-        tis_clip=1.2,
-    ),
+    "all at once": TIS("gspo", 0.1, 0.1, 1.1, 0.2, 0.5, tis_mask_level="token", **CONSTANT),  # in their order
 }
 
 
@@ -69,17 +68,28 @@ def make(
     masks = [torch.rand(n, generator=generator) < 0.8 for n in lengths]
     if masked is not None:
         masks[masked][:] = False
-    batch = PolicyBatch(
-        advantages=random(1.0),
-        loss_masks=masks,
-        old_log_probs=random(0.3, log_probs),
-        ref_log_probs=random(0.3, log_probs),
-        rollout_log_probs=random(0.3, log_probs),
-    )
+    advantages, (old, ref, rollout) = random(1.0), (random(0.3, log_probs) for _ in range(3))
+    of_groups = group_log_probs(rollout, masks, torch.arange(len(lengths)) % 2)
+    batch = PolicyBatch(advantages, masks, old, ref, rollout, list(of_groups))
     entropies = [value.abs() for value in random(1.0)]
     for value in [*log_probs, *entropies]:
         value.requires_grad_()
     return log_probs, entropies, batch
+
+
+def importance_ratio(batch: PolicyBatch, level: str, i: int, t: int) -> float:
+    """That of token t of response i; the even and the odd responses are the groups."""
+    old, rollout, masks = batch.old_log_probs, batch.rollout_log_probs, batch.loss_masks
+    if level == "token":
+        return math.exp(old[i][t] - rollout[i][t])
+    tokens = ([*map(torch.masked_select, one, masks)] for one in (masks, old, rollout))
+    counts, p, q = (torch.stack([x.sum() for x in one]) for one in tokens)
+    if level == "sequence":
+        return (p - q)[i].exp().item()
+    p, q = (p / counts).exp(), (q / counts).exp()
+    group = q[i % 2 :: 2]
+    expected = group.square().nansum() / group.nansum()  # 2508.17850, section 3.1
+    return (p / (q if level == "geometric" else expected))[i].item()
 
 
 def transcribed(
@@ -107,8 +117,11 @@ def transcribed(
             if options.dual_clip is not None and advantage < 0:  # 1912.09729
                 objective = max(objective, options.dual_clip * advantage)
             if options.tis_clip is not None:
-                assert batch.rollout_log_probs is not None
-                objective = objective * min(math.exp(old - batch.rollout_log_probs[i][t]), options.tis_clip)
+                low, high, level = options.tis_clip_low, options.tis_clip, options.tis_mask_level
+                weight = truncated = importance_ratio(batch, options.tis_level, i, t)
+                if level is not None:
+                    weight *= low <= importance_ratio(batch, level, i, t) <= high
+                objective = objective * (weight if level else min(max(truncated, low), high))
             loss = -objective - options.entropy_coef * entropies[i][t]
             if options.kl_coef:
                 assert batch.ref_log_probs is not None
@@ -226,7 +239,8 @@ def test_metrics_are_those_of_the_whole_batch() -> None:
         torch.cat(values)[mask].detach()
         for values in (log_probs, batch.old_log_probs, batch.rollout_log_probs)
     )
-    advantages, ratio = torch.cat(batch.advantages)[mask], (new - old).exp()
+    advantages, ratio, tis = torch.cat(batch.advantages)[mask], (new - old).exp(), (old - rollout).exp()
+    is_within = (tis >= 0.9) & (tis <= 1.2)
     outside = ((ratio > 1.1) & (advantages > 0)) | ((ratio < 0.9) & (advantages < 0))
     expected = {
         "loss": expected_loss,
@@ -236,8 +250,9 @@ def test_metrics_are_those_of_the_whole_batch() -> None:
         "entropy": torch.cat(entropies)[mask].mean().item(),
         "ratio": ratio.mean().item(),
         "ratio_max": ratio.max().item(),
-        "tis_weight": (old - rollout).exp().mean().item(),
-        "tis_clip_fraction": ((old - rollout).exp() > 1.2).double().mean().item(),
+        "tis_weight": tis.mean().item(),
+        "tis_weight_used": (tis * is_within).mean().item(),
+        "tis_clip_fraction": 1 - is_within.double().mean().item(),
     }
     assert {name: averages[name] for name in expected} == pytest.approx(expected)
     assert averages["loss"] == pytest.approx(
@@ -287,9 +302,9 @@ def test_nothing_to_learn_is_a_zero_that_is_part_of_the_graph(recipe: str, lengt
 @pytest.mark.parametrize("log_ratio", [1e4, -1e4, 100.0, -100.0])
 def test_extreme_ratios_leave_finite_gradients(recipe: str, log_ratio: float) -> None:
     log_probs = [torch.tensor([-2.0, -1.0], requires_grad=True)]
-    far = [log_probs[0].detach() - log_ratio]
-    batch = PolicyBatch([torch.tensor([1.0, -1.0])], [torch.ones(2)], far, far, [log_probs[0].detach()])
-    loss, _, _ = policy_loss(log_probs, batch, replace(RECIPES[recipe], tis_clip=2.0), [torch.ones(2)])
+    far, ones = [log_probs[0].detach() - log_ratio], [torch.ones(2)]
+    batch = PolicyBatch([torch.tensor([1.0, -1.0])], ones, far, far, [log_probs[0].detach()], ones)
+    loss, _, _ = policy_loss(log_probs, batch, replace(RECIPES[recipe], tis_clip=2.0), ones)
     loss.backward()
     assert log_probs[0].grad.isfinite().all()
 

@@ -39,7 +39,7 @@ def test_lengths_may_be_tensors_and_layouts_go_to_the_device_of_the_logits() -> 
 PADDED = {"qkv_format": "bshd", "max_seq_lens": [8, 8]}
 #: Of samples of six and five tokens, with responses of two and three, on two ranks.
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({**PADDED, "allgather_cp": True}, "all-gather CP .* needs qkv_format 'thd', not 'bshd'"),
+    ({**PADDED, "allgather_cp": True}, "all-gather CP .* qkv_format 'thd'"),
     ({"qkv_format": "bshd"}, "needs max_seq_lens"),
     ({**PADDED, "max_seq_lens": [8, 7]}, "pass the same length for every sample"),
     ({**PADDED, "max_seq_lens": [5, 5]}, "no less than the longest"),

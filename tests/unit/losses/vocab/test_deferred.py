@@ -497,7 +497,7 @@ def test_an_overwritten_input_is_an_error_not_another_value(write: str) -> None:
     with torch.no_grad():
         tensors[write].mul_(2)
     for use in (lambda: vocab_parallel_log_probs(logits.view(T, V), TOKENS), lambda: logits.exp()):
-        with pytest.raises(InvalidInputError, match="overwritten before the logits were used"):
+        with pytest.raises(InvalidInputError, match="behind deferred logits were overwritten"):
             use()
     with pytest.raises(InvalidInputError, match=r"the (hidden|weight).* had been overwritten after"):
         loss.backward()

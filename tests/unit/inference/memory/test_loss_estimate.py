@@ -1,0 +1,89 @@
+"""``estimate_memory(tokens=...)`` against counted bytes of real losses, and of recorded runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.inference import estimate_memory
+from megatron_rl_patches.inference.memory import estimate
+from megatron_rl_patches.losses import deferred_logits, vocab_parallel_log_probs_and_entropy
+from megatron_rl_patches.losses.vocab import output_layer
+from tests.references.heads import BASE, DEFERRED
+from tests.references.live_bytes import live_bytes
+
+RECORDS = Path(__file__).parents[4] / "docs" / "benchmarks"
+SIZES, WITHIN = (256, 64, 16384), 0.02
+
+
+def estimated(
+    tokens: int, hidden: int, vocabulary: int, dtype: str, share: float = 1.0, entropy: bool = False
+) -> Any:
+    return estimate._loss_memory(
+        tokens, share, entropy, {"hidden_size": hidden, "vocab_size": vocabulary}, dtype
+    )
+
+
+@pytest.mark.parametrize(("share", "entropy"), [(1.0, True), (0.25, False)])
+@pytest.mark.parametrize(
+    ("way", "dtype"), [("lean_loss", "bfloat16"), ("lean_loss", "float32"), ("lean_head", "float32")]
+)
+def test_real_losses_take_what_is_estimated(
+    way: str, dtype: str, share: float, entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are small, as a GPU needs no buffers; the products of a CPU take more than its in 16 bits."""
+    monkeypatch.setattr(output_layer, "bytes_of_tile", lambda size, device: 4 << 20)
+    tokens, hidden, vocabulary = SIZES
+    rows = torch.arange(0, tokens, int(1 / share)) if share < 1 else slice(None)
+    ids = torch.randint(vocabulary, (tokens,))[rows]
+    how: Any = {"rows": rows, "entropy_grad": entropy, "block_bytes": 1 << 16, "fused": False}
+    inputs = [
+        torch.randn(n, hidden, dtype=getattr(torch, dtype), requires_grad=True) for n in (tokens, vocabulary)
+    ]
+
+    def step() -> None:
+        logits = deferred_logits(*inputs) if way == "lean_head" else (inputs[0] @ inputs[1].T).float()
+        values = [vocab_parallel_log_probs_and_entropy(logits, ids, **how)]
+        del logits  # nobody holds them in backward, as in Megatron's schedules
+        sum(x.sum() for x in values.pop() if x.requires_grad).backward()
+
+    expected = estimated(*SIZES, "bf16" if dtype == "bfloat16" else "fp32", share, entropy)
+    assert live_bytes(step).peak == pytest.approx(getattr(expected, way), rel=WITHIN)
+
+
+def test_recorded_runs_took_what_is_estimated() -> None:
+    """slime's own loss on a CPU, and both patches on fake CUDA tensors, whose tiles have a GPU's sizes."""
+    ways = json.loads((RECORDS / "head.json").read_text())["ways"]
+    [stock] = [float(way["memory"]) for way in ways if "slime" in way["head"]]
+    logits, gradients = 4 * 8192 * 65536, 4 * 256 * (8192 + 65536)
+    peak = estimated(8192, 256, 65536, "fp32", entropy=True).stock
+    assert (peak - gradients) / logits == pytest.approx(stock, rel=WITHIN)
+    shares = {f"{BASE}, not in place": 1.0, DEFERRED: 1.0, f"{DEFERRED}, a quarter of the rows": 0.25}
+    heads = [
+        one
+        for one in json.loads((RECORDS / "head_counted.json").read_text())["heads"]
+        if one["head"] in shares
+    ]
+    for head in heads:
+        loss = estimated(*map(int, re.findall(r"\d+(?=[],])", head["set-up"])), "bf16", shares[head["head"]])
+        peak = loss.lean_loss if BASE in head["head"] else loss.lean_head
+        assert peak / 2**30 == pytest.approx(float(head["with gradients"].partition(" GiB")[0]), rel=WITHIN)
+    assert len(heads) == 9
+
+
+@pytest.mark.usefixtures("one_process")
+def test_groups_and_padding_count() -> None:
+    model = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000}
+    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 4}
+    loss: Any = estimate_memory(model, tokens=999, **sizes).loss
+    assert loss == estimated(250, 64, 512, "bf16")
+    gathered: Any = estimate_memory(model, tokens=999, **sizes, sequence_parallel=True).loss
+    assert gathered.lean_head - loss.lean_head == 2 * 250 * 64 and gathered.stock == loss.stock
+    with pytest.raises(InvalidInputError, match="tokens need a model that is described"):
+        estimate_memory(torch.nn.Linear(8, 8), tokens=8)
