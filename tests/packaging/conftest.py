@@ -75,10 +75,7 @@ class Environment(NamedTuple):
         return run(command, env=inherited | variables, cwd=self.path)
 
     def program(self, code: str, *options: str, value: str | None = "1", **variables: str) -> dict[str, Any]:
-        """Run `code` with `MEGATRON_RL_PATCHES=value`; returns what it gave to `probe.report`.
-
-        The process must succeed without a complaint of ours.
-        """
+        """Run `code` without a complaint of ours; return what it gave to `probe.report`."""
         if value is not None:
             variables["MEGATRON_RL_PATCHES"] = value
         done = self.run(*options, "-c", code, **variables)
@@ -142,11 +139,8 @@ def interpreter(version: str) -> str:
 
 
 # The oldest and the newest Python. Tests with torch install the wheel for the one that runs them.
-WHEELS = [
-    VERSIONS[0],
-    *(pytest.param(one, marks=pytest.mark.nightly) for one in VERSIONS[1:-1]),
-    VERSIONS[-1],
-]
+WHEELS = [VERSIONS[0], VERSIONS[-1]]
+WHEELS += [pytest.param(one, marks=pytest.mark.nightly) for one in VERSIONS[1:-1]]
 
 
 @pytest.fixture(scope="session", params=[*WHEELS, "editable"])

@@ -1,7 +1,4 @@
-"""What the variable loads and when, in a fresh environment; which processes it reaches, and which it cannot.
-
-``tests/unit/test_startup_trigger.py`` tests how it is read, ``tests/faults`` what a broken install costs.
-"""
+"""What the variable loads and when, in a fresh environment, and which processes it reaches."""
 
 from __future__ import annotations
 
@@ -66,12 +63,6 @@ def test_what_the_variable_does_in_which_processes(installed):
             expect(f"{method} {before}", child, MULTIPROCESSING.format(method=method, before=before))
     expect("a pool of processes", yes, POOL)
     assert not failures, "\n".join(failures)
-
-
-def test_package_only_on_the_path_is_not_activated(artifacts, make_environment, tmp_path):
-    environment = make_environment("bare")
-    environment.install("--target", tmp_path, artifacts.wheel)
-    assert not environment.program(PROBE, PYTHONPATH=str(tmp_path))["patched"]
 
 
 def test_torchrun(with_torch, tmp_path):
