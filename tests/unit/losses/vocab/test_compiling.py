@@ -139,15 +139,12 @@ def test_where_compiling_fails(name: str, compiler: Compiler, monkeypatch: pytes
         torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-9)
 
 
-def _variable(name: str) -> Any:
-    return mock.patch.dict(os.environ, {name: "1"})
-
-
 DISABLED: dict[str, Callable[[], Any]] = {
     # As slime does for runs whose training and inference have to agree.
-    "TORCH_COMPILE_DISABLE": partial(_variable, "TORCH_COMPILE_DISABLE"),
-    "TORCHDYNAMO_DISABLE": partial(_variable, "TORCHDYNAMO_DISABLE"),
+    "TORCH_COMPILE_DISABLE": partial(mock.patch.dict, os.environ, TORCH_COMPILE_DISABLE="1"),
+    "TORCHDYNAMO_DISABLE": partial(mock.patch.dict, os.environ, TORCHDYNAMO_DISABLE="1"),
     "option": lambda: torch._dynamo.config.patch(disable=True),
+    "stance": lambda: torch.compiler.set_stance("force_eager"),
     "mode": partial(FlopCounterMode, display=False),
 }
 
@@ -174,12 +171,9 @@ def test_errors_that_are_not_hidden(compiler: Compiler, fused: bool | str, error
         vocab_parallel_log_probs_and_entropy(random_logits(), random_targets(), fused=fused)
 
 
-some_rows = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "rows", [None, slice(2, 9), torch.tensor([8, 1, 5, 2, 11, 3, 0]), [slice(0, 1), slice(4, 11)]], ids=str
 )
-
-
-@some_rows
 @pytest.mark.parametrize("name", ["entropy", "at ids", "top-k", "forward_kl", "jensen_shannon"])
 @pytest.mark.parametrize("source", ["existing", "overwritten", "deferred"])
 def test_functions_that_would_be_compiled(
