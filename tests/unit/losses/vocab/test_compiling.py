@@ -63,10 +63,9 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
 
 
 class Compiler:
-    def __init__(self) -> None:
-        self.calls = 0
-        self.fails_from: float = float("inf")
-        self.error: Exception = OSError(28, "No space left on device")
+    calls = 0
+    fails_from: float = math.inf
+    error: Exception = OSError(28, "No space left on device")
 
     def __call__(self, function: Any, **options: Any) -> Any:
         def compiled(*args: Any) -> Any:
@@ -93,7 +92,7 @@ def test_a_compiler_that_fails_costs_one_warning(
         "megatron_rl_patches: torch.compile failed for block_gradient: "
         "OSError: [Errno 28] No space left on device"
     )
-    calls, compiler.fails_from = compiler.calls, float("inf")
+    calls, compiler.fails_from = compiler.calls, math.inf
     check_targets(logits, fused="auto", **options)
     assert compiler.calls == calls  # not at once
     monkeypatch.setattr(compiling, "_no_retry_before", 0.0)  # but after some minutes
