@@ -77,7 +77,7 @@ models: venv
 # and which `make test` runs: how sites are found, judged and named in files, how settings are read, startup files,
 # interrupts of our own code, arithmetic on sizes and positions, texts. What has differed stays: losses and what they
 # hold, re-entry, checkpoints, adapters of frameworks, and wrappers, as wrapt is an old one, too.
-SAME_EVERYWHERE := $(addprefix tests/unit/,common inference/memory losses/sequences losses/test_bad_arguments.py \
+SAME_EVERYWHERE := $(addprefix tests/unit/,common inference/memory losses/test_bad_arguments.py \
     $(patsubst %,engine/test_%.py,announce judge sources third_party threads) \
     $(patsubst %,test_%.py,architecture doctor settings startup_trigger)) \
     $(patsubst %,tests/faults/test_%.py,environment interrupts)

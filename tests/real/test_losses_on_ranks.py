@@ -255,7 +255,7 @@ def _check_gathering(case: Case, group: dist.ProcessGroup) -> None:
 
 
 def _check_wrong_groups(cp2: dist.ProcessGroup, cp4: dist.ProcessGroup) -> None:
-    """What is wrong on one rank alone is in ``tests/unit/losses/sequences``."""
+    """What is wrong on one rank alone is in ``tests/unit/losses/test_bad_arguments.py``."""
     layout = Case((3, 2), (4, 9), cp_size=2).layout(dist.get_rank(cp2))
     values = torch.zeros(len(layout.response_index))
     with sent_bytes() as calls:

@@ -37,8 +37,7 @@ from megatron_rl_patches import losses
 from megatron_rl_patches.losses.vocab import compiling, reduction
 from megatron_rl_patches.losses.vocab.softmax import block_gradient, block_statistics
 from tests.lab.kernels.machine_code import load
-from tests.lab.kernels.pretended_gpu import pretended_gpu
-from tests.lab.kernels.sources import CAPABILITY, Source, sizes_of, tensors_of
+from tests.lab.kernels.sources import CAPABILITY, Source, pretended_gpu, scores, sizes_of, tensors_of
 from tests.lab.rehearsal.recorder import raise_at_once
 from tests.references.losses import error
 
@@ -213,14 +212,10 @@ def backward(*values: Tensor) -> None:
     (torch.stack(values) * weights).sum().backward()
 
 
-def log_probs(stretch: int, *, entropy: bool = True, inplace: bool = False, mask: bool = False) -> None:
+def log_probs(stretch: int, entropy: bool = True, mask: bool = False, **options: Any) -> None:
     x = logits(stretch * STRETCHES) * 1
-    options: dict[str, Any] = {"temperature": 0.8, "inplace_backward": inplace}
-    if mask:
-        options["keep_mask"] = torch.rand(x.shape) < 0.5
-    function = losses.vocab_parallel_log_probs_and_entropy if entropy else losses.vocab_parallel_log_probs
-    values = function(x, torch.arange(ROWS), **options)
-    backward(*(values if isinstance(values, tuple) else (values,)))
+    keep_mask = torch.rand(x.shape) < 0.5 if mask else None
+    backward(*scores(x, torch.arange(ROWS), entropy, keep_mask=keep_mask, **options))
 
 
 def at_ids() -> None:
@@ -239,8 +234,8 @@ def divergence(name: Any) -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    "head": partial(log_probs, 1024, inplace=True),
-    "head, log-probs": partial(log_probs, 1024, inplace=True, entropy=False),
+    "head": partial(log_probs, 1024, inplace_backward=True),
+    "head, log-probs": partial(log_probs, 1024, entropy=False, inplace_backward=True),
     "ids": at_ids,
     "materialized, float32": partial(log_probs, 128),
     "materialized, float32, keep-mask": partial(log_probs, 128, mask=True),

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from tests.lab.kernels import sources
-from tests.lab.kernels.pretended_gpu import MULTIPROCESSORS, pretended_gpu
+from tests.lab.kernels.sources import MULTIPROCESSORS, pretended_gpu
 
 TORCH = ".".join(torch.__version__.split(".")[:2])
 #: The digests of the head's kernels by release of torch, as ``python -m tests.lab.kernels.page`` writes them.
@@ -79,14 +79,9 @@ class Kernel:
         )
 
 
-def kernels_of(code: str) -> list[tuple[str, str]]:
-    """Return names and sources of the kernels in what the compiler generated."""
-    return _KERNELS.findall(code)
-
-
 def digests(code: str) -> list[str]:
     """Return what identifies the function of each kernel, without what is said of the GPU around it."""
-    functions = (source[source.index("@triton.jit") :] for _, source in kernels_of(code))
+    functions = (source[source.index("@triton.jit") :] for _, source in _KERNELS.findall(code))
     return [hashlib.sha256(function.encode()).hexdigest() for function in functions]
 
 
@@ -124,7 +119,7 @@ def compiled(code: str, case: str, function: str, capability: int, folder: Path)
     def run(tool: str, *options: str) -> str:
         return subprocess.run([tools / tool, *options], capture_output=True, text=True, check=True).stdout
 
-    name, source = kernels_of(code)[0]
+    name, source = _KERNELS.findall(code)[0]
     kernel = load(name, source, folder, capability)
     for config in kernel.configs:
         meta = kernel._create_compile_meta(config)

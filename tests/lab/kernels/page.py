@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 from math import ceil
 from typing import Any
 
 import torch
 
-from tests.lab.kernels.machine_code import DIGESTS, MOST, TORCH, Kernel
-from tests.lab.kernels.pretended_gpu import MULTIPROCESSORS
-from tests.lab.kernels.test_kernels import compile_case, errors
+from tests.lab.kernels.machine_code import DIGESTS, MOST, TORCH, WRITES_LOGITS, Kernel
+from tests.lab.kernels.sources import MULTIPROCESSORS
+from tests.lab.rehearsal import stand_ins
 from tests.lab.rehearsal.stand_ins import COUNTED, PAGE
 from tests.references.heads import DEFERRED
 from tests.references.pages import fill, join, table
@@ -31,6 +32,29 @@ SMS, CLOCK, ISSUED = MULTIPROCESSORS[90], 1.6e9, 0.8
 BYTES_PER_SECOND, SECONDS_OF_SMALL_KERNEL = 3.0e12, 2.5e-6
 RATES = (798e12, 763e12, 728e12, 680e12)  # products, per second
 HIDDEN, VOCABULARY = 4096, 131_072
+
+
+def compile_case(case: str, *options: str) -> dict[str, Any]:
+    """Return what :mod:`.machine_code` prints, with the configurations by function and GPU."""
+    # The libraries keep kernels from starting; code is generated all the same.
+    variables = {"TORCHDYNAMO_DISABLE": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    output = stand_ins.run_with_libraries("tests.lab.kernels.machine_code", case, *options, **variables)
+    compiled, kernels = json.loads(output.splitlines()[-1]), defaultdict(list)
+    for values in compiled["kernels"]:
+        kernel = Kernel(**values)
+        kernels[kernel.function, kernel.capability].append(kernel)
+    return {**compiled, "kernels": kernels}
+
+
+def most_error(function: str) -> float:
+    return 1e-6 if function in WRITES_LOGITS else 5e-7
+
+
+def errors(case: str, sources: dict[str, Any]) -> dict[str, float]:
+    """Return the largest error of each function in triton's interpreter."""
+    output = stand_ins.run("tests.lab.kernels.interpreted", case, stdin=json.dumps(sources))
+    values: dict[str, float] = json.loads(output.splitlines()[-1])
+    return values
 
 
 def fastest(kernels: Iterable[Kernel]) -> Kernel:
@@ -101,14 +125,10 @@ def text(record: dict[str, Any], counted: dict[str, Any], page: str) -> str:
     return fill(page, {"kernels": kernels, "predicted": table(predicted(counted, *numbers))}, kind="compiled")
 
 
-def record_digests() -> None:
-    recorded = {**json.loads(DIGESTS.read_text()), TORCH: compile_case("head")["digests"]}
-    DIGESTS.write_text(json.dumps(recorded, indent=1) + "\n")
-
-
 if __name__ == "__main__":
     if "--digests" in sys.argv:
-        record_digests()
+        recorded = {**json.loads(DIGESTS.read_text()), TORCH: compile_case("head")["digests"]}
+        DIGESTS.write_text(json.dumps(recorded, indent=1) + "\n")
         sys.exit()
     record = measured()
     RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")

@@ -6,22 +6,25 @@ Cases of the rehearsal run at real sizes, on fake CUDA tensors, in a process tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch._inductor.config as inductor
 from torch import Tensor
+from torch._dynamo.device_interface import CudaInterface
+from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 from torch._inductor.graph import GraphLowering
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from megatron_rl_patches import losses
 from megatron_rl_patches.losses.vocab import compiling
 from megatron_rl_patches.losses.vocab.divergences import Divergence
-from tests.lab.kernels.pretended_gpu import pretended_gpu
 from tests.lab.rehearsal.cases import backward, ids, layer
 from tests.lab.rehearsal.recorder import recording
 
@@ -29,24 +32,26 @@ from tests.lab.rehearsal.recorder import recording
 ROWS, HIDDEN, VOCABULARY = 8192, 4096, 131_072
 GEMMA = 262_144  # the vocabulary of Gemma
 QWEN = 151_936  # the vocabulary of Qwen, which is a multiple of 128 and of no larger power of two
+#: Multiprocessors of A100, H100 SXM and B200, by compute capability.
+MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 #: H100. The sources for other GPUs differ in their number of multiprocessors alone.
 CAPABILITY = 90
 
 
 def head(entropy: bool = True) -> None:
     hidden, weight = layer(torch.bfloat16, HIDDEN, rows=ROWS, vocabulary=VOCABULARY)
-    backward(hidden, *_scores(losses.deferred_logits(hidden, weight), entropy))
+    backward(hidden, *scores(losses.deferred_logits(hidden, weight), ids(ROWS), entropy))
 
 
 def materialized(dtype: torch.dtype, mask: bool = False) -> None:
     logits = torch.empty(ROWS // 2, QWEN, device="cuda", dtype=dtype, requires_grad=True)
     keep_mask = torch.empty(logits.shape, device="cuda", dtype=torch.bool) if mask else None
-    backward(logits, *_scores(logits, keep_mask=keep_mask))
+    backward(logits, *scores(logits, ids(len(logits)), keep_mask=keep_mask))
 
 
-def _scores(logits: Tensor, entropy: bool = True, **options: Any) -> tuple[Tensor, ...]:
+def scores(logits: Tensor, targets: Tensor, entropy: bool = True, **options: Any) -> tuple[Tensor, ...]:
     function = losses.vocab_parallel_log_probs_and_entropy if entropy else losses.vocab_parallel_log_probs
-    values = function(logits, ids(len(logits)), temperature=0.8, **options)
+    values = function(logits, targets, temperature=0.8, **options)
     return values if isinstance(values, tuple) else (values,)
 
 
@@ -76,26 +81,102 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
+# --- a GPU for the compiler where there is none: it asks for properties, and starts no kernel
+
+
+class _OnTheCpu(TorchDispatchMode):
+    """The compiler folds constants with real tensors, which it makes on the GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
+
+
+def _fold_on_the_cpu(self: Any, node: Any, deduce: Any = UniformValueConstantFolder._deduce_value) -> Any:
+    with _OnTheCpu():
+        return deduce(self, node)
+
+
+@contextmanager
+def pretended_gpu(capability: int) -> Iterator[None]:
+    """Let the compiler, and triton, see a GPU of this compute capability, such as 90."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    major_minor = divmod(capability, 10)
+    of_triton = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: 0,
+        get_active_torch_device=lambda: torch.device("cuda", 0),
+        get_device_capability=lambda *device: major_minor,
+        get_current_stream=lambda *device: 0,
+        map_python_to_cpp_type=lambda name: name,
+    )
+    properties = SimpleNamespace(
+        name=f"pretended sm_{capability}",
+        major=major_minor[0],
+        minor=major_minor[1],
+        multi_processor_count=MULTIPROCESSORS[capability],
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        warp_size=32,
+        total_memory=80 << 30,
+        shared_memory_per_block_optin=227 << 10,
+        shared_memory_per_multiprocessor=228 << 10,
+        L2_cache_size=50 << 20,
+        gcnArchName="",
+    )
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (driver, "_active", of_triton),
+            (torch.cuda, "_initialized", True),
+            (torch.cuda, "is_available", lambda: True),
+            (torch.cuda, "device_count", lambda: 1),
+            (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "get_device_capability", lambda *device: major_minor),
+            (torch.cuda, "get_device_properties", lambda *device: properties),
+            (torch.cuda, "get_device_name", lambda *device: properties.name),
+            (torch.cuda, "synchronize", lambda *device: None),
+            (torch.cuda, "_exchange_device", lambda index: 0),
+            (torch.cuda, "_maybe_exchange_device", lambda index: 0),
+            (torch.cuda, "get_rng_state", lambda *device: torch.empty(0, dtype=torch.uint8)),
+            (torch.cuda, "set_rng_state", lambda *state: None),
+            (torch._C, "_cuda_getDevice", lambda: 0),
+            (torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False),
+            (CudaInterface, "is_available", staticmethod(lambda: True)),
+            (CudaInterface, "get_compute_capability", staticmethod(lambda device=None: capability)),
+            (CudaInterface, "is_bf16_supported", staticmethod(lambda including_emulation=False: True)),
+            (CudaInterface, "get_device_properties", staticmethod(lambda device=None: properties)),
+            (CudaInterface.Worker, "get_device_properties", staticmethod(lambda device=None: properties)),
+            (CudaInterface.Worker, "current_device", staticmethod(lambda: 0)),
+            (UniformValueConstantFolder, "_deduce_value", _fold_on_the_cpu),
+        ):
+            stack.enter_context(patch.object(owner, name, value, create=True))
+        torch.utils._triton.triton_backend.cache_clear()
+        torch.utils._triton.triton_hash_with_backend.cache_clear()
+        yield
+
+
+# --- what it generates
+
+
 class _Generated(Exception):
     """The code is there; it is not loaded, since that would take a GPU."""
 
 
 def generate(compiled: Callable[..., Any], *args: Any) -> str:
     """Return the code that the compiler makes of a call with fake tensors."""
-    codes: list[str] = []
-
-    def take(graph: GraphLowering) -> None:
-        codes.append(graph.codegen()[0].value)
-        raise _Generated
-
     torch._dynamo.reset()
-    with patch.object(GraphLowering, "compile_to_module", take):
+    with patch.object(GraphLowering, "save_output_code", side_effect=_Generated) as save:
         try:
             compiled(*args)
         except Exception:
-            if not codes:
+            if not save.called:
                 raise
-    return codes[-1]
+    return save.call_args.args[0]
 
 
 class Source(NamedTuple):

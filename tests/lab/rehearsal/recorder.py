@@ -12,7 +12,7 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
             return _collective(func, args, kwargs)
         if any(x.is_cuda for x in tensors):
             _check_exists(func)
-        if has_waited := waits(func, args, kwargs, tensors, self._is_pinned):
+        if has_waited := waits(func, args, kwargs, tensors, self._pinned):
             self.wait(func.overloadpacket.__name__)
         if func.overloadpacket in _PRODUCTS:
             shapes = [list(x.shape) for x in args if isinstance(x, Tensor)]
@@ -148,9 +148,6 @@ class Recorder(TorchDispatchMode):
         self._pinned.add(tensor.untyped_storage())
         return tensor
 
-    def _is_pinned(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage() in self._pinned
-
     def _hold(self, made: Any) -> None:
         if not (isinstance(made, FakeTensor) and made.is_cuda):
             return
@@ -173,10 +170,8 @@ def starts_kernel(func: Any) -> bool:
     return not is_view and func.overloadpacket not in _PRODUCTS and func._opname not in _NO_KERNEL
 
 
-def waits(
-    func: Any, args: Any, kwargs: Any, tensors: list[Tensor], is_pinned: Callable[[Tensor], bool]
-) -> bool:
-    """Return whether an operation makes the CPU wait for the GPU."""
+def waits(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], pinned: Container[Any]) -> bool:
+    """Return whether an operation makes the CPU wait for the GPU; ``pinned`` are storages."""
     name = func.overloadpacket
     if name in (aten._local_scalar_dense, aten.equal, aten.nonzero, aten.bincount, aten.masked_select):
         return any(x.is_cuda for x in tensors)
@@ -187,10 +182,10 @@ def waits(
         source, target = args[0], torch.device(kwargs.get("device") or args[0].device)
         if {source.device.type, target.type} != {"cpu", "cuda"}:
             return False
-        return not (kwargs.get("non_blocking") and (source.is_cuda or is_pinned(source)))
+        return not (kwargs.get("non_blocking") and (source.is_cuda or source.untyped_storage() in pinned))
     if name is aten.copy_ and args[0].is_cuda != args[1].is_cuda:
-        is_async = kwargs.get("non_blocking") or args[2:] == (True,)
-        return not (is_async and is_pinned(args[1] if args[0].is_cuda else args[0]))
+        is_async, on_cpu = kwargs.get("non_blocking") or args[2:] == (True,), args[args[0].is_cuda]
+        return not (is_async and on_cpu.untyped_storage() in pinned)
     return False
 
 

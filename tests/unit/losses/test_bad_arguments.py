@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -229,6 +230,7 @@ POLICY_OPTIONS, DISTRIBUTION = losses.PolicyOptions, losses.TopKDistribution
 OF_TWO_ROWS, IN_PLACE = {"rows": slice(0, 2), "targets": TARGETS[:2]}, {"inplace_backward": True}
 OF_FLOAT64 = {"hidden": ZEROS.double(), "weight": ZEROS.double(), "bias": None}
 LOSS_FUNC, ROUTE, MIX = losses.make_loss_func, losses.route_teachers, losses.mix_teachers
+PACKED_SCORES = partial(losses.packed_log_probs_and_entropy, tokens=TOKENS, layout=LAYOUT)
 WITH_ENTROPY, BARE = POLICY_OPTIONS(entropy_coef=0.1), losses.PolicyBatch(VALUES, MASKS)
 OF_OTHER_IDS = DISTRIBUTION(IDS.flip(0), LOG_PROBS, TAIL)
 OF_TEMPERATURES = [replace(TOPK, temperature=temperature) for temperature in (2.0, 1.0)]
@@ -255,8 +257,7 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (LOG_PROBS_OF, {"rows": torch.tensor([0, 3, 2, 3])}, r"each at most once.*found \[3\]"),
     (LOG_PROBS_OF, {"rows": TARGETS.to("meta")}, "rows on meta"),
     (LOG_PROBS_OF, {**OF_TWO_ROWS, "keep_mask": ZEROS.bool()}, r"\[4, 7\], .* \[2, 7\]: a line per selected"),
-    (LOG_PROBS_OF, {"temperature": 0.0}, "temperature is 0.0, expected a positive number"),
-    (LOG_PROBS_OF, {"temperature": 1e39}, r"temperature is 1e\+39, .* range of float32"),
+    (LOG_PROBS_OF, {"temperature": 1e39}, r"is 1e\+39, expected a positive number in the range"),
     (LOG_PROBS_OF, {"temperature": 1e-46}, "temperature is 1e-46, .* range of float32"),
     (LOG_PROBS_OF, {"fused": "always"}, "fused is 'always'"),
     (AT, {"indices": TARGETS}, r"expected torch.int64 \[4, K\]"),
@@ -280,7 +281,6 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (DISTRIBUTION, {"log_probs": torch.zeros(N, 1)}, r"\[4, 1\]"),
     (DISTRIBUTION, {"tail_log_prob": TAIL.double()}, "float64"),
     (DISTRIBUTION, {"log_probs": LOG_PROBS.clone().requires_grad_()}, "require grad"),
-    (DISTRIBUTION.cat, {"distributions": []}, "of different teachers, or of different k, or there are none"),
     (losses.checkpointed, {"loss_fn": None}, "loss_fn is None, expected a function"),
     (LOG_PROBS_OF, {"rows": {0}}, "rows are a set, expected slices or a tensor of numbers"),
     (DEFERRED, {"logit_dtype": torch.float16}, "logit_dtype is torch.float16"),
@@ -288,6 +288,8 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (losses.DeferredLogits.data.fset, {"self": DEFERRED(ZEROS, ZEROS), "value": 0}, "write to the logits"),
     (DIVERGENCE, {"divergence": "generalized_kl"}, "is over k ids: use 'reverse_kl'"),
     (DIVERGENCE, {"student": ZEROS, "teacher": ZEROS, **IN_PLACE}, "pass a copy"),
+    (DIVERGENCE, {"student": ZEROS, "teacher": ZEROS[:2], "rows": IDS[0], **IN_PLACE}, "in the memory"),
+    (DIVERGENCE, {"teacher": random(N, V + 2), "vocab_size": None}, "need vocab_size"),
     (LOSS_FUNC, {"layout": build([4, 3], [2, 1])}, "lengths .*; pass the full responses"),
     (LOSS_FUNC, {"layout": OF_TWO_RANKS}, "pass cp_group"),
     (LOSS_FUNC, {"layout": build([4, 3], [2, 2], device="meta")}, "layout on meta .* expected one device"),
@@ -301,7 +303,6 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (losses.group_advantages, {"groups": torch.full((4,), math.nan)}, "groups have NaN"),
     (ROUTE, {"names": ["math"], "values": None}, "values a mapping from these names"),
     (ROUTE, {"names": ["math"], "values": {"code": [1]}}, r"\['math'\], expected some of \['code'\]"),
-    (ROUTE, {"names": ["math"], "values": {"math": [None]}}, "which has nothing for it: score it with that"),
     (MIX, {"teachers": [TOPK, OF_OTHER_IDS]}, "0 and 1 have different indices .*: score every teacher at"),
     (MIX, {"teachers": [TOPK, FULL]}, "FullDistribution and TopKDistribution; pass one kind"),
     (MIX, {"teachers": OF_TEMPERATURES}, "scores differ in temperature, 2 and 1: pass the same to the loss"),
@@ -314,6 +315,9 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (LAYOUT.response_targets, {"tokens": TOKENS[1:]}, r"tokens have the shapes \[\[3\]\], but \[4, 3\] are"),
     (LAYOUT.response_targets, {"tokens": [torch.ones(4), torch.ones(3)]}, "tokens are torch.float32"),
     (LAYOUT.local_parts, {"responses": MASKS[1:]}, r"responses have the shapes \[\[2\]\], but \[2, 2\] are"),
+    (PACKED_SCORES, {"logits": random(1, 6, V)}, r"logits are \[1, 6, 7\], but their layout is \[1, 7\]"),
+    (PACKED_SCORES, {"logits": random(7, 1, V)}, r"logits are \[7, 1, 7\], but"),
+    (PACKED_SCORES, {"logits": random(1, 7, V).to("meta")}, r"on meta.*pass device=logits\.device"),
     (LAYOUT.split_responses, {"values": random(5)}, r"\[\[5\]\], but \[4\] are .* rank 0 of 1; pass values"),
     (OF_TWO_RANKS.gather_responses, {"values": random(2)}, "cp_group is None, .* of 2 .*; pass cp_group"),
 ]
@@ -326,6 +330,39 @@ def test_refused(function: Callable[..., Any], changes: dict[str, Any], message:
     for one in functions[: 1 + (function == LOG_PROBS_OF)]:
         with pytest.raises(InvalidInputError, match=message):
             one(**{**arguments, **changes})
+
+
+PADDED_ROWS = {"qkv_format": "bshd", "max_seq_lens": [8, 8]}
+#: Of samples of six and five tokens, with responses of two and three, on two ranks.
+LAYOUTS: list[tuple[dict[str, Any], str]] = [
+    ({**PADDED_ROWS, "allgather_cp": True}, "all-gather CP .* qkv_format 'thd'"),
+    ({"qkv_format": "bshd"}, "needs max_seq_lens"),
+    ({**PADDED_ROWS, "max_seq_lens": [8, 7]}, "pass the same length for every sample"),
+    ({**PADDED_ROWS, "max_seq_lens": [5, 5]}, "no less than the longest"),
+    ({**PADDED_ROWS, "max_seq_lens": [8]}, "for every sample"),
+    ({**PADDED_ROWS, "padded_lengths": [8, 8]}, "takes no padded_lengths"),
+    ({**PADDED_ROWS, "num_rows": 8}, "and no num_rows"),
+    ({"max_seq_lens": [8, 8]}, "pass padded_lengths"),
+    ({"padded_lengths": [8, 4]}, "no less than its tokens"),
+    ({"padded_lengths": [8, 10]}, "a multiple of 4"),
+    ({"padded_lengths": [8]}, "pass one per sample"),
+    ({"num_rows": 7}, "num_rows is 7, but .* take 8 rows on each of 2"),
+    ({"num_rows": 5, "allgather_cp": True}, "take 6 rows on each of 2"),
+    ({"response_lengths": [6, 3]}, "sample 0 has 6 tokens and a response of 6"),
+    ({"response_lengths": [2, 6]}, "sample 1 has 5 tokens and a response of 6"),
+    ({"response_lengths": [2]}, "there are 2 samples and 1 response_lengths"),
+    ({"total_lengths": [], "response_lengths": []}, "at least one sample"),
+    ({"cp_rank": 2, "cp_size": 2}, "0 <= cp_rank < cp_size"),
+    ({"qkv_format": "sbhd"}, "pass 'thd' .* or 'bshd'"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), LAYOUTS)
+def test_layouts_are_refused_by_every_rank(wrong: dict[str, Any], message: str) -> None:
+    arguments = {"total_lengths": [6, 5], "response_lengths": [2, 3], "cp_size": 2} | wrong
+    for rank in range(2):
+        with pytest.raises(InvalidInputError, match=message):
+            build(**{"cp_rank": rank, **arguments})
 
 
 def test_accepted() -> None:

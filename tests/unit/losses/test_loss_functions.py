@@ -1,4 +1,4 @@
-"""Log-probs and entropies of responses, and the closure for a forward step, against dense log-softmaxes.
+"""Layouts, log-probs and entropies of responses, and the closure for a forward step, against dense formulas.
 
 tests/real/test_loss_func.py has loss and gradient of the closure.
 """
@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 
 from megatron_rl_patches import losses
-from megatron_rl_patches.errors import InvalidInputError
 from tests.references.dense import random
 
 from .objectives.test_policy import make
@@ -43,7 +42,25 @@ def test_equals_dense(case: Case) -> None:
     torch.testing.assert_close(got_grads, dense_grads)
 
 
-PADDED = Case((2, 3), (4, 1), scheme="padded", sample_padding=2)
+@given(cases(cp_sizes=(1,)))
+def test_without_context_parallelism_gathering_is_splitting(case: Case) -> None:
+    layout, values = case.layout(0), torch.randn(sum(case.responses), 3, requires_grad=True)
+    parts = layout.gather_responses(values)
+    assert [len(part) for part in parts] == list(case.responses)
+    assert all(map(torch.equal, parts, layout.gather_responses(layout.split_responses(values))))
+    assert all(part.requires_grad for part in parts)
+    assert not any(part.requires_grad for part in layout.gather_responses(values.detach()))
+
+
+def test_lengths_may_be_tensors_and_layouts_go_to_the_device_of_the_logits() -> None:
+    layout = losses.SequenceLayout.build(torch.tensor([4, 6]), torch.tensor([2, 3]))
+    assert layout.response_rows.tolist() == [1, 2, 6, 7, 8]
+    layout = losses.SequenceLayout.build([9], [4], cp_size=2, allgather_cp=True, device="meta")
+    vectors = (layout.response_rows, layout.response_index)
+    parts = layout.local_parts([torch.zeros(4, device="meta")])
+    assert {vector.device.type for vector in (*vectors, *parts)} == {"meta"}
+
+
 PACKED = Case((2, 3), (4, 1), tail=3)
 
 
@@ -60,18 +77,6 @@ def test_entropy_is_optional_and_so_is_its_gradient() -> None:
     with torch.no_grad():
         quiet, quiet_entropies = losses.packed_log_probs_and_entropy(shard, tokens, layout)
     assert not any(part.requires_grad for part in quiet + quiet_entropies)
-
-
-@pytest.mark.parametrize("case", [PACKED, PADDED], ids=["packed", "padded"])
-def test_logits_of_another_layout_are_refused(case: Case) -> None:
-    logits, tokens = microbatch(case)
-    shard, layout = case.shard(logits, 0), case.layout(0)
-    too_few, sequence_first = shard[:, :-1], shard.transpose(0, 1)
-    for wrong in (too_few, sequence_first, shard.flatten(), shard[..., None]):
-        with pytest.raises(InvalidInputError, match="but their layout is"):
-            losses.packed_log_probs_and_entropy(wrong, tokens, layout)
-    with pytest.raises(InvalidInputError, match=r"logits are on meta.*pass device=logits\.device"):
-        losses.packed_log_probs_and_entropy(shard.to("meta"), tokens, layout)
 
 
 # --- the closure

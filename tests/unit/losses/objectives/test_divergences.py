@@ -24,11 +24,10 @@ from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES, divergence
 from tests.ranks import by_speed
 from tests.references.dense import dense_divergence, random
 from tests.references.losses import FULL_DIVERGENCES
+from tests.unit.losses.test_table import gradients_of
 
 T, H, V = 9, 6, 1100
 BETA = 0.3
-#: For the whole vocabulary, and for buckets; and those that are never negative.
-NAMES: tuple[Any, ...] = FULL_DIVERGENCES
 #: A mixture of both, and one with weights of the policy that sampled.
 COMPILED = {"jensen_shannon", "importance_weighted_reverse_kl"}
 of_each_that_is_not_negative = pytest.mark.parametrize(
@@ -46,15 +45,13 @@ def dense(
     return dense_divergence(name, log_p, log_q, log_old, beta)
 
 
-def scored(logits: Tensor, indices: Tensor) -> losses.TopKDistribution:
-    return losses.TopKDistribution(
-        indices, *losses.vocab_parallel_log_probs_at(logits, indices, with_tail=True)
-    )
-
-
 def at_ids(name: str, student: Tensor, teacher: Tensor, ids: Tensor, old: Tensor | None = None) -> Tensor:
-    of_student = losses.vocab_parallel_log_probs_at(student, ids, with_tail=True)
-    others = [scored(one, ids) for one in (teacher, old) if one is not None]
+    of_student, *of_others = (
+        losses.vocab_parallel_log_probs_at(one, ids, with_tail=True)
+        for one in (student, teacher, old)
+        if one is not None
+    )
+    others = (losses.TopKDistribution(ids, *known) for known in of_others)
     return bucket_divergence(divergence_named(name, BETA), *of_student, *others)
 
 
@@ -141,7 +138,8 @@ def test_nothing_is_nan_where_probabilities_are_zero(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "name"), [*(("full", name) for name in NAMES), *(("buckets", name) for name in DIVERGENCES)]
+    ("way", "name"),
+    [*(("full", name) for name in FULL_DIVERGENCES), *(("buckets", name) for name in DIVERGENCES)],
 )
 def test_rows_with_nan_spoil_themselves_alone(way: str, name: str) -> None:
     student, teacher, old = (random(4, V, seed=seed) for seed in range(3))
@@ -167,27 +165,22 @@ def test_rows_with_nan_spoil_themselves_alone(way: str, name: str) -> None:
 # --- over the whole vocabulary
 
 
-def backward(values: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    weights = torch.linspace(-1, 2, len(values), dtype=values.dtype)
-    return torch.autograd.grad(values, inputs, weights)
-
-
 def errors(values: Tensor, leaf: Tensor, expected: Tensor, exact: Tensor) -> tuple[float, float]:
     """Return the largest error of each value, and of gradients relative to the largest of the row."""
-    [found], [reference] = backward(values, leaf), backward(expected, exact)
+    [found], [reference] = gradients_of([values], [leaf]), gradients_of([expected], [exact])
     of_gradient = (found - reference).abs().amax(1) / reference.abs().amax(1)
     return ((values - expected) / expected).abs().max().item(), of_gradient.max().item()
 
 
 @pytest.mark.parametrize("materialized", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FULL_DIVERGENCES)
 def test_of_equal_distributions_value_and_gradient_are_zero(name: Any, materialized: bool) -> None:
     hidden = random(T, H, seed=0, dtype=torch.float32).requires_grad_()
     weight = random(V, H, seed=1, dtype=torch.float32).requires_grad_()
     student = linear(hidden, weight) if materialized else losses.deferred_logits(hidden, weight)
     values = losses.full_vocabulary_divergence(student, student, divergence=name, old=student)
     assert values.abs().max() < 1e-15
-    assert all(gradient.abs().max() < 1e-14 for gradient in backward(values, hidden, weight))
+    assert all(gradient.abs().max() < 1e-14 for gradient in gradients_of([values], [hidden, weight]))
 
 
 @pytest.mark.parametrize("is_deferred", [False, True])
@@ -217,7 +210,7 @@ def test_small_divergences_have_correct_digits_in_float32(
 
 @pytest.mark.skipif(not compiling._has_compiler("cpu"), reason="needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
-@pytest.mark.parametrize("name", by_speed(NAMES, fast=(), nightly=set(NAMES) - COMPILED))
+@pytest.mark.parametrize("name", by_speed(FULL_DIVERGENCES, fast=(), nightly={*FULL_DIVERGENCES} - COMPILED))
 def test_compiled_equals_the_dense_formulas(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers are not compiled in; also where student and teacher are nearly the same."""
     monkeypatch.setattr(compiling, "WORTHWHILE_ELEMENTS", 0)
@@ -272,21 +265,12 @@ def test_a_teacher_may_have_been_scored_under_inference_mode() -> None:
     for of_teacher in (logits, *teacher.logits()):
         value = losses.full_vocabulary_divergence(student, of_teacher)
         expected = losses.full_vocabulary_divergence(student, of_teacher.detach().clone())
-        assert torch.equal(*(backward(x, student)[0] for x in (value, expected)))
+        assert torch.equal(*(gradients_of([x], [student])[0] for x in (value, expected)))
     values = losses.vocab_parallel_log_probs(student, rows, rows=rows, keep_mask=mask)
     expected = losses.vocab_parallel_log_probs(student, rows, rows=rows.clone(), keep_mask=mask.clone())
-    assert torch.equal(*(backward(x, student)[0] for x in (values, expected)))
+    assert torch.equal(*(gradients_of([x], [student])[0] for x in (values, expected)))
     # An output layer that is frozen, and was loaded so.
     mine = random(T, H, seed=3).requires_grad_()
     log_probs = losses.vocab_parallel_log_probs(losses.deferred_logits(mine, weight), torch.arange(T))
     expected = losses.vocab_parallel_log_probs(linear(mine, weight.clone()), torch.arange(T))
-    assert torch.allclose(*(backward(x, mine)[0] for x in (log_probs, expected)))
-
-
-def test_teachers_that_do_not_fit_the_student_are_refused() -> None:
-    """Values and gradients of vocabularies that are padded differently are in test_table.py."""
-    logits, rows = random(T, V, seed=0).requires_grad_() * 1, torch.tensor([1, 5, 7])
-    with pytest.raises(InvalidInputError, match="need vocab_size"):
-        losses.full_vocabulary_divergence(logits, torch.zeros(T, V + 26))
-    with pytest.raises(InvalidInputError, match="teacher 0 is in the memory of the student's logits"):
-        losses.full_vocabulary_divergence(logits, logits.detach()[:3], rows=rows, inplace_backward=True)
+    assert torch.allclose(*(gradients_of([x], [mine])[0] for x in (log_probs, expected)))

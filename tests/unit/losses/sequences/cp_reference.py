@@ -10,6 +10,7 @@ from hypothesis import example
 from hypothesis import strategies as st
 
 from megatron_rl_patches.losses.sequences import SequenceLayout
+from tests.references.dense import dense_log_probs_and_entropy
 
 Tensors = list[torch.Tensor]
 VOCAB = 6
@@ -74,9 +75,6 @@ class Case:
             return stream.chunk(self.cp_size)[cp_rank][None]
         return _pad(torch.cat(samples), self.num_rows())[None]
 
-    def of_responses(self, samples: Tensors) -> Tensors:
-        return [sample[prompt:] for sample, prompt in zip(samples, self.prompts, strict=True)]
-
     def of_predictors(self, samples: Tensors) -> Tensors:
         """Rows from which the response tokens are predicted."""
         return [sample[prompt - 1 : -1] for sample, prompt in zip(samples, self.prompts, strict=True)]
@@ -129,12 +127,12 @@ def microbatch(case: Case) -> tuple[Tensors, Tensors]:
 
 def dense(case: Case, logits: Tensors, tokens: Tensors, temperature: float = 1.0) -> tuple[Tensors, Tensors]:
     """Log-probs and entropies of full responses."""
-    log_probs_v = [(sample / temperature).log_softmax(-1) for sample in case.of_predictors(logits)]
-    log_probs = [
-        sample.gather(1, response[:, None]).squeeze(1)
-        for sample, response in zip(log_probs_v, case.of_responses(tokens), strict=True)
+    pairs = [
+        dense_log_probs_and_entropy(rows, sample[prompt:], temperature=temperature)
+        for rows, sample, prompt in zip(case.of_predictors(logits), tokens, case.prompts, strict=True)
     ]
-    return log_probs, [-(sample.exp() * sample).sum(-1) for sample in log_probs_v]
+    log_probs, entropies = zip(*pairs, strict=True)
+    return list(log_probs), list(entropies)
 
 
 def weighted(parts: Tensors, factor: float) -> torch.Tensor:

@@ -22,11 +22,9 @@ def pairwise(options: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         candidates = [
             {name: choose.randrange(len(values)) for name, values in options.items()} for _ in range(60)
         ]
-        best, covered = max(
-            ((case, _pairs(case) & uncovered) for case in candidates), key=lambda one: len(one[1])
-        )
-        uncovered -= covered
-        if covered:
+        best = max(candidates, key=lambda case: len(_pairs(case) & uncovered))
+        if _pairs(best) & uncovered:
+            uncovered -= _pairs(best)
             cases.append({name: options[name][i] for name, i in best.items()})
     return cases
 

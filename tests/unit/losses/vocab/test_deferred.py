@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -68,16 +69,11 @@ def dense_of(tensors: Inputs) -> Tensor:
     return linear(tensors["hidden"], tensors["weight"], tensors["bias"])
 
 
-def run(
-    function: Callable[[Tensor], Tensor | Sequence[Tensor]], logits: Tensor, tensors: Inputs
-) -> list[Tensor]:
-    """Return the function's values, and the gradients of their weighted sum for all that is trained."""
-    values = function(logits)
-    values = [values] if isinstance(values, Tensor) else list(values)
-    weights = [torch.linspace(-1, 2, v.numel(), dtype=v.dtype).view(v.shape) for v in values]
-    used = [(v * w).sum() for v, w in zip(values, weights, strict=True) if v.requires_grad]
-    trained = [t for t in tensors.values() if t.requires_grad]
-    return [*(v.detach() for v in values), *torch.autograd.grad(sum(used), trained, allow_unused=True)]
+def run(function: Callable[[Tensor], Tensor], logits: Tensor, tensors: Inputs) -> list[Tensor]:
+    """Return the function's value, and the gradients of its weighted sum for all tensors."""
+    value = function(logits)
+    weights = torch.linspace(-1, 2, value.numel()).view(value.shape)
+    return [value.detach(), *torch.autograd.grad((value * weights).sum(), [*tensors.values()])]
 
 
 def test_float32_logits_of_16_bit_tensors() -> None:
@@ -372,18 +368,14 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_operations_see_ordinary_logits(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Values and gradients, once, and a warning that says who asked."""
-    tensors, layers = inputs(), []
+    tensors = inputs()
     expected = run(OTHERS[name], dense_of(tensors), tensors)
-
-    def layer(_: Tensor) -> Tensor:
-        layers.append(1)
-        return dense_of(tensors)
-
+    layer = mock.Mock(side_effect=lambda _: dense_of(tensors))
     logits = deferred.defer(*tensors.values(), TileOptions(), layer)
     with caplog.at_level(logging.WARNING):
         assert all(map(torch.equal, expected, run(OTHERS[name], logits, tensors)))
     # A write takes the values for itself, so a copy that is read later computes them again.
-    assert len(layers) == 1 or ((len(layers) == 2 and "cop" in name) or name == "columns written")
+    assert layer.call_count == 1 or (layer.call_count == 2 and "cop" in name) or name == "columns written"
     assert {record.levelname for record in caplog.records} == {"WARNING"}
     assert f" at {__file__}:" in caplog.text
 
@@ -572,13 +564,9 @@ def test_a_hook_of_saved_tensors_that_reads_the_memory() -> None:
 
 
 def test_threads_that_look_at_the_same_time_see_the_same_values() -> None:
-    tensors, barrier, layers = inputs(), threading.Barrier(4), []
-
-    def layer(_: Tensor) -> Tensor:
-        layers.append(1)
-        time.sleep(0.05)  # the other threads arrive meanwhile
-        return dense_of(tensors)
-
+    tensors, barrier = inputs(), threading.Barrier(4)
+    # The other threads arrive meanwhile.
+    layer = mock.Mock(side_effect=lambda _: time.sleep(0.05) or dense_of(tensors))
     logits = deferred.defer(*tensors.values(), TileOptions(), layer)
 
     def look(number: int) -> Tensor:
@@ -587,7 +575,7 @@ def test_threads_that_look_at_the_same_time_see_the_same_values() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         seen = list(pool.map(look, range(4)))
-    assert len(layers) == 1
+    layer.assert_called_once()
     assert all(torch.equal(values, dense_of(tensors)) for values in seen)
 
 
