@@ -192,9 +192,8 @@ def _checked_divisor(
     """Check the arguments; return the divisor of a loss that every CP rank computes in full."""
     arguments.check_instance("layout", layout, SequenceLayout)
     if response_lengths != list(layout.response_lengths):
-        raise InvalidInputError(
-            f"batch has responses of the lengths {response_lengths}, layout of "
-            f"{list(layout.response_lengths)}; pass the full responses, under context parallelism too"
-        )
+        lengths = f"{response_lengths}, layout of {list(layout.response_lengths)}"
+        what_to_pass = "pass the full responses, under context parallelism too"
+        raise InvalidInputError(f"batch has responses of the lengths {lengths}; {what_to_pass}")
     layout.check_group(cp_group)
     return 1.0 if normalizer is None else arguments.check_positive("normalizer", normalizer)

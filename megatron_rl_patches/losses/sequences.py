@@ -143,8 +143,8 @@ class SequenceLayout:
                 "vocabulary: pass [batch, seq, vocab] of its lengths (padded at the end: num_rows=...)"
             )
         if logits.device != self.response_rows.device:
-            places = f"logits are on {logits.device}, their layout on {self.response_rows.device}"
-            raise InvalidInputError(f"{places}; pass device=logits.device to SequenceLayout.build")
+            devices = f"logits are on {logits.device}, their layout on {self.response_rows.device}"
+            raise InvalidInputError(f"{devices}; pass device=logits.device to SequenceLayout.build")
         return logits.flatten(0, -2)
 
     def response_targets(self, tokens: Sequence[Tensor]) -> Tensor:
@@ -250,15 +250,15 @@ class _Gathered(torch.autograd.Function):
 def _checked_lengths(totals: Sequence[int], responses: Sequence[int], without_prompt: bool) -> Tensor:
     """Return both, ``[2, b]``; a response is shorter than its sample, unless that may be without a prompt."""
     if not totals or len(totals) != len(responses):
-        counts = f"there are {len(totals)} samples and {len(responses)} response_lengths"
-        raise InvalidInputError(f"{counts}; pass one per sample, for at least one sample")
+        numbers = f"there are {len(totals)} samples and {len(responses)} response_lengths"
+        raise InvalidInputError(f"{numbers}; pass one per sample, for at least one sample")
     total, response = lengths = torch.tensor([totals, responses], device="cpu")
     wrong = ((response < 0) | (response >= total + without_prompt)).nonzero()
     if len(wrong):
         sample = int(wrong[0])
         raise InvalidInputError(
             f"response_lengths: sample {sample} has {totals[sample]} tokens and a response of "
-            f"{responses[sample]}; keep a prompt token, from which the first response token is predicted"
+            f"{responses[sample]}; expected 0 or more, after a prompt token, which predicts the first of them"
         )
     return lengths
 

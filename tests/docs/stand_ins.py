@@ -131,7 +131,7 @@ def after_losses(names: Names) -> None:
 
     logits, loss_func = names["forward_step"](iter([names["_batch"]]), packed_model)
     check_loss(loss_func(logits))
-    assert [round(names["shares"][f"tis_{x}"], 3) for x in ("weight_used", "clip_fraction")] == [0.865, 0.2]
+    assert [round(names["averages"][f"tis_{x}"], 3) for x in ("weight_used", "clip_fraction")] == [0.865, 0.2]
 
 
 def after_activation(names: Names) -> None:

@@ -143,8 +143,8 @@ def policy(
     logits: Tensor, tokens: list[Tensor], layout: losses.SequenceLayout
 ) -> tuple[LossResult, dict[str, float]]:
     # One advantage per response, as the documentation has it; the annotation knows one per token only.
-    batch = losses.PolicyBatch(torch.tensor([1.0, -1.0]), MASKS, group_log_probs=MASKS)  # type: ignore[arg-type]
     sampled: Tensor = losses.group_log_probs(MASKS, MASKS, torch.zeros(2))
+    batch = losses.PolicyBatch(torch.tensor([1.0, -1.0]), MASKS, group_log_probs=list(sampled))  # type: ignore[arg-type]
     options = losses.PolicyOptions(tis_clip=5.0, tis_clip_low=0.5, tis_level="group", tis_mask_level="token")
     print(sampled, losses.PolicyOptions(objective="gspo", normalization="sequence", kl_estimator="k3"))
     normalizer: float = losses.mean_count(MASKS, 4, "token")

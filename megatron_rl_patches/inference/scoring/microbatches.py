@@ -82,7 +82,7 @@ def parse_microbatches(
 
 
 def renamed(fields: Mapping[str, Any], old: str, new: str) -> Mapping[str, Any]:
-    """Return fields by their present names; warn whoever asked for scores of a former one."""
+    """Return the fields with one under its new name; where it has the old one, warn the caller of scoring."""
     if fields.get(old) is None:
         return fields
     if fields.get(new) is not None:
@@ -91,10 +91,12 @@ def renamed(fields: Mapping[str, Any], old: str, new: str) -> Mapping[str, Any]:
     return {**fields, new: fields[old]}
 
 
-def _microbatch(passed: Mapping[str, Any], first: int, options: ScoreOptions, limits: Limits) -> ScoringBatch:
-    if not isinstance(passed, Mapping):
-        raise InvalidInputError(f"it is a {type(passed).__name__}. Expected: a mapping with tokens.")
-    fields = renamed(passed, "lengths", "total_lengths")
+def _microbatch(
+    mapping: Mapping[str, Any], first: int, options: ScoreOptions, limits: Limits
+) -> ScoringBatch:
+    if not isinstance(mapping, Mapping):
+        raise InvalidInputError(f"it is a {type(mapping).__name__}. Expected: a mapping with tokens.")
+    fields = renamed(mapping, "lengths", "total_lengths")
     if missing := [name for name in ("tokens", "total_lengths") if fields.get(name) is None]:
         raise InvalidInputError(f"there is no {' and no '.join(repr(name) for name in missing)} in it.")
     if fields.get("indices") is not None:
@@ -128,9 +130,9 @@ def _microbatch(passed: Mapping[str, Any], first: int, options: ScoreOptions, li
     # Vocabulary-parallel embeddings silently use zeros for such a token.
     if wrong := range_of_wrong_ids(tokens_bs, limits.vocabulary):
         raise InvalidInputError(
-            f"token ids are {wrong}; is this the right tokenizer, and the padding a token?"
+            f"token ids are {wrong}; is this the tokenizer of this model, and is the padding a valid token?"
         )
-    return ScoringBatch(passed, tokens_bs, samples, first, layout)
+    return ScoringBatch(mapping, tokens_bs, samples, first, layout)
 
 
 def _samples(tokens_bs: torch.Tensor, lengths: list[int], packing: bool) -> list[torch.Tensor]:
@@ -164,11 +166,13 @@ def data_of(batches: Sequence[ScoringBatch], options: ScoreOptions, is_last_stag
     data: dict[str, Any] = {"function": options.function, "the number of microbatches": len(batches)}
     for number, tokens in enumerate(_digests([batch.tokens_bs for batch in batches])):
         layout = batches[number].layout
-        own = {"tokens": tokens, **{n: getattr(layout, n) for n in ("total_lengths", "response_lengths")}}
+        lengths = {"total_lengths": layout.total_lengths, "response_lengths": layout.response_lengths}
+        own = {"tokens": tokens, **lengths}
         data |= {f"{name} of microbatch {number}": value for name, value in own.items()}
     data |= {"temperature": float(options.temperature), "vocab_size": options.vocab_size}
     if is_last_stage:
-        data |= {k: _digests(x) if isinstance(x, Sequence) else x for k, x in options.of_last_stage.items()}
+        read = options.of_last_stage.items()
+        data |= {name: _digests(x) if isinstance(x, Sequence) else x for name, x in read}
     return data
 
 

@@ -74,8 +74,8 @@ class Distribution(ABC):
     def cat(cls: type[D], distributions: Sequence[D]) -> D:
         """Concatenate distributions of the same teachers, at least one; the inverse of :meth:`split`."""
         if len({distribution.source for distribution in distributions}) != 1:
-            what = "the distributions are of different teachers, or of different k, or there are none"
-            raise InvalidInputError(f"{what}; pass at least one, all of the same")
+            problem = "the distributions are of different teachers, or of different k, or there are none"
+            raise InvalidInputError(f"{problem}; pass at least one, all of the same")
         parts = zip(*(distribution.tensors for distribution in distributions), strict=True)
         return distributions[0].with_tensors([torch.cat(part) for part in parts])
 
@@ -191,20 +191,16 @@ class FullDistribution(Distribution):
         arguments.check_list("hidden", self.hidden)
         counts = [0 if values is None else len(values) for values in (self.hidden, self.heads, self.weights)]
         if len(set(counts)) > 1 or not counts[0]:
-            raise InvalidInputError(
-                f"there are {counts[0]} hidden states, {counts[1]} heads and {counts[2]} weights; pass one "
-                "each per teacher, and at least one teacher"
-            )
+            numbers = f"there are {counts[0]} hidden states, {counts[1]} heads and {counts[2]} weights"
+            raise InvalidInputError(f"{numbers}; pass one each per teacher, and at least one teacher")
         object.__setattr__(self, "weights", check_weights(self.weights))
         for hidden, head in zip(self.hidden, self.heads, strict=True):
             arguments.check_floats(hidden=hidden)
             arguments.check_instance("heads", head, OutputHead)
             n = len(self.hidden[0]) if self.hidden[0].dim() == 2 else "n"
             if hidden.shape != (n, head.weight.shape[1]):
-                raise InvalidInputError(
-                    f"hidden states are {list(hidden.shape)}, expected [{n}, h] for an output layer "
-                    f"{list(head.weight.shape)} of [V / tp, h]"
-                )
+                expected = f"[{n}, h] for an output layer {list(head.weight.shape)} of [V / tp, h]"
+                raise InvalidInputError(f"hidden states are {list(hidden.shape)}, expected {expected}")
 
     @staticmethod
     def from_hidden(hidden: Tensor, head: OutputHead) -> FullDistribution:
@@ -216,6 +212,7 @@ class FullDistribution(Distribution):
         return self.hidden
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> FullDistribution:
+        """Return distributions of the same teachers; output layers stay, and losses copy part by part."""
         return FullDistribution(tuple(tensors), self.heads, self.weights)
 
     @property
@@ -276,8 +273,8 @@ def route_teachers(
         scored = values[name]
         has_it = sample in scored if isinstance(scored, Mapping) else sample < len(scored)
         if not has_it or (value := scored[sample]) is None:
-            which = f"sample {sample} names the teacher {name!r}"
-            raise InvalidInputError(f"{which}, which has nothing for it: score it with that")
+            problem = f"sample {sample} names the teacher {name!r}, which has nothing for it"
+            raise InvalidInputError(f"{problem}: score the sample with that teacher")
         routed.append(value)
     return routed
 

@@ -44,16 +44,16 @@ class PolicyOptions:
         normalization: what the loss is an average over; ``"constant"`` divides by ``constant_length``; see
             :func:`token_weights`.
         tis_clip: truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings
-            you off-policy RL training"): weight each token by ``min(p_old / p_rollout, tis_clip)``. ``inf``
+            you off-policy RL training"): weight each token by ``min(p_old / p_rollout, tis_clip)``; ``inf``
             makes it decoupled PPO (2110.00641) with ``p_old`` as the proximal policy.
-        tis_clip_low: the least weight, as slime's ``--tis-clip-low``.
+        tis_clip_low: the lower bound of ratios, as slime's ``--tis-clip-low``.
         tis_level: ``"token"``: each token has its own ratio. ``"sequence"``: all tokens of a response have
             the product of their ratios (verl, TRL). ``"geometric"``: their geometric mean (NeMo-RL#2269).
-            ``"group"``: that mean of ``p_old``, over :func:`group_log_probs` (GEPO, 2508.17850).
+            ``"group"``: that mean of ``p_old``, divided by ``exp(group_log_probs)`` (GEPO, 2508.17850).
         tis_mask_level: tokens whose ratio of this level is below ``tis_clip_low`` or above ``tis_clip`` have
-            the weight 0, and others their ratio: ``"token"`` is IcePop (Ring-1T, 2510.18855), ``"geometric"``
-            seq-mask-tis (NeMo-RL#1899). As there, such tokens stay in the count, with KL penalty and entropy
-            bonus. ``None``: weights are truncated.
+            the weight 0, and others that of ``tis_level``: ``"token"`` is IcePop (Ring-1T, 2510.18855),
+            ``"geometric"`` seq-mask-tis (NeMo-RL#1899). As there, such tokens stay in the count, with KL
+            penalty and entropy bonus. ``None``: weights are truncated.
     """
 
     objective: Objective = "ppo"
@@ -93,7 +93,7 @@ class PolicyOptions:
             f"kl_coef must be finite and at least 0, not {self.kl_coef}": 0 <= self.kl_coef < math.inf,
             f"tis_clip must be greater than 0, not {tis}": tis is None or tis > 0,
             "tis_clip_low, tis_level and tis_mask_level need tis_clip, which is None": fits,
-            f"tis_clip_low must be from 0 to tis_clip, not {low}": 0 <= low <= (tis or 0.0),
+            f"tis_clip_low must be from 0 to tis_clip, not {low}": 0 <= low <= (tis or 0) and low < math.inf,
         }
         for requirement in (text for text, holds in conditions.items() if not holds):
             raise InvalidInputError(requirement)
@@ -131,6 +131,8 @@ class PolicyBatch:
         for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs", "group_log_probs"):
             if (values := getattr(self, name)) is not None:
                 reduction.check_responses(name, values, lengths, scalars=name == "group_log_probs")
+                if name == "group_log_probs" and any(map(Tensor.dim, values)):
+                    raise InvalidInputError(f"{name} have a number per token, expected one per response, []")
 
     @property
     def response_lengths(self) -> list[int]:
@@ -176,8 +178,8 @@ def policy_loss(
         ``metrics`` are detached ``[sum, count]`` pairs for :func:`average_metrics` and recent Megatron-LM:
         ``loss``, ``pg_loss`` and ``kl_loss`` in the normalization of the loss; averages over tokens of
         ``entropy``, ``clip_fraction``, ``dual_clip_fraction``, ``approx_kl`` (k3 of KL(old, new)), ``ratio``,
-        ``tis_weight`` and ``tis_weight_used``, before and after truncation or mask, and ``tis_clip_fraction``
-        of them; and the maximum ``ratio_max``. Those of terms that the options leave out are absent.
+        ``tis_weight`` (before the bounds), ``tis_weight_used``, ``tis_clip_fraction`` (share truncated or
+        masked); and the maximum ``ratio_max``. Those of terms that the options leave out are absent.
 
     Raises:
         InvalidInputError: shapes or dtype do not fit, or the options need something that is missing.
@@ -201,8 +203,8 @@ def loss_of_tokens(
     log_probs_n: Tensor, batch: PolicyBatch, options: PolicyOptions, entropies_n: Tensor | None
 ) -> LossAndCount:
     """Return what :func:`policy_loss` does, without checks, from the tokens of all responses in a row."""
-    how = options.normalization, options.constant_length, log_probs_n.dtype
-    weights_n, count = reduction.weights_and_count(batch.loss_masks, *how)
+    average = options.normalization, options.constant_length
+    weights_n, count = reduction.weights_and_count(batch.loss_masks, *average, log_probs_n.dtype)
     mask_n, lengths = weights_n > 0, batch.response_lengths
 
     def masked(values_n: Tensor) -> Tensor:
@@ -269,7 +271,7 @@ def _clipped_loss(
 
 
 def _importance_weights(ratio: Callable[[str], Tensor], options: PolicyOptions) -> dict[str, Tensor]:
-    """Return the weights ``[n]`` before and after the bounds, and what is outside, from ratios by level."""
+    """Return weights ``[n]`` before and after the bounds, and where these bind; ``ratio`` is of a level."""
     low, high, mask_level = options.tis_clip_low, options.tis_clip or math.inf, options.tis_mask_level
     ratio_n = ratio(options.tis_level)
     bounded_n = ratio_n if mask_level in (None, options.tis_level) else ratio(mask_level)
@@ -323,8 +325,10 @@ def group_log_probs(
     lengths = list(map(len, masks := reduction.check_masks(loss_masks)))
     values = reduction.check_responses("rollout_log_probs", rollout_log_probs, lengths)
     check_one_device(rollout_log_probs=values[0], loss_masks=masks[0])
-    counted = [value.detach().double()[mask != 0] for value, mask in zip(values, masks, strict=True)]
-    expected = torch.stack([part.mean() if len(part) else part.new_tensor(-math.inf) for part in counted])
+    tokens_b = torch.stack([(mask != 0).sum() for mask in masks])
+    pairs = zip(values, masks, strict=True)
+    totals = [torch.where(mask != 0, value.detach().double(), 0.0).sum() for value, mask in pairs]
+    expected = (torch.stack(totals) / tokens_b).masked_fill(tokens_b == 0, -math.inf)
     for members, log_q in _each_group("rollout_log_probs", expected.clone(), groups):
         expected[members] = (2 * log_q).logsumexp(0) - log_q.logsumexp(0)
     return expected.to(torch.promote_types(values[0].dtype, torch.float32))

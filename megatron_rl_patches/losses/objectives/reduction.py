@@ -116,11 +116,9 @@ def check_masks(loss_masks: Sequence[Tensor]) -> list[Tensor]:
     masks = check_list("loss_masks", loss_masks)
     for mask in masks or [torch.empty(())]:
         if mask.dim() != 1 or mask.dtype.is_complex:
-            raise InvalidInputError(
-                f"loss_masks have the shapes {[tuple(mask.shape) for mask in masks]}, expected "
-                "[response_length] for each response, real; where there are no responses, pass one that is "
-                "wholly masked"
-            )
+            shapes = f"loss_masks have the shapes {[tuple(mask.shape) for mask in masks]}"
+            expected = "[response_length] for each response, real; if there are none, pass one wholly masked"
+            raise InvalidInputError(f"{shapes}, expected {expected}")
     return masks
 
 

@@ -277,8 +277,8 @@ class DeferredLogits(Tensor):
             if result is not NotImplemented:
                 return result
         if torch.Tag.inplace_view in func.tags and func is not aten.detach_.default:
-            called = f"{func} was called, and deferred logits keep their shape and their memory"
-            raise InvalidInputError(f"{called}: call an operation that returns another tensor, such as view")
+            problem = f"{func} was called, and deferred logits keep their shape and their memory"
+            raise InvalidInputError(f"{problem}: call an operation that returns another tensor, such as view")
         materialized: dict[int, DeferredLogits] = {}
 
         def materialize(logits: DeferredLogits) -> Tensor:

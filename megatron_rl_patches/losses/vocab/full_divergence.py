@@ -124,8 +124,8 @@ def full_vocabulary_divergence(
         # Every tensor without elements is at address 0.
         existing = [x.logits for x in (other, source) if isinstance(x, SelectedRows) and x.logits.numel()]
         if inplace_backward and len({x.untyped_storage().data_ptr() for x in existing}) < len(existing):
-            where = f"{name} is in the memory of the student's logits, which inplace_backward overwrites"
-            raise InvalidInputError(f"{where}: pass a copy, or inplace_backward=False")
+            problem = f"{name} is in the memory of the student's logits, which inplace_backward overwrites"
+            raise InvalidInputError(f"{problem}: pass a copy, or inplace_backward=False")
         sources.append(other)
     (values,) = FullDivergence(measure, tuple(math.log(weight) for weight, _ in counted))(*sources)
     return values

@@ -332,9 +332,10 @@ class ForwardDerivative:
         weight = self._weight[tile.columns]
         add_product(total, tile.x.to(weight.dtype), weight, may_round=True)
 
-    def finish(self, column: Tensor, is_target: Tensor, *of_all_ranks: Tensor) -> Tensor:
+    def finish(
+        self, column: Tensor, is_target: Tensor, max_logit: Tensor, weight: Tensor, at_target: Tensor
+    ) -> Tensor:
         """Return this rank's part, from columns as for :meth:`add` and from numbers of all ranks."""
-        max_logit, weight, at_target = of_all_ranks
         dtype, shift = self._exp.dtype, self._max_logit[:, 0] - max_logit
         factor = (shift / self._layer.options.scale).exp() * weight
         of_target = self._weight[column].to(dtype) * at_target.masked_fill(~is_target, 0.0).to(dtype)[:, None]

@@ -32,8 +32,9 @@ LOG_PROBS, TAIL = losses.vocab_parallel_log_probs_at(random(N, V), IDS, with_tai
 TOPK = losses.TopKDistribution(IDS, LOG_PROBS, TAIL)
 LAYOUT = losses.SequenceLayout.build([4, 3], [2, 2])
 MASKS, VALUES = [torch.ones(2), torch.ones(2)], [random(2), random(2)]  # of two responses of two tokens
+META = [value.to("meta") for value in VALUES]
 OTHER_LOG_PROBS = dict.fromkeys(("old_log_probs", "ref_log_probs", "rollout_log_probs"), VALUES)
-POLICY = {"advantages": VALUES, "loss_masks": MASKS, **OTHER_LOG_PROBS, "group_log_probs": VALUES}
+POLICY = {"advantages": VALUES, "loss_masks": MASKS, **OTHER_LOG_PROBS, "group_log_probs": random(2)}
 DISTILLATION = {"teachers": [TOPK.split([2, 2])], "loss_masks": MASKS, "old": TOPK.split([2, 2])}
 OF_LOGITS = {"logits": random(N, V), "temperature": 1.0, "vocab_size": V, "block_bytes": 8}
 OF_MICROBATCH = {"layout": LAYOUT, "temperature": 1.0, "normalizer": 2.0, "vocab_size": V}
@@ -131,7 +132,7 @@ RIGHT = {
     "inf 0": "clip_high",
     "None inf": "dual_clip",
     "inf": "tis_clip",
-    "None [scalar] [int64] [float16] [nan]": "group_log_probs",
+    "None meta int64 float16 nan": "group_log_probs",
     "[int64] [float16] [nan]": "group_log_probs(rollout_log_probs)",
     "bool complex meta int64 float16 nan": "values",
     "[bool] [complex] [int64] [float16] [nan]": "responses SequenceLayout.gather_responses(values)",
@@ -152,12 +153,8 @@ def spoiled(value: Any) -> dict[str, Any]:
     """Return bad values in the place of a good one, by what is bad about them."""
     bad: dict[str, Any] = {"None": None}
     if isinstance(value, Tensor):
-        bad |= {
-            "deeper": value[None],
-            "scalar": value.flatten()[0],
-            "shorter": value[:-1],
-            "empty": value[:0],
-        }
+        bad |= {"deeper": value[None], "scalar": value.flatten()[0]}
+        bad |= {"shorter": value[:-1], "empty": value[:0]}
         bad |= {"bool": value > 0, "complex": value.to(torch.complex64), "meta": value.to("meta")}
         if value.is_floating_point():
             return bad | {"int64": value.long(), "float16": value.half(), "nan": value * math.nan}
@@ -278,6 +275,9 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (POLICY_OPTIONS, {"objective": "cispo"}, "leave it None"),
     (POLICY_OPTIONS, {"tis_clip": None}, "tis_level and tis_mask_level need tis_clip, which is None"),
     (POLICY_OPTIONS, {"tis_clip_low": 3.0}, "tis_clip_low must be from 0 to tis_clip, not 3.0"),
+    (POLICY_OPTIONS, {"tis_clip": math.inf, "tis_clip_low": math.inf}, "tis_clip_low must be .* not inf"),
+    (losses.PolicyBatch, {"group_log_probs": VALUES}, "a number per token, expected one per response"),
+    (losses.group_log_probs, dict.fromkeys(("rollout_log_probs", "loss_masks"), META), "expected one device"),
     (DISTRIBUTION, {"log_probs": torch.zeros(N, 1)}, r"\[4, 1\]"),
     (DISTRIBUTION, {"tail_log_prob": TAIL.double()}, "float64"),
     (DISTRIBUTION, {"log_probs": LOG_PROBS.clone().requires_grad_()}, "require grad"),

@@ -303,7 +303,7 @@ def test_nothing_to_learn_is_a_zero_that_is_part_of_the_graph(recipe: str, lengt
 def test_extreme_ratios_leave_finite_gradients(recipe: str, log_ratio: float) -> None:
     log_probs = [torch.tensor([-2.0, -1.0], requires_grad=True)]
     far, ones = [log_probs[0].detach() - log_ratio], [torch.ones(2)]
-    batch = PolicyBatch([torch.tensor([1.0, -1.0])], ones, far, far, [log_probs[0].detach()], ones)
+    batch = PolicyBatch([torch.tensor([1.0, -1.0])], ones, far, far, [log_probs[0].detach()], torch.ones(1))
     loss, _, _ = policy_loss(log_probs, batch, replace(RECIPES[recipe], tis_clip=2.0), ones)
     loss.backward()
     assert log_probs[0].grad.isfinite().all()
