@@ -271,7 +271,7 @@ def test_each_sample_gets_what_its_teacher_has() -> None:
     for values, message in (
         (
             {"math": [1, 2, 3], "code": [None, 5, 6]},
-            "sample 0 names .* 'code', which has nothing for it: score it",
+            "sample 0 names .* 'code', which has nothing for it: score the sample",
         ),
         ({"math": [1, 2, 3], "code": [4, 5]}, "sample 2 names the teacher 'code'"),
         ({"math": {}, "code": [4, 5, 6]}, "sample 1 names the teacher 'math'"),
