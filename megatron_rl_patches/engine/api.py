@@ -117,9 +117,11 @@ def revert(*names: str) -> None:
 def status() -> Statuses:
     """Return the state of every function of the patches selected so far, read from the live objects.
 
-    Printed it is a table of patches and frameworks; the list has one :class:`.SiteStatus` for each function.
+    Printed it is a table of patches and frameworks; the list has one :class:`.SiteStatus` for each function,
+    also for those that :func:`~megatron_rl_patches.reentry.reentrant_train` decorates.
     """
-    return installer.installer.status()
+    decorated = [status for patch in registry.patches().values() for status in patch.decorated()]
+    return Statuses([*installer.installer.status(), *decorated])
 
 
 def available() -> dict[str, str]:
@@ -146,7 +148,8 @@ def verify_ranks(group: Any = None) -> None:
         raise PatchError("verify_ranks: torch.distributed is not initialized; call init_process_group first")
     from ..common.agreement import gathered, world
 
-    own = {f"{s.patch}: {s.target}": f"{s.state} (code {s.fingerprint or 'unknown'})" for s in status()}
+    sites = installer.installer.status()  # decorated functions are deleted at another time on each rank
+    own = {f"{s.patch}: {s.target}": f"{s.state} (code {s.fingerprint or 'unknown'})" for s in sites}
     by_rank = dict(gathered((dist.get_rank(), own), group or world()))
     differences = []
     for target in sorted(set().union(*by_rank.values())):

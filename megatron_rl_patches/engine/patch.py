@@ -85,6 +85,7 @@ class Patch:
             of other types are taken as they are, and ``__post_init__`` may check them.
         configured: returns further sites that follow from the options.
         notes: says what the ``SiteStatus`` of all selected sites mean for users; ``doctor`` shows it.
+        decorated: returns the states of functions that have a decorator in place of the patch.
         selected_by: ``default`` for a repair, which ``1`` and ``apply()`` put in place; ``all`` for a patch
             that is not proven enough for that; ``by name`` for one that changes on purpose what is trained.
         last: a call of ``apply()`` puts it in place after others, so that its wrappers are around theirs.
@@ -96,6 +97,7 @@ class Patch:
     options: type[Any] | None = None
     configured: Callable[[Any], tuple[Site, ...]] | None = None
     notes: Callable[[Sequence[Any]], list[str]] | None = None
+    decorated: Callable[[], Sequence[Any]] = tuple
     sites: list[Site] = field(default_factory=list)
     selected_by: SelectedBy = "default"
     last: bool = False

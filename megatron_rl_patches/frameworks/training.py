@@ -5,18 +5,23 @@ torch is not imported, since the loops of a test may run without it.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 from ..common.chunks import distinct_configs
+from ..common.text import listed
 from ..engine.call import Call
-from ..reentry import forward_pre_hooks
-from ..reentry.guard import TrainGuard
-from ..reentry.running_calls import places_in_use
+from ..errors import PatchError
+from ..reentry import forward_pre_hooks, guard, running_calls
 from ..reentry.sync_functions import clear_installed, install_per_config
-from ..reentry.timers import interval_timer_started
 from .rollout_log_probs import check_rollout, check_verl_rollout
 
+#: So long a rank waits in its first guarded call for those of other ranks.
+PATIENCE = timedelta(minutes=5)
+_one_thread = threading.Lock()
 _peaks: dict[str, int] = {}  # of scoring in this rollout; the next line has them
 
 
@@ -53,6 +58,37 @@ def reset_peak_memory_stats(call: Call) -> None:
     call()
 
 
+def compare_ranks_at_first_call(compare: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
+    """Run ``compare``, a collective over all ranks that raises if they differ, in the first guarded call.
+
+    A rank without the patch never starts it. So ranks wait first until the store of the default process group
+    has a key of each. Later calls compare, too, until ranks have agreed, or it is not wanted any more.
+
+    Raises:
+        PatchError: after ``PATIENCE``, if a rank has begun no guarded call.
+    """
+    import torch.distributed as dist
+
+    with _one_thread:
+        if not (guard.before_calls and dist.is_available() and dist.is_initialized()):
+            return  # another thread has compared, or there are no ranks yet
+        if is_wanted():
+            store = dist.distributed_c10d._get_default_store()
+            keys = [f"{__name__}/{rank}" for rank in range(dist.get_world_size())]
+            store.set(keys[dist.get_rank()], "")
+            try:
+                store.wait(keys, PATIENCE)
+            except RuntimeError:
+                missing = listed([rank for rank, key in enumerate(keys) if not store.check([key])])
+                problem = f"rank {missing} has begun no guarded train(): apply the patches there"
+                raise PatchError(problem) from None
+            try:
+                compare()
+            finally:  # the next comparison waits, too
+                store.delete_key(keys[dist.get_rank()])
+        guard.before_calls.clear()
+
+
 def train(call: Call, timers: Any = None, installs: bool = True) -> Any:
     """Run a training loop that can be called again, and warn of what spoils reinforcement learning.
 
@@ -61,8 +97,8 @@ def train(call: Call, timers: Any = None, installs: bool = True) -> Any:
     if warn := call.options.warn:
         check_rollout(call.get("data_iterator"))
     optimizer, config = call.get("optimizer"), call.get("config")
-    guard = TrainGuard(call["model"], optimizer, timers, config, installs, warn)
-    with memory_phases(call, "other", call["model"], optimizer), guard:
+    guarded = guard.TrainGuard(call["model"], optimizer, timers, config, installs, warn)
+    with memory_phases(call, "other", call["model"], optimizer), guarded:
         return call()
 
 
@@ -93,6 +129,8 @@ def bridge_train(call: Call) -> Any:
 
 def update_verl_actor(call: Call) -> Any:
     """Train verl's actor, and report what its rollouts cover."""
+    for function in [*guard.before_calls]:  # verl calls no function that has a guard
+        function()
     check_verl_rollout(call)
     engine = getattr(getattr(call.instance, "actor", None), "engine", None)
     with memory_phases(call, "other", getattr(engine, "module", None), getattr(engine, "optimizer", None)):
@@ -106,11 +144,24 @@ def save(call: Call) -> Any:
 
 
 def megatron_save(call: Call) -> Any:
-    """:func:`save` of Megatron-LM, which stops a timer that only its ``train()`` starts."""
+    """:func:`save` of Megatron-LM, which stops a timer that only its ``train()`` starts.
+
+    When it raises, no timer is left running that was not running before.
+    """
     from megatron.training.global_vars import get_timers
 
-    with interval_timer_started(get_timers()):
+    timers = get_timers()
+    before = running_calls.started(timers)
+    if running_calls.INTERVAL_TIMER not in before:
+        timers(running_calls.INTERVAL_TIMER, log_level=0).start()
+    try:
         return save(call)
+    except BaseException:
+        running_calls.reset_started_since(timers, before)
+        raise
+    finally:
+        if running_calls.INTERVAL_TIMER not in before:
+            running_calls.reset_interval_timer(timers)
 
 
 def disable_forward_pre_hook(call: Call) -> None:
@@ -126,7 +177,7 @@ def enable_forward_pre_hook(call: Call) -> None:
 def bridge_update_model_config_funcs(call: Call) -> Any:
     """Clear what a former call of Megatron-Bridge has installed, and install afresh."""
     model, config = call["model"], call["model_config"]
-    clear_installed(model, config, keep=places_in_use(*distinct_configs(model, config)))
+    clear_installed(model, config, keep=running_calls.places_in_use(*distinct_configs(model, config)))
     return call()
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ..engine.patch import Patch, Site
 from ..engine.statuses import SiteStatus
@@ -39,6 +40,8 @@ class ReentrantTrainOptions:
         warn: warn once of each setting that silently spoils reinforcement learning.
         memory_phases: log a line with the peak memory of scoring, forward, loss and backward, step and save
             for each rollout, and where one of them raises.
+        verify: at the first guarded ``train()`` wait up to 5 minutes until each rank is there, and compare
+            them with ``verify_ranks()``; if they differ, all stop.
 
     Raises:
         PatchError: a function is named in another way.
@@ -47,6 +50,7 @@ class ReentrantTrainOptions:
     train_functions: tuple[str, ...] = ()
     warn: bool = True
     memory_phases: bool = False
+    verify: bool = False
 
     def __post_init__(self) -> None:
         for path in self.train_functions:
@@ -118,6 +122,12 @@ def _restores_hooks(target: TargetSource) -> str | None:
 
 
 def _configured(options: ReentrantTrainOptions) -> tuple[Site, ...]:
+    if options.verify:
+        from ..engine.api import verify_ranks
+        from ..frameworks.training import compare_ranks_at_first_call
+        from ..reentry import guard
+
+        guard.before_calls[:] = [partial(compare_ranks_at_first_call, verify_ranks, _verifies)]
     paths = [path.split(":") for path in options.train_functions]
     sites = [Site(module, qualname, _TRAIN, parameters=("model",)) for module, qualname in paths]
     if options.memory_phases:
@@ -129,6 +139,20 @@ def _configured(options: ReentrantTrainOptions) -> tuple[Site, ...]:
             since = name.rpartition(".")[2]
             sites.append(Site(module, name, _SCORE, optional_module=True, introduced_with=since))
     return tuple(sites)
+
+
+def _verifies() -> bool:
+    from ..engine.installer import installer
+
+    is_selected = any(s.patch == patch.name and s.state != "reverted" for s in installer.status())
+    return is_selected and installer.options[patch.name].verify
+
+
+def _decorated() -> list[SiteStatus]:
+    from ..reentry import guard
+
+    names = dict.fromkeys(guard.decorated.values())
+    return [SiteStatus(patch.name, n.split(".")[0], n, "applied", "by its decorator") for n in names]
 
 
 def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
@@ -150,6 +174,7 @@ patch = Patch(
     options=ReentrantTrainOptions,
     configured=_configured,
     notes=_notes,
+    decorated=_decorated,
 )
 
 for _method, _read, _skip_if in (

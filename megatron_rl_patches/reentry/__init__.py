@@ -2,5 +2,6 @@
 
 from .forward_pre_hooks import preserved_hooks
 from .guard import TrainGuard, reentrant_train
+from .optimizer_step import OptimizerStep
 
-__all__ = ["TrainGuard", "preserved_hooks", "reentrant_train"]
+__all__ = ["OptimizerStep", "TrainGuard", "preserved_hooks", "reentrant_train"]

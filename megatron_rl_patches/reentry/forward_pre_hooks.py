@@ -83,10 +83,7 @@ def gathered_parameters(model: Model) -> Iterator[None]:
     groups = [group for chunk in _with_hooks(model) for group in bucket_groups(chunk)]
     were_dispatched = [group.param_gather_dispatched for group in groups]
     try:
-        for group, was_dispatched in zip(groups, were_dispatched, strict=True):
-            if not was_dispatched:
-                group.start_param_sync()
-        for group in groups:
+        for group in groups:  # this begins an all-gather that was not dispatched
             group.finish_param_sync(skip_next_bucket_dispatch=True)
         yield
     finally:

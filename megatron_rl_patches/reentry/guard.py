@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
@@ -30,6 +31,10 @@ _NOT_INSTALLED = Message(
 )
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+#: Functions that run before each guarded call, which does not begin if one raises.
+before_calls: list[Callable[[], None]] = []
+#: What :func:`reentrant_train` has made of functions, and the full names of these.
+decorated: weakref.WeakKeyDictionary[Callable[..., Any], str] = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -41,7 +46,8 @@ class TrainGuard:
     the chunks' forward pre-hooks in any order. At the end, garbage collection is enabled or disabled as it
     was at entry. After an exception, everything else that the call changed on config, modules, optimizer,
     timers and rerun state machine is as at entry too, outstanding collectives have been waited for, and
-    bucket groups are reset; the exception propagates unchanged.
+    bucket groups are reset; the exception propagates unchanged. The outermost call frees copies of gradients
+    that the optimizer has left on main parameters.
 
     Calls may be nested, and may overlap in several threads. What a call that still runs has installed is left
     alone: on a config that both models share the assertion on ``no_sync_func`` fires, as it does unguarded.
@@ -68,6 +74,8 @@ class TrainGuard:
     _calls: list[tuple[RunningCall, Watch | None]] = field(default_factory=list, init=False, repr=False)
 
     def __enter__(self) -> None:
+        for function in [*before_calls]:
+            function()
         model = as_chunks(self.model)
         # This may raise, so it comes before the first change: nobody calls __exit__ then.
         synchronize_interrupted(model, self.optimizer)
@@ -154,6 +162,7 @@ def reentrant_train(target: Any, **options: Any) -> Any:
                     "config; give the list of model chunks, or a function that takes it as 'model'"
                 )
         return TrainGuard(chunks, **options)
+    called = called if inspect.isroutine(called) else type(called).__call__
     signature = _signature_with_model(target, called)
 
     # A function's attributes are copied to the wrapper. An object's attributes are its own state and are not.
@@ -164,12 +173,13 @@ def reentrant_train(target: Any, **options: Any) -> Any:
         with TrainGuard(call.arguments["model"], **{"optimizer": call.arguments.get("optimizer"), **options}):
             return target(*args, **kwargs)
 
+    body = inspect.unwrap(called)
+    decorated[train] = f"{body.__module__}.{body.__qualname__}"
     return train
 
 
 def _signature_with_model(target: Any, called: Any) -> inspect.Signature:
     """Return the signature of a function, or a partial of it, that takes the model chunks as ``model``."""
-    called = called if inspect.isroutine(called) else type(called).__call__
     name = getattr(inspect.unwrap(called), "__qualname__", repr(target))
 
     def refusal(reason: str) -> MegatronRLPatchesError:

@@ -12,14 +12,15 @@ import traceback
 import types
 import weakref
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 from ..common.chunks import Chunk, Model, bucket_groups
 from ..common.messages import Message
 from ..common.text import one_line
 from ..errors import MegatronRLPatchesError
-from .chunk_methods import check_memory
 from .forward_pre_hooks import synchronize
+from .running_calls import check_memory
 
 _NOT_RECOVERED = Message(
     "recovering a bucket group failed after an exception in train(): {failure}",
@@ -27,6 +28,7 @@ _NOT_RECOVERED = Message(
     "Find the cause in that exception, and restart the process.",
 )
 _interrupted: weakref.WeakSet[Any] = weakref.WeakSet()
+_process_group_of = attrgetter("intra_distributed_optimizer_instance_group")
 
 # Generators that switch off DDP's gradient reduction: no_sync of DDP, and the schedule's for several chunks.
 _NO_SYNC_GENERATORS = frozenset({"no_sync", "multi_no_sync"})
@@ -69,12 +71,13 @@ def synchronize_interrupted(model: Model, optimizer: Any = None) -> None:
             _reset_bucket_groups(chunk)
         # From 0.17 on the layer-wise optimizer overlaps without use_distributed_optimizer.
         if getattr(chunk, "use_forward_hook", False):
-            for process_group, groups in _by_process_group(chunk).items():
+            groups = bucket_groups(chunk)
+            for process_group in dict.fromkeys(map(_process_group_of, groups)):  # experts have another one
                 if _any_rank_was(interrupted, process_group, groups):
                     _interrupted.add(chunk)  # stays marked until the gather is done
                     check_memory(chunk)
-                    _fill_mxfp8_gather_buffer(chunk, optimizer)
-                    _gather_parameters(groups)
+                    fill_mxfp8_gather_buffer(chunk, optimizer)
+                    _gather_parameters([g for g in groups if _process_group_of(g) is process_group])
         elif interrupted:
             check_memory(chunk)
             synchronize(chunk)
@@ -146,14 +149,6 @@ def _frames_of(error: BaseException) -> Iterator[types.FrameType]:
             yield from (frame for frame, _ in traceback.walk_tb(current.__traceback__))
 
 
-def _by_process_group(chunk: Chunk) -> dict[Any, list[Any]]:
-    """Return bucket groups by the process group that gathers them; experts have another one."""
-    groups: dict[Any, list[Any]] = {}
-    for group in bucket_groups(chunk):
-        groups.setdefault(group.intra_distributed_optimizer_instance_group, []).append(group)
-    return groups
-
-
 def _any_rank_was(interrupted: bool, process_group: Any, groups: list[Any]) -> bool:
     if process_group.size() == 1:
         return interrupted
@@ -175,8 +170,10 @@ def _gather_parameters(groups: list[Any]) -> None:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
-def _fill_mxfp8_gather_buffer(chunk: Chunk, optimizer: Any) -> None:
-    if not getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+def fill_mxfp8_gather_buffer(chunk: Chunk, optimizer: Any) -> None:
+    """Copy main parameters to a gradient buffer from which forward passes gather parameters in mxfp8."""
+    is_used = getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False)
+    if not (is_used and getattr(chunk, "use_forward_hook", False)):
         return
     optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
     if hasattr(optimizer, "prepare_model_params_for_param_sync"):

@@ -67,9 +67,7 @@ def clear(model: Any) -> None:
 
 def finish_clearing(model: Any) -> None:
     """Clear the chunks whose clearing was interrupted; others may have routes for the next step by now."""
-    for chunk in as_chunks(model):
-        if chunk in _unfinished:
-            clear(chunk)
+    clear([chunk for chunk in as_chunks(model) if chunk in _unfinished])
 
 
 def is_recomputed(block: Any) -> bool:
@@ -91,20 +89,23 @@ def end_forward(block: Any, failed: bool = False) -> None:
         return
     import torch
 
-    is_claimed = torch.is_grad_enabled() and not failed
     for replay in routers(block):
         target = replay.target_topk_idx
         if target is None or getattr(replay.router_replay_action, "name", "") != "REPLAY_FORWARD":
             continue
         if target is not getattr(replay, _MARKED, None):
-            _drop(replay, getattr(replay, _UNCLAIMED, None))
+            # Routes that nobody will read leave the queues; newer ones follow them.
+            unclaimed, older = getattr(replay, _UNCLAIMED, None), replay.replay_backward_list[:-1]
+            places = [place for place, routes in enumerate(older) if routes is unclaimed is not None]
+            for queue in _queues(replay) if places else ():
+                del queue[places[-1]]
             setattr(replay, _UNCLAIMED, target)
             # An alias is the mark, so that the same tensor can be set again. Backward cannot use one that was
             # made in inference mode.
             with torch.inference_mode(False):
                 replay.target_topk_idx = target.detach()
             setattr(replay, _MARKED, replay.target_topk_idx)
-        if is_claimed:
+        if torch.is_grad_enabled() and not failed:
             setattr(replay, _UNCLAIMED, None)
 
 
@@ -136,14 +137,6 @@ def remove(replay: Any) -> None:
     # In place, since the list is an attribute of the class that others may hold.
     listed = type(replay).global_router_replay_instances
     listed[:] = [other for other in listed if other is not replay]
-
-
-def _drop(replay: Any, routes: Any) -> None:
-    """Take routes off the queues that are followed by newer ones."""
-    older = replay.replay_backward_list[:-1]
-    places = [place for place, queued in enumerate(older) if routes is not None and queued is routes]
-    for queue in _queues(replay) if places else ():
-        del queue[places[-1]]
 
 
 def _queues(replay: Any) -> list[list[Any]]:

@@ -11,24 +11,27 @@ before the other one or after it. Two rules keep them apart:
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
-from ..common.chunks import SYNC_FUNCTIONS, Model, distinct_configs, modules_with_modes
+from ..common.chunks import SYNC_FUNCTIONS, Chunk, Model, distinct_configs, modules_with_modes
 from ..common.scopes import restore, snapshot
-from . import chunk_methods
+from ..errors import MegatronRLPatchesError
+from . import forward_pre_hooks
 from .sync_functions import Place, belongs_to, clear_installed
-from .timers import INTERVAL_TIMER, interval_timer_runs, reset_interval_timer, reset_started_since, running
 
 # What a call found: the id of the owner, and the function that puts it back, which gets owner and value.
 _Restorable = tuple[int, Callable[..., None]]
 
 #: Attributes of a config that training loops install, and use until they end.
 _LOOP_FUNCTIONS = (*SYNC_FUNCTIONS, "grad_scale_func", "finalize_model_grads_func")
+#: The timer that Megatron's and Megatron-Bridge's train() start at entry and never stop.
+INTERVAL_TIMER = "interval-time"
 _lock = threading.RLock()
 #: The calls that run, by id, in the order in which they began. The references are weak, so that a call which
 #: a signal interrupts while it begins or ends does not stay here.
@@ -52,6 +55,7 @@ class RunningCall:
         self.configs = distinct_configs(model, config)
         candidates = (timers, *(getattr(each, "timers", None) for each in self.configs))
         self._timers = next((each for each in candidates if each is not None), None)
+        self._optimizer = optimizer
         self._found = dict(self._state_to_restore(optimizer))
         self._modes = modules_with_modes(model)
         #: What calls that failed earlier have left to this one.
@@ -62,14 +66,12 @@ class RunningCall:
             if (id(self._timers), INTERVAL_TIMER) not in self._of_others:
                 reset_interval_timer(self._timers)
             for chunk in model:
-                chunk_methods.replace(chunk)
+                replace_methods(chunk)
             if installs:
                 clear_installed(model, *self.configs, keep=self._of_others)
             own = {*SYNC_FUNCTIONS, INTERVAL_TIMER} if installs else {INTERVAL_TIMER}
             #: What was at a place at entry, or was left there by a call that has ended since.
-            self._foreign = {
-                place: value if place[1] in own else None for place, value in self._values().items()
-            }
+            self._foreign = {place: v if place[1] in own else None for place, v in self._values().items()}
             _running[id(self)] = self
 
     def _state_to_restore(self, optimizer: Any) -> Iterator[tuple[_Restorable, tuple[Any, Any]]]:
@@ -79,15 +81,15 @@ class RunningCall:
             yield (id(config), _restore_config), (config, found)
         for chunk in self.model:
             yield (id(chunk), restore), (chunk, snapshot(chunk, "force_all_reduce"))
-            yield (id(chunk), chunk_methods.restore), (chunk, snapshot(chunk, *chunk_methods.METHODS))
+            yield (id(chunk), restore_methods), (chunk, snapshot(chunk, *METHODS))
         yield (id(optimizer), restore), (optimizer, snapshot(optimizer, "step"))
         machine = _rerun_state_machine()
         yield (0, _set_rerun), (machine, machine and (machine.state, machine.mode))
-        yield (id(self._timers), reset_started_since), (self._timers, running(self._timers))
+        yield (id(self._timers), reset_started_since), (self._timers, started(self._timers))
 
     def _values(self) -> dict[Place, Any]:
         timer = (id(self._timers), INTERVAL_TIMER)
-        return {**_functions(self.configs), timer: interval_timer_runs(self._timers) or None}
+        return {**_functions(self.configs), timer: INTERVAL_TIMER in started(self._timers) or None}
 
     def found(self, config: Any) -> dict[str, Any]:
         """Return the sync functions that the config had at entry, by attribute."""
@@ -107,7 +109,7 @@ class RunningCall:
             if later or failed:
                 for call in (self, *later):
                     call._list_modes()
-            to_restore = {key for key in self._found if failed or key[1] in (_set_gc, chunk_methods.restore)}
+            to_restore = {key for key in self._found if failed or key[1] in (_set_gc, restore_methods)}
             to_restore |= self._inherited
             for restorable in self._found:
                 heir = next((call for call in later if restorable in call._found), None)
@@ -119,6 +121,9 @@ class RunningCall:
                     _, restore_value = restorable
                     restore_value(owner, value)
             self._leave_functions()
+            is_outermost = not any(chunk in call.model for call in _running.values() for chunk in self.model)
+            for main in copied_gradients(self._optimizer) if is_outermost else ():
+                main.grad = None
 
     def _list_modes(self) -> None:
         # There are thousands of modules, so this is done only where it is needed.
@@ -162,6 +167,15 @@ def _restore_config(config: Any, found: tuple[Model, dict[str, Any]]) -> None:
     restore(config, {name: values[name] for name in names})
 
 
+def copied_gradients(optimizer: Any) -> list[Any]:
+    """Return the main parameters whose gradients are copies of 16-bit ones, which ``zero_grad()`` frees."""
+    names = "shard_fp32_from_float16_groups", "fp32_from_float16_groups"
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    groups = [group for part in parts for name in names for group in getattr(part, name, ())]
+    mains = [main for group in groups for main in group if getattr(main, "grad", None) is not None]
+    return [main for main in mains if not main.grad._is_view()]  # in float32 buffers they are views
+
+
 def _set_gc(_: None, enabled: bool) -> None:
     (gc.enable if enabled else gc.disable)()
 
@@ -181,3 +195,68 @@ def _rerun_state_machine() -> Any:
     # get_rerun_state_machine() would create one, and log that it did.
     module = sys.modules.get("megatron.core.rerun_state_machine")
     return getattr(module, "_GLOBAL_RERUN_STATE_MACHINE", None)
+
+
+def check_memory(chunk: Chunk) -> None:
+    """Raise MegatronRLPatchesError if memory of gradients or parameters is freed, since using it crashes."""
+    # A module that is no DDP has a method of the first name.
+    lists = [getattr(chunk, name, None) for name in ("buffers", "expert_parallel_buffers")]
+    for buffer in (buffer for each in lists if isinstance(each, list) for buffer in each):
+        for name in ("grad_data", "param_data"):
+            data = getattr(buffer, name, None)
+            if data is not None and data.numel() and not data.untyped_storage().size():
+                raise MegatronRLPatchesError(
+                    f"training has begun while {name} of a model chunk's buffers is freed: restore what was "
+                    "offloaded first, with restore_grad_buffers() of each chunk or the framework's onload"
+                )
+
+
+def _zero_grad_buffer(original: Callable[[], Any], chunk: Chunk) -> None:
+    # Training begins with it.
+    check_memory(chunk)
+    original()
+
+
+#: Method -> what runs it, which gets the bound method and the chunk.
+METHODS: dict[str, Callable[..., None]] = {
+    "enable_forward_pre_hook": forward_pre_hooks.enable,
+    "disable_forward_pre_hook": forward_pre_hooks.disable,
+    "zero_grad_buffer": _zero_grad_buffer,
+}
+
+
+def replace_methods(chunk: Chunk) -> None:
+    """Let this thread switch forward pre-hooks in any order, and get an error where Megatron would crash."""
+    thread = weakref.ref(threading.current_thread())
+    for name, method in METHODS.items() if hasattr(chunk, "use_forward_hook") else ():
+        # A partial, unlike a function, is copied with its chunk.
+        setattr(chunk, name, functools.partial(_run_method, thread, method, getattr(chunk, name), chunk))
+
+
+def _run_method(thread: Any, method: Any, original: Any, chunk: Chunk, *args: Any, **kwargs: Any) -> Any:
+    run = functools.partial(method, original, chunk) if thread() is threading.current_thread() else original
+    return run(*args, **kwargs)
+
+
+def restore_methods(chunk: Chunk, methods: dict[str, Any]) -> None:
+    """Put back the methods that :func:`replace_methods` has replaced, unless others have since."""
+    ours = [name for name in methods if getattr(vars(chunk).get(name), "func", None) is _run_method]
+    restore(chunk, {name: methods[name] for name in ours})
+
+
+def started(timers: Any) -> dict[str, Any]:
+    """Return the started timers of a ``megatron.core.timers.Timers`` by name; for ``None`` no timers."""
+    return {name: timer for name, timer in getattr(timers, "_timers", {}).items() if timer._started}
+
+
+def reset_interval_timer(timers: Any) -> None:
+    """Reset the timer that a former call left running, since Megatron asserts that it is not started yet."""
+    if timer := started(timers).get(INTERVAL_TIMER):
+        timer.reset()  # the time that it was active for stays
+
+
+def reset_started_since(timers: Any, before: Container[str]) -> None:
+    """Reset the running timers, but the interval timer, whose names are not among those ``before``."""
+    for name, timer in started(timers).items():
+        if name != INTERVAL_TIMER and name not in before:
+            timer.reset()

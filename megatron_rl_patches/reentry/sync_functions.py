@@ -51,12 +51,10 @@ def install_per_config(install: Callable[[list[Any]], Any], model: Model) -> Non
                 setattr(config, attribute, None)
         install([chunk])
         installed.append({attribute: getattr(config, attribute, None) for attribute in SYNC_FUNCTIONS})
-    if len(model) == 1:
-        return
     for config in distinct_configs(model):
         for attribute in SYNC_FUNCTIONS:
             functions = [functions[attribute] for functions in installed if functions[attribute] is not None]
-            if len(functions) == len(model):
+            if len(functions) == len(model) > 1:
                 setattr(config, attribute, functions)
 
 

@@ -45,7 +45,8 @@ _MAIN_PARAMETERS = Message(
 _REDUCED_TOO_EARLY = Message(
     "overlap_grad_reduce=True: a forward pass has begun while gradients of the same step were being reduced",
     "Gradients of later microbatches are not reduced, or only in part, and ranks may step apart.",
-    "Run all microbatches of a step in one call of Megatron's schedule, or switch overlap_grad_reduce off. "
+    "Run all microbatches of a step in one call of Megatron's schedule, or its calls through "
+    "megatron_rl_patches.reentry.OptimizerStep, or switch overlap_grad_reduce off. "
     "A loop without Megatron's schedule runs all microbatches but the last one under no_sync().",
 )
 _MTP_WITHOUT_MASK = Message(
@@ -63,6 +64,15 @@ _CHECK_FAILED = Message(
 messages: dict[str, str] = {}
 
 
+@contextmanager
+def harmless() -> Iterator[None]:
+    """Keep an error of a check from training, where it would stop one rank while the others wait for it."""
+    try:
+        yield
+    except Exception as error:
+        _CHECK_FAILED.log(error=one_line(error))
+
+
 class Watch:
     """What is looked at during one guarded call, which begins when this is made; see :class:`.TrainGuard`."""
 
@@ -76,10 +86,16 @@ class Watch:
         before = self._before_forward
         self._hooks = [each.register_forward_pre_hook(before, with_kwargs=True) for each in modules]
         with harmless():
-            for each in _parts(optimizer):
-                self._hooks.append(each.register_step_pre_hook(self._before_step))
-                self._sees_steps = True
-            _check_dropout(self.configs)
+            for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+                inner = getattr(part, "optimizer", part)  # of torch, within one of Megatron
+                if hasattr(inner, "register_step_pre_hook"):
+                    self._hooks.append(inner.register_step_pre_hook(self._before_step))
+                    self._sees_steps = True
+            for name in ("hidden_dropout", "attention_dropout"):
+                rate = max((getattr(config, name, 0.0) or 0.0 for config in self.configs), default=0.0)
+                if rate > 0:
+                    argument = name.replace("_", "-")
+                    report(name, _DROPOUT, says=is_rank_0, name=name, rate=rate, argument=argument)
         with harmless():
             if optimizer is not None and "main_parameters" not in messages:
                 from .main_parameters import differ_from_weights
@@ -96,27 +112,24 @@ class Watch:
             with harmless():
                 check()
 
+    @harmless()
     def _before_forward(self, chunk: Any, _: object, arguments: dict[str, Any]) -> None:
-        with harmless():
-            import torch
+        import torch
 
-            if torch.is_grad_enabled():
-                # An optimizer without one of torch's, such as a mock, does not show when it steps.
-                self._has_stepped |= not self._sees_steps
-                is_last = getattr(unwrap(chunk), "post_process", True)
-                self._has_mask &= arguments.get("loss_mask") is not None or not is_last
-                is_reducing = any(group.grad_reduce_handle is not None for group in bucket_groups(chunk))
-                # Without a function that finalizes, a reduction of a former step may be left.
-                if is_reducing and "finalize_model_grads_func" not in messages:
-                    report("overlap_grad_reduce", _REDUCED_TOO_EARLY)
+        if torch.is_grad_enabled():
+            # An optimizer without one of torch's, such as a mock, does not show when it steps.
+            self._has_stepped |= not self._sees_steps
+            is_last = getattr(unwrap(chunk), "post_process", True)
+            self._has_mask &= arguments.get("loss_mask") is not None or not is_last
+            is_reducing = any(group.grad_reduce_handle is not None for group in bucket_groups(chunk))
+            # Without a function that finalizes, a reduction of a former step may be left.
+            if is_reducing and "finalize_model_grads_func" not in messages:
+                report("overlap_grad_reduce", _REDUCED_TOO_EARLY)
 
+    @harmless()
     def _before_step(self, *_: object) -> None:
-        self._has_stepped = True
-        with harmless():
-            self._check_gradients_are_reduced()
-
-    def _check_gradients_are_reduced(self) -> None:
         """Report a step on gradients that no schedule has reduced, for want of a function."""
+        self._has_stepped = True
         setting = "finalize_model_grads_func"
         if setting in messages or getattr(config_of(self.chunks[0]), setting, None):
             return
@@ -131,8 +144,11 @@ class Watch:
 
     def _check_mtp_mask(self) -> None:
         layers = max((getattr(config, "mtp_num_layers", None) or 0 for config in self.configs), default=0)
-        if layers and not self._has_mask and _mtp_trains():
-            report("loss_mask", _MTP_WITHOUT_MASK, layers=layers)
+        if layers and not self._has_mask:
+            from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+            if MTPLossLoggingHelper.tracker:  # some releases need labels to train these layers
+                report("loss_mask", _MTP_WITHOUT_MASK, layers=layers)
 
     def _check_parameters_are_gathered(self) -> None:
         """Report parameters of the last step that nobody has gathered."""
@@ -157,22 +173,6 @@ def report(
             message.log(**values)
 
 
-def _parts(optimizer: Any) -> list[Any]:
-    """Return the optimizers of torch within one of Megatron, which may be a chain."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    inner = (getattr(part, "optimizer", part) for part in parts)
-    return [each for each in inner if hasattr(each, "register_step_pre_hook")]
-
-
-@contextmanager
-def harmless() -> Iterator[None]:
-    """Keep an error of a check from training, where it would stop one rank while the others wait for it."""
-    try:
-        yield
-    except Exception as error:
-        _CHECK_FAILED.log(error=one_line(error))
-
-
 def _data_parallel_size(group: Any) -> int:
     """Return how many data-parallel ranks reduce the gradients of a bucket group."""
     name = "intra_distributed_optimizer_instance_group"
@@ -192,18 +192,3 @@ def _is_unreduced(group: Any, if_unknown: bool) -> bool:
     if group.ddp_config.use_distributed_optimizer and shards is not None:
         return all(shard is None for shard in shards)
     return if_unknown
-
-
-def _check_dropout(configs: list[Any]) -> None:
-    for setting in ("hidden_dropout", "attention_dropout"):
-        rate = max((getattr(config, setting, 0.0) or 0.0 for config in configs), default=0.0)
-        if rate > 0:
-            argument = setting.replace("_", "-")
-            report(setting, _DROPOUT, says=is_rank_0, name=setting, rate=rate, argument=argument)
-
-
-def _mtp_trains() -> bool:
-    """Return whether a model of this rank trains multi-token prediction: some releases need labels for it."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-    return bool(MTPLossLoggingHelper.tracker)

@@ -164,6 +164,12 @@ def after_reentry_page(names: Names) -> None:
     assert names["rollout"](model, optimizer, tiny_gpt.data_iterators(OPTIONS))
     assert names["save"](model, lambda model: model[0].enable_forward_pre_hook()) is None
     assert not model[0].remove_forward_pre_hook_handles
+    sizes = {"seq_length": 0, "micro_batch_size": 0, "forward_step_func": tiny_gpt.forward_step}
+    data = tiny_gpt.SyntheticData()
+    assert names["step_on"](model, optimizer, [[next(data)], [next(data), next(data)]], **sizes)[0]
+    in_bf16 = TinyModel(vocab_size=VOCABULARY, bf16=True, grad_reduce_in_fp32=False)
+    inside, after = names["sizes_of"](*in_bf16.build(), tiny_gpt.data_iterators(OPTIONS))
+    assert inside > after == 0
 
 
 def docstrings() -> Names:

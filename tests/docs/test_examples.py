@@ -87,6 +87,14 @@ def test_reward_model() -> None:
 
 
 @pytest.mark.slow
+def test_training_service() -> None:
+    """Both ranks have the same norms, and losses of their own, which fall."""
+    lines = re.findall(r"^rank \d:(.*)$", run("training_service.py"), re.MULTILINE)
+    first, second = map(numbers, lines)
+    assert len(first) == 8 and first[1::2] == second[1::2] and first[0] > first[-2]
+
+
+@pytest.mark.slow
 def test_my_loop() -> None:
     """In a folder of the user's own, and from the root of a clone, whose configuration is not for it."""
     for folder, file in (EXAMPLES, "test_my_loop.py"), (ROOT, "examples/test_my_loop.py"):

@@ -13,7 +13,7 @@ from torch import Tensor
 import megatron_rl_patches as mrp
 from megatron_rl_patches import inference, losses, testing
 from megatron_rl_patches.hooks import on_megatron_init, pre_wrap
-from megatron_rl_patches.reentry import TrainGuard, preserved_hooks, reentrant_train
+from megatron_rl_patches.reentry import OptimizerStep, TrainGuard, preserved_hooks, reentrant_train
 
 Model = Sequence[torch.nn.Module]
 LossResult = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -67,6 +67,10 @@ def own_loop(loop: Callable[[Model], float], model: Model, optimizer: Any) -> It
     with preserved_hooks(model), TrainGuard(model, optimizer):
         decorated: Callable[[Model], float] = reentrant_train(loop, optimizer=optimizer)
         yield decorated(model) + sum(train(model, optimizer))
+    with OptimizerStep(model, optimizer).begin(num_microbatches=3) as steps:
+        yield sum(steps.forward_backward(num_microbatches=3, data_iterator=iter([]), seq_length=8))
+        print(steps.step(), inference.memory_report(optimizer=optimizer).main_gradients)
+        steps.abort()
 
 
 def own_models(provider: Callable[..., torch.nn.Module], config: Any, path: Path) -> tuple[Model, int]:

@@ -120,6 +120,7 @@ def test_from_the_environment() -> None:
         "train_functions": ("rl.model:train, rl.loop:A.fit,", ("rl.model:train", "rl.loop:A.fit")),
         "warn": ("0", False),
         "memory_phases": ("1", True),
+        "verify": ("1", True),
         "finite_step_limit": ("3", 3),
         "inference_roles": ("teacher, judge", ("teacher", "judge")),
         "lean_head_tile_bytes": ("1024", 1024),

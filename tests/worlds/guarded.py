@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_rl_patches.reentry import reentrant_train
-from megatron_rl_patches.reentry.timers import INTERVAL_TIMER
+from megatron_rl_patches.reentry.running_calls import INTERVAL_TIMER
 from megatron_rl_patches.testing import MockConfig, MockDDP
 
 

@@ -16,6 +16,7 @@ import psutil
 from ...common.chunks import as_chunks
 from ...common.messages import Message, is_rank_0
 from ...common.scopes import replaced
+from ...reentry.running_calls import copied_gradients
 from ...reentry.training_warnings import harmless
 from .estimate import Memory, MemoryEstimate, StageEstimate
 
@@ -120,6 +121,7 @@ class MemoryReport:
         teachers: models in the pool; ``None`` without one.
         teacher_weights: the teachers in host memory.
         teacher_heads: their output layers, by default on the device.
+        main_gradients: what a step has left on the main parameters of an ``optimizer``, in float32.
         device: index of the current CUDA device; ``None`` in a process that does not use CUDA.
         allocated, reserved: by torch in this process; its allocator reserves more than tensors take.
         peak_allocated: since the start or the last ``torch.cuda.reset_peak_memory_stats()``.
@@ -132,6 +134,7 @@ class MemoryReport:
     teachers: int | None = None
     teacher_weights: int = 0
     teacher_heads: int = 0
+    main_gradients: int = 0
     device: int | None = None
     allocated: int = 0
     peak_allocated: int = 0
@@ -145,6 +148,8 @@ class MemoryReport:
         if self.teachers is not None:
             weights = f"{gib['teacher_weights']} in host memory, output layers {gib['teacher_heads']}"
             line += f"; {self.teachers} teachers: {weights}"
+        if self.main_gradients:
+            line += f"; gradients on main parameters {gib['main_gradients']}"
         if self.device is not None:
             usage = f"{gib['allocated']} allocated, peak {gib['peak_allocated']}, {gib['reserved']} reserved"
             free = f"{gib['device_free']} of {gib['device_total']} free"
@@ -152,8 +157,8 @@ class MemoryReport:
         return line
 
 
-def memory_report(*, pool: TeacherPool | None = None) -> MemoryReport:
-    """Measure the current CUDA device and host memory now, and what a ``pool`` of teachers holds.
+def memory_report(*, pool: TeacherPool | None = None, optimizer: Any = None) -> MemoryReport:
+    """Measure the current CUDA device and host memory now, and what ``pool`` and ``optimizer`` hold.
 
     Starts no collective and takes well under a millisecond. Source of the idea: THUDM/slime#1764.
     """
@@ -164,6 +169,7 @@ def memory_report(*, pool: TeacherPool | None = None) -> MemoryReport:
     sizes |= {"host_available": machine.available, "host_total": machine.total}
     if pool is not None:
         sizes |= {"teachers": len(pool), "teacher_weights": pool.host_bytes, "teacher_heads": pool.head_bytes}
+    sizes["main_gradients"] = sum(main.grad.nbytes for main in copied_gradients(optimizer))
     # A call of the driver would create a CUDA context of some hundred MiB in a process without one.
     if cuda.is_available() and cuda.is_initialized():  # type: ignore[no-untyped-call]
         sizes |= {"device": cuda.current_device(), "allocated": cuda.memory_allocated()}

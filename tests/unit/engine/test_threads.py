@@ -9,17 +9,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from megatron_rl_patches import PatchError, Settings, applied, apply, revert, status, verify_ranks
+from megatron_rl_patches import PatchError, Settings, applied, apply, revert, status
 from megatron_rl_patches.engine import installer
 from megatron_rl_patches.engine.api import activate_from_environment
 from megatron_rl_patches.engine.records import ApplyCall
 from megatron_rl_patches.engine.settings import VARIABLE, variable_of
-from megatron_rl_patches.testing import spawn_ranks
+from megatron_rl_patches.reentry import reentrant_train
+from megatron_rl_patches.testing import MockDDP, spawn_ranks
 from tests.worlds.program import run_program
 
 from .conftest import PATCHED, PLAIN, Engine, Framework, patch_of
@@ -229,24 +232,36 @@ def test_a_child_forked_while_another_thread_holds_the_lock_goes_on(tmp_path: Pa
 
 
 def _verify() -> list[str]:
+    """Return what stops the first ``train()`` of each round.
+
+    A rank does not come, all agree, a rank has another patch, and all are without the patch that compares.
+    """
     import torch.distributed as dist
 
+    from megatron_rl_patches.frameworks import training
+
     messages = []
-    for different_rank in (None, 1):
-        apply("reentrant-train")
-        if dist.get_rank() == different_rank:
+    for place in ("late", "agree", "differ", "reverted"):
+        apply("reentrant-train", settings=Settings(verify=True))
+        is_other = dist.get_rank() == 1
+        if place == "differ" and is_other:
+            apply("scheduler-resume")
+        if place == "reverted":
             revert()
         try:
-            verify_ranks()
+            with mock.patch.object(training, "PATIENCE", timedelta(seconds=1 if place == "late" else 60)):
+                _ = (place == "late" and is_other) or reentrant_train(lambda model: None)(MockDDP())
         except PatchError as error:
             messages.append(str(error))
+        dist.barrier()
     return messages
 
 
 def test_ranks_that_agree_and_ranks_that_differ() -> None:
-    """The latter are named on every rank."""
-    [message], *others = spawn_ranks(_verify, 3, timeout=60)
-    assert others == [[message]] * 2
-    place = r"slime\.backends\.megatron_utils\.model\.train"
-    by_rank = r"not selected on rank 1; absent \(code \w+\) on rank 0, 2"
-    assert re.search(f"{place}: {by_rank}$", message, re.MULTILINE)
+    """The latter are named on every rank, and those that do not come on the others."""
+    [absent, message], [other], last = spawn_ranks(_verify, 3, timeout=60)
+    assert last == [absent, message] and other == message
+    assert absent == "rank 1 has begun no guarded train(): apply the patches there"
+    by_rank = r"absent \(code \w+\) on rank 1; not selected on rank 0, 2"
+    assert re.search(rf"scheduler-resume: [\w.]+: {by_rank}$", message, re.MULTILINE)
+    assert "reentrant-train" not in message  # also not a function that is decorated on some ranks

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.frameworks.rollout_log_probs import check_rollout
 from megatron_rl_patches.frameworks.training import update_verl_actor
-from megatron_rl_patches.reentry import training_warnings
+from megatron_rl_patches.reentry import guard, training_warnings
 
 pytestmark = pytest.mark.usefixtures("nothing_reported")
 
@@ -110,8 +111,11 @@ def test_the_message_says_what_is_set(monkeypatch: pytest.MonkeyPatch, caplog: A
     ("changes", "is_reported"),
     [({}, True), ({"warn": False}, False), ({"strategy": "fsdp2"}, False), ({"rollout": None}, False)],
 )
-def test_what_verl_samples_from(changes: dict[str, Any], is_reported: bool, caplog: Any) -> None:
-    """Real verl shows its message; a worker of another shape trains all the same."""
+def test_what_verl_samples_from(
+    changes: dict[str, Any], is_reported: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Real verl shows its message; a worker of another shape trains all the same. Ranks compare first."""
+    monkeypatch.setattr(guard, "before_calls", [compare := mock.Mock()])
     options: dict[str, Any] = {"warn": True, "strategy": "megatron", **changes}
     rollout = options.get("rollout", SimpleNamespace(top_p=0.8, top_k=-1))
     config = SimpleNamespace(actor=SimpleNamespace(strategy=options["strategy"]), rollout=rollout)
@@ -123,5 +127,5 @@ def test_what_verl_samples_from(changes: dict[str, Any], is_reported: bool, capl
         lambda data: chunk(data) is engine.optimizer.step(), (torch.ones(2),), {}, worker, options=settings
     )
     assert update_verl_actor(call) is False
-    assert len(training_warnings.reported()) == is_reported
+    assert (len(training_warnings.reported()), compare.call_count) == (is_reported, 1)
     assert '"forward": ' in caplog.messages[-1] and '"step": ' in caplog.messages[-1]

@@ -12,9 +12,9 @@ import pytest
 from pytest import LogCaptureFixture
 from pytest_mock import MockerFixture
 
-from megatron_rl_patches import MegatronRLPatchesError
+from megatron_rl_patches import MegatronRLPatchesError, status
 from megatron_rl_patches.reentry import guard, recovery, reentrant_train, running_calls
-from megatron_rl_patches.reentry.timers import INTERVAL_TIMER
+from megatron_rl_patches.reentry.running_calls import INTERVAL_TIMER
 from megatron_rl_patches.testing import MockConfig, MockDDP, MockOptimizer
 from tests.worlds.guarded import DistributedDataParallel, State, Timers, failing, train, two_models
 
@@ -199,7 +199,7 @@ def test_what_a_failed_call_has_changed_is_as_before(rerun: Any) -> None:
         vars(optimizer).update({"step": step} if step else {})
         with failing(chunk, optimizer=optimizer, config=framework_config):
             chunk.force_all_reduce = not reducing
-            chunk.eval()
+            chunk.train(reducing)
             optimizer.step = max  # as a schedule does
             machine.state, machine.mode = State.NOT_RUNNING_YET, "disabled"
             for config in (chunk.config, framework_config):
@@ -256,10 +256,12 @@ def test_an_entry_that_fails_changes_nothing(mocker: MockerFixture) -> None:
     assert timers.running() == {INTERVAL_TIMER}
 
 
-def test_a_frozen_tower_that_a_failed_call_let_train() -> None:
-    chunk = DistributedDataParallel()
-    tower = next(chunk.module.children())
-    tower.eval()
-    with failing(chunk):
-        chunk.train()  # as frameworks do at the start
-    assert chunk.training and not any(module.training for module in tower.modules())
+def test_status_lists_decorated_functions_as_long_as_they_exist() -> None:
+    @reentrant_train
+    def fit(model: Any) -> None: ...
+
+    target = f"{__name__}.{fit.__qualname__}"
+    [site] = [site for site in status() if site.target == target]
+    assert (site.patch, site.state, site.reason) == ("reentrant-train", "applied", "by its decorator")
+    del fit
+    assert target not in [site.target for site in status()]

@@ -17,8 +17,7 @@ from pytest import FixtureRequest
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.frameworks.training import bridge_update_model_config_funcs
 from megatron_rl_patches.reentry import TrainGuard, reentrant_train
-from megatron_rl_patches.reentry.chunk_methods import METHODS
-from megatron_rl_patches.reentry.timers import INTERVAL_TIMER
+from megatron_rl_patches.reentry.running_calls import INTERVAL_TIMER, METHODS
 from megatron_rl_patches.testing import MockConfig, MockDDP
 from tests.worlds import guarded
 from tests.worlds.guarded import DistributedDataParallel, State, Timers, two_models
