@@ -10,6 +10,7 @@ from typing import Any
 
 from ..common.chunks import distinct_configs
 from ..engine.call import Call
+from ..inference.memory.report import MemoryPhases, reset_peaks
 from ..reentry import forward_pre_hooks
 from ..reentry.guard import TrainGuard
 from ..reentry.running_calls import places_in_use
@@ -17,16 +18,14 @@ from ..reentry.sync_functions import clear_installed, install_per_config
 from ..reentry.timers import interval_timer_started
 from .rollout_log_probs import check_rollout, check_verl_rollout
 
-_peaks: dict[str, int] = {}  # of scoring in this rollout; the next line has them
+_peaks: dict[str, int] = {}  # of scoring since the last line was logged
 
 
 def memory_phases(call: Call, name: str, model: Any = None, optimizer: Any = None) -> Any:
-    """Return a context that measures the memory of a call by phase, if the option asks for it."""
+    """Return a block that measures the memory of a call by phase, if the option asks for it."""
+    global _peaks
     if not call.options.memory_phases:
         return nullcontext()
-    from ..inference.memory.report import MemoryPhases
-
-    global _peaks
     peaks, _peaks = _peaks, _peaks if name == "scoring" else {}
     return MemoryPhases(model, optimizer, name, name != "scoring", peaks)
 
@@ -39,18 +38,16 @@ def score(call: Call) -> Any:
 
 def memory_stats(call: Call) -> Any:
     """Return torch's statistics, with the peaks that phases have reset."""
-    from ..inference.memory.report import reset_peaks
-
-    hidden = {} if call["device"] is not None else reset_peaks
-    return {name: max(value, hidden.get(name, value)) for name, value in call().items()}
+    stats = call()
+    peaks = reset_peaks(call["device"]) if stats else {}
+    stats.update({name: max(peak, stats[name]) for name, peak in peaks.items()})
+    return stats
 
 
 def reset_peak_memory_stats(call: Call) -> None:
     """Reset torch's peaks, and those that phases have reset."""
-    from ..inference.memory.report import reset_peaks
-
-    reset_peaks.clear()
     call()
+    reset_peaks(call["device"]).clear()
 
 
 def train(call: Call, timers: Any = None, installs: bool = True) -> Any:
