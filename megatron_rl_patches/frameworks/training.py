@@ -38,9 +38,8 @@ def score(call: Call) -> Any:
 
 def memory_stats(call: Call) -> Any:
     """Return torch's statistics, with the peaks that phases have reset."""
-    stats = call()
-    peaks = reset_peaks(call["device"]) if stats else {}
-    stats.update({name: max(peak, stats[name]) for name, peak in peaks.items()})
+    if stats := call():
+        stats.update({name: max(peak, stats[name]) for name, peak in reset_peaks(call["device"]).items()})
     return stats
 
 

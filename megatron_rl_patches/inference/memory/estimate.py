@@ -119,8 +119,8 @@ class MemoryEstimate:
         for answer, stage in zip(stages, self.stages, strict=True):
             for use in ("training", "inference_only", "with_teachers"):
                 answer[use]["total"] = getattr(stage, use).total
-        sizes = {"stages": stages, "loss": self.loss}
-        return {"worst_stage": self.stages.index(self.worst), "teachers": self.teachers, **sizes}
+        answer = {"worst_stage": self.stages.index(self.worst), "teachers": self.teachers, "stages": stages}
+        return {**answer, "loss": self.loss}
 
 
 def estimate_memory(
@@ -192,18 +192,16 @@ def _loss_memory(tokens: int, share: float, fields: _Fields, dtype: str) -> dict
         raise InvalidInputError("tokens need a model that is described, not chunks: pass its config")
     own = GPTArguments(**{name: fields[name] for name in GPTArguments.__annotations__ if name in fields})
     tensor, context = (fields.get(name) or 1 for name in _SIZES[:2])
-    hidden, columns, item = fields["hidden_size"], own.padded_vocab_size(tensor) // tensor, ITEM_SIZES[dtype]
-    rows = -(-tokens // context)
-    selected = math.ceil(rows * share)
-    logits, in_fp32, selected_logits = (n * columns for n in (rows * item, rows * 4, selected * item))
-    converted = item if item < 4 else 0
-    # Megatron converts logits to fp32, and their gradient back, which it multiplies twice.
-    layer = max(rows * columns * (4 + converted), logits + (rows + columns) * hidden * item)
+    rows, columns, item = -(-tokens // context), own.padded_vocab_size(tensor) // tensor, ITEM_SIZES[dtype]
+    selected, of_row = math.ceil(rows * share), fields["hidden_size"] * item
+    selected_logits, in_fp32 = selected * columns * item, rows * columns * 4
+    # Stock code multiplies the gradient of all logits twice, in the dtype of the parameters.
+    layer = rows * columns * item + (rows + columns) * of_row
     # lean-head sums the gradient of hidden states in fp32, converts it, and spreads it over all rows.
-    head = min(bytes_of_tile(selected_logits, "cuda"), selected_logits) + columns * hidden * item
-    head += selected * hidden * (4 + converted) + (selected < rows) * (selected + rows) * hidden * item
-    if fields.get("sequence_parallel") and tensor > 1:  # hidden states are gathered
-        head += rows * hidden * item
+    head = min(bytes_of_tile(selected_logits, "cuda"), selected_logits) + columns * of_row
+    head += selected * (fields["hidden_size"] * 4 + (of_row if item < 4 else 0))
+    head += (selected + rows) * of_row if selected < rows else 0
+    head += rows * of_row if fields.get("sequence_parallel") and tensor > 1 else 0  # all hidden states
     # Beside the logits, slime keeps a softmax, and makes another one for the entropy; lean-loss a gradient.
     return {"stock": max(layer, 3 * in_fp32), "lean-loss": max(layer, 2 * in_fp32), "lean-head": head}
 

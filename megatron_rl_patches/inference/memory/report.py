@@ -220,7 +220,7 @@ class MemoryPhases:
                 if hasattr(chunk, "register_forward_pre_hook"):
                     stack.callback(chunk.register_forward_pre_hook(self._before_forward).remove)
                     stack.callback(chunk.register_forward_hook(self._after_forward).remove)
-            if inspect.ismethod(step := getattr(self.optimizer, "step", None)):  # not that of a mock
+            if inspect.isroutine(step := getattr(self.optimizer, "step", None)):  # not that of a mock
                 measured = wraps(step)(lambda _, *args, **kwargs: self("step")(step)(*args, **kwargs))
                 method = MethodType(measured, self.optimizer)  # schedulers of torch expect one
                 stack.enter_context(replaced(self.optimizer, step=method))

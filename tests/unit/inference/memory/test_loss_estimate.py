@@ -27,14 +27,9 @@ def estimated(tokens: int, hidden: int, vocabulary: int, dtype: str, share: floa
 
 
 @pytest.mark.parametrize(
-    ("way", "dtype", "share"),
-    [
-        ("lean-loss", "bf16", 1),
-        ("lean-loss", "fp32", 0.25),
-        ("lean-head", "fp32", 1),
-        ("lean-head", "fp32", 0.25),
-    ],
+    ("way", "dtype"), [("lean-loss", "bf16"), ("lean-loss", "fp32"), ("lean-head", "fp32")]
 )
+@pytest.mark.parametrize("share", [1, 0.25])
 def test_real_losses_take_what_is_estimated(
     way: str, dtype: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
-from typing import Any
 from unittest.mock import Mock
 
 import psutil
@@ -35,13 +34,11 @@ class Chunk(torch.nn.Linear):
         return super().forward(x)
 
 
-class Optimizer(torch.optim.SGD):
-    def step(self, use: Any = lambda _: None) -> None:  # type: ignore[override]
-        use(4)
+Parts = tuple[Chunk, torch.optim.SGD]
 
 
 @pytest.fixture
-def parts(monkeypatch: MonkeyPatch) -> tuple[Chunk, Optimizer]:
+def parts(monkeypatch: MonkeyPatch) -> Parts:
     chunk = Chunk(2, 2)
     stats = lambda _: {"allocated_bytes": {"all": {"peak": chunk.peak * GIB}}}  # noqa: E731
     monkeypatch.setattr(torch._C, "_cuda_memoryStats", stats, raising=False)
@@ -51,37 +48,37 @@ def parts(monkeypatch: MonkeyPatch) -> tuple[Chunk, Optimizer]:
     monkeypatch.setattr(torch.cuda.memory, "_get_device_index", lambda n=None, **_: 1 if n is None else n)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(report, "_reset_peaks", {})
-    return chunk, Optimizer(chunk.parameters(), 0.1)
+    return chunk, torch.optim.SGD(chunk.parameters(), 0.1)
 
 
-def is_left(parts: tuple[Chunk, Optimizer]) -> bool:
+def is_left(parts: Parts) -> bool:
     chunk, optimizer = parts
     return bool(chunk._forward_pre_hooks or chunk._forward_hooks or "step" in vars(optimizer) or report._open)
 
 
 @pytest.mark.filterwarnings("error")
-def test_passes_and_steps_are_phases(parts: Any, caplog: LogCaptureFixture) -> None:
+def test_passes_and_steps_are_phases(parts: Parts, caplog: LogCaptureFixture) -> None:
     chunk, optimizer = parts
+    scheduler = LambdaLR(optimizer, float)  # it wraps the method, and warns if somebody else does
+    step = optimizer.step
     with MemoryPhases([chunk], optimizer) as phases:
         with torch.no_grad():
             chunk(X)
             chunk.use(3)  # the scores
         checkpoint(chunk, chunk(X), use_reentrant=False).sum().backward()
-        scheduler = LambdaLR(optimizer, float)  # it wraps the method, and misses it if others do
-        optimizer.step(chunk.use)
+        optimizer.step(partial(chunk.use, 4))
         scheduler.step()
         with phases("save"):
             chunk.use(6)
     in_gib = {"other": 1, "scoring": 4, "forward": 3, "loss and backward": 21, "step": 5, "save": 7}
     assert phases.peaks == {name: peak * GIB for name, peak in in_gib.items()}
-    [line] = caplog.messages
-    start, text = re.findall(r"(peak .*): ({.*})\.", line)[0]
-    assert start == "peak memory by phase until the end, in GiB"
-    assert json.loads(text) == {"measured": "cuda:1", **in_gib} and not is_left(parts)
+    start, text = re.findall(r"(peak .*): ({.*})\.", caplog.text)[0]
+    assert start == "peak memory by phase until the end, in GiB" and optimizer.step is step
+    assert json.loads(text) == {"measured": "cuda:1", **in_gib}
 
 
 def test_an_exception_is_logged_with_its_phase_on_every_rank(
-    parts: Any, caplog: LogCaptureFixture, monkeypatch: MonkeyPatch
+    parts: Parts, caplog: LogCaptureFixture, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     chunk, optimizer = parts
@@ -105,7 +102,7 @@ def test_an_exception_is_logged_with_its_phase_on_every_rank(
     assert len(caplog.messages) == 4
 
 
-def test_a_block_that_cannot_begin_leaves_nothing_and_mocks_keep_their_step(parts: Any) -> None:
+def test_a_block_that_cannot_begin_leaves_nothing_and_mocks_keep_their_step(parts: Parts) -> None:
     chunk, _ = parts
     refuses = Mock(config=None, register_forward_pre_hook=Mock(side_effect=RuntimeError("a scripted module")))
     with pytest.raises(RuntimeError, match="a scripted module"), MemoryPhases([chunk, refuses]):
@@ -116,7 +113,7 @@ def test_a_block_that_cannot_begin_leaves_nothing_and_mocks_keep_their_step(part
     mock.step()
 
 
-def test_blocks_are_nested_and_others_see_the_peak_of_all(parts: Any, caplog: LogCaptureFixture) -> None:
+def test_blocks_are_nested_and_others_see_the_peak_of_all(parts: Parts, caplog: LogCaptureFixture) -> None:
     (chunk, _), own = parts, torch.cuda.memory_stats
     with applied("reentrant-train", settings=Settings(memory_phases=True)):
         chunk.use(9)
