@@ -99,10 +99,7 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Estimates of all stages, in bytes, with a pool of ``teachers`` models.
-
-    ``loss`` is for one microbatch; see the argument ``tokens`` of :func:`estimate_memory`.
-    """
+    """Estimates of all stages, in bytes, with a pool of ``teachers`` models; ``loss`` is of a microbatch."""
 
     stages: tuple[StageEstimate, ...]
     teachers: int = 0
@@ -150,12 +147,10 @@ def estimate_memory(
         dtype: of the parameters, ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         teachers: models of the same shape in the pool.
         teacher_heads: the device also holds all their output layers, as :meth:`.TeacherPool.head` keeps them.
-        tokens: of a microbatch, before context parallelism divides them. ``loss`` of the result is then the
-            peak of its logits and loss in training on a GPU, with the gradients of the output layer, at
-            temperature 1. ``"stock"`` is Megatron's layer with slime's policy loss of August 2026, which
-            always computes the entropy; ``"lean-loss"`` and ``"lean-head"`` are the patches.
-        response_share: the share of these tokens that belong to responses, above 0 and at most 1. Only
-            ``lean-head`` saves the rest.
+        tokens: of a microbatch, on all context-parallel ranks. ``loss`` is then the peak of its logits and
+            loss in training on a GPU at temperature 1, with the output layer's gradients: of ``"stock"`` code
+            (Megatron's, and slime's policy loss of August 2026 with the entropy), and with two patches.
+        response_share: of these tokens, above 0 and at most 1. It matters to ``lean-head`` alone.
         described: fields that come before those of the model, and what it lacks of :class:`.GPTArguments`.
 
     Raises:

@@ -189,8 +189,8 @@ def reset_peaks(device: Any = None) -> dict[str, int]:
     """Return the largest peaks of ``torch.cuda.memory_stats()`` that phases have reset, by name."""
     from torch.cuda import memory
 
-    index = memory._get_device_index(device, optional=True)  # type: ignore[attr-defined]
-    return _reset_peaks.setdefault(index, {})
+    device = memory._get_device_index(device, optional=True)  # type: ignore[attr-defined]
+    return _reset_peaks.setdefault(device, {})
 
 
 @dataclass(eq=False)
@@ -211,9 +211,10 @@ class MemoryPhases:
     name: str = "other"
     logs: bool = True
     peaks: dict[str, int] = field(default_factory=dict)
+    _source: str | None = field(default=None, init=False)
 
     def __enter__(self) -> MemoryPhases:
-        self.phase, self._source = self.name, ""
+        self.phase = self.name
         self._begin(self.name)
         with ExitStack() as stack:
             for chunk in as_chunks(self.model):
@@ -235,7 +236,7 @@ class MemoryPhases:
         if kind is not None or (self.logs and is_rank_0()):
             gib = {name: round(peak / 2**30, 3) for name, peak in self.peaks.items()}
             end = f"{kind.__name__} in {self.phase!r}" if kind else "the end"
-            _PEAKS.log(end=end, report=json.dumps({"measured": self._source or None, **gib}))
+            _PEAKS.log(end=end, report=json.dumps({"measured": self._source, **gib}))
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
