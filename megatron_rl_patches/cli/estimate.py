@@ -52,9 +52,8 @@ _SET_HELP = (
 _OPTIMIZER_HELP = "The distributed optimizer: its states are divided over the replicas."
 _TEACHERS_HELP = "Models of this shape that wait in host memory to score, one at a time."
 _HEADS_HELP = "Their output layers stay on the device, as exact distillation needs them."
-_TOKENS_HELP = "Also estimate logits and loss of a microbatch of so many tokens, in training."
+_TOKENS_HELP = "Also estimate logits and loss of a microbatch of N tokens, in training."
 _SHARE_HELP = "The share of these tokens that belong to responses, between 0 and 1."
-_ENTROPY_HELP = "The entropy has a gradient: its coefficient is not 0."
 _PLOT_HELP = "Draw stacked bars; needs matplotlib."
 
 
@@ -74,7 +73,6 @@ def estimate(
     teacher_heads: Annotated[bool, _option("--teacher-heads", _HEADS_HELP)] = False,
     tokens: Annotated[Size, _size("--tokens", _TOKENS_HELP)] = None,
     response_share: Annotated[float, _option("--response-share", _SHARE_HELP, "SHARE")] = 1.0,
-    entropy_grad: Annotated[bool, _option("--entropy-grad", _ENTROPY_HELP)] = False,
     plot: Annotated[Path | None, _option("--plot", _PLOT_HELP, "FILE", callback=_check_plot)] = None,
     json: Annotated[bool, _option("--json", "Write JSON to stdout, all in bytes.")] = False,
 ) -> None:
@@ -101,9 +99,8 @@ def estimate(
 
     optimizer = {name: values.pop(name) for name in OptimizerSettings.__annotations__ if name in values}
     replicas = values.pop("data_parallel_size", None)
-    if tokens is None and (response_share != 1 or entropy_grad):
-        raise InvalidInputError("--response-share and --entropy-grad need --tokens")
-    microbatch: Any = {"tokens": tokens, "response_share": response_share, "entropy_grad": entropy_grad}
+    if tokens is None and response_share != 1:
+        raise InvalidInputError("--response-share needs --tokens")
     source = model or hf_config
     try:
         result = estimate_memory(
@@ -113,7 +110,8 @@ def estimate(
             optimizer=OptimizerSettings(**optimizer),
             teachers=teachers,
             teacher_heads=teacher_heads,
-            **microbatch,
+            tokens=tokens,
+            response_share=response_share,
             **values,
         )
     except MegatronRLPatchesError:
@@ -137,8 +135,8 @@ def _show(estimate: Any, dist_opt: bool) -> None:
         screen.table(rows)
         screen.line()
     if estimate.loss:
-        ways = {name.replace("_", "-"): f"{n / 1e9:.2f}" for name, n in vars(estimate.loss).items()}
-        screen.table([("GB", *ways), ("logits and loss", *ways.values())])
+        sizes = (f"{size / 1e9:.2f}" for size in estimate.loss.values())
+        screen.table([("GB", *estimate.loss), ("logits and loss", *sizes)])
         screen.line()
     screen.line(report.summary(estimate))
     if not dist_opt:

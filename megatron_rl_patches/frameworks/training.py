@@ -15,6 +15,7 @@ from ..common.chunks import distinct_configs
 from ..common.text import listed
 from ..engine.call import Call
 from ..errors import PatchError
+from ..inference.memory.report import MemoryPhases, reset_peaks
 from ..reentry import forward_pre_hooks, guard, running_calls
 from ..reentry.sync_functions import clear_installed, install_per_config
 from .rollout_log_probs import check_rollout, check_verl_rollout
@@ -22,16 +23,14 @@ from .rollout_log_probs import check_rollout, check_verl_rollout
 #: So long a rank waits in its first guarded call for those of other ranks.
 PATIENCE = timedelta(minutes=5)
 _one_thread = threading.Lock()
-_peaks: dict[str, int] = {}  # of scoring in this rollout; the next line has them
+_peaks: dict[str, int] = {}  # of scoring since the last line was logged
 
 
 def memory_phases(call: Call, name: str, model: Any = None, optimizer: Any = None) -> Any:
-    """Return a context that measures the memory of a call by phase, if the option asks for it."""
+    """Return a block that measures the memory of a call by phase, if the option asks for it."""
+    global _peaks
     if not call.options.memory_phases:
         return nullcontext()
-    from ..inference.memory.report import MemoryPhases
-
-    global _peaks
     peaks, _peaks = _peaks, _peaks if name == "scoring" else {}
     return MemoryPhases(model, optimizer, name, name != "scoring", peaks)
 
@@ -44,18 +43,15 @@ def score(call: Call) -> Any:
 
 def memory_stats(call: Call) -> Any:
     """Return torch's statistics, with the peaks that phases have reset."""
-    from ..inference.memory.report import reset_peaks
-
-    hidden = {} if call["device"] is not None else reset_peaks
-    return {name: max(value, hidden.get(name, value)) for name, value in call().items()}
+    if stats := call():
+        stats.update({name: max(peak, stats[name]) for name, peak in reset_peaks(call["device"]).items()})
+    return stats
 
 
 def reset_peak_memory_stats(call: Call) -> None:
     """Reset torch's peaks, and those that phases have reset."""
-    from ..inference.memory.report import reset_peaks
-
-    reset_peaks.clear()
     call()
+    reset_peaks(call["device"]).clear()
 
 
 def compare_ranks_at_first_call(compare: Callable[[], None], is_wanted: Callable[[], bool]) -> None:

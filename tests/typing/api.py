@@ -111,7 +111,7 @@ def memory(model: Model) -> tuple[list[inference.MemoryEstimate], list[int]]:
     settings = inference.OptimizerSettings()
     described = inference.estimate_memory(layers, vocab_size=100, data_parallel_size=2, optimizer=settings)
     with inference.MemoryPhases(model, name="rollout") as phases, phases("save"):
-        print(phases.peaks["save"] + (described.loss.lean_head if described.loss else 0))
+        print(phases.peaks["save"] + (described.loss["lean-head"] if described.loss else 0))
     print(inference.GPTArguments(vocab_size=100).share_embeddings_and_output_weights)
     totals = [stage.training.total - stage.inference_only.total for stage in described.stages]
     return [described, inference.estimate_memory(model, teachers=2, teacher_heads=True)], totals

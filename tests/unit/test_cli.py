@@ -240,13 +240,11 @@ def test_table_of_the_worst_stage_and_totals_of_all(counter: Mock) -> None:
 
 
 def test_logits_and_loss_have_a_table_of_their_own(counter: Mock) -> None:
-    flags = ("--tokens=1000000", "--response-share=0.5", "--entropy-grad")
+    flags = ("--tokens=1000000", "--response-share=0.5")
     *_, header, loss, _, _, _ = estimate(*SMALL, *flags).stdout.splitlines()
-    assert (header, loss) == (
-        "GB               stock  lean-loss  lean-head",
-        "logits and loss  1.54   1.02       0.51",
-    )
-    loss = {"stock": 1_536_000_000, "lean_loss": 1_024_000_000, "lean_head": 512_016_384}
+    assert header == "GB               stock  lean-loss  lean-head"
+    assert loss == "logits and loss  1.54   1.02       0.51"
+    loss = {"stock": 1_536_000_000, "lean-loss": 1_024_000_000, "lean-head": 512_016_384}
     assert estimate_json(*SMALL, *flags)["loss"] == loss and estimate_json(*SMALL)["loss"] is None
 
 
@@ -274,8 +272,8 @@ def test_estimates_that_are_refused(counter: Mock, tmp_path: Path) -> None:
         ((*SMALL, "--tp=4", "--world-size=6"), "no multiple of 4"),
         ((*SMALL, "--dp=2", "--world-size=2"), "not both"),
         ((*SMALL, "--dtype=fp8"), "dtype is 'fp8'"),
-        ((*SMALL, "--entropy-grad"), "--response-share and --entropy-grad need --tokens"),
-        ((*SMALL, "--tokens=8", "--response-share=50"), "tokens is 8, response_share 50.0"),
+        ((*SMALL, "--response-share=0.5"), "--response-share needs --tokens"),
+        ((*SMALL, "--tokens=8", "--response-share=50"), "tokens is 8 and response_share 50.0"),
         (("--set=num_layers",), "--set num_layers: expected FIELD=VALUE"),
         ((*SMALL, f"--plot={tmp_path / 'memory.foo'}"), "ends in .png"),
     ):

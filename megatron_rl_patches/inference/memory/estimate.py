@@ -51,15 +51,6 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True)
-class LossMemory:
-    """Bytes at the peak of a microbatch's logits and loss in training; see :func:`estimate_memory`."""
-
-    stock: int
-    lean_loss: int
-    lean_head: int
-
-
-@dataclass(frozen=True)
 class Memory:
     """Bytes of one rank, by what they hold: all on its device but ``host``.
 
@@ -108,11 +99,11 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Estimates of all stages, in bytes, with a pool of ``teachers`` models, and of a microbatch's loss."""
+    """Estimates of all stages, in bytes, with a pool of ``teachers`` models; ``loss`` is of a microbatch."""
 
     stages: tuple[StageEstimate, ...]
     teachers: int = 0
-    loss: LossMemory | None = None
+    loss: dict[str, int] | None = None
 
     @property
     def worst(self) -> StageEstimate:
@@ -126,7 +117,7 @@ class MemoryEstimate:
             for use in ("training", "inference_only", "with_teachers"):
                 answer[use]["total"] = getattr(stage, use).total
         answer = {"worst_stage": self.stages.index(self.worst), "teachers": self.teachers, "stages": stages}
-        return {**answer, "loss": self.loss and asdict(self.loss)}
+        return {**answer, "loss": self.loss}
 
 
 def estimate_memory(
@@ -139,7 +130,6 @@ def estimate_memory(
     teacher_heads: bool = False,
     tokens: int | None = None,
     response_share: float = 1.0,
-    entropy_grad: bool = False,
     **described: Any,
 ) -> MemoryEstimate:
     """Estimate the memory of each rank for training, for scoring only, and for training next to teachers.
@@ -157,16 +147,18 @@ def estimate_memory(
         dtype: of the parameters, ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         teachers: models of the same shape in the pool.
         teacher_heads: the device also holds all their output layers, as :meth:`.TeacherPool.head` keeps them.
-        tokens: of a microbatch, whose logits and loss are estimated on a GPU, at temperature 1: in stock code
-            (Megatron's layer and slime's loss of August 2026), and with two patches. The gradients of hidden
-            states and weight that leave the layer are part of it; multi-token prediction is not.
-        response_share: the share of the tokens that belongs to responses; ``lean-head`` reads no others.
-        entropy_grad: whether the entropy has a gradient, as with a coefficient that is not 0.
+        tokens: of a microbatch, on all context-parallel ranks. ``loss`` is then the peak of its logits and
+            loss in training on a GPU at temperature 1, with the output layer's gradients: of ``"stock"`` code
+            (Megatron's, and slime's policy loss of August 2026 with the entropy), and with two patches.
+        response_share: of these tokens, above 0 and at most 1. It matters to ``lean-head`` alone.
         described: fields that come before those of the model, and what it lacks of :class:`.GPTArguments`.
 
     Raises:
         InvalidInputError: values that do not fit together, or a model that Megatron does not build.
     """
+    if not (tokens is None or (isinstance(tokens, int) and tokens > 0)) or not 0 < response_share <= 1:
+        values = f"tokens is {tokens!r} and response_share {response_share!r}"
+        raise InvalidInputError(f"{values}; expected an integer above 0, and a share above 0 up to 1")
     if teachers < 0:
         raise InvalidInputError(f"teachers is {teachers}; it must be at least 0")
     if dtype not in ITEM_SIZES:
@@ -184,33 +176,29 @@ def estimate_memory(
         training = sum((_in_training(chunk, replicas, optimizer) for chunk in chunks.training), Memory())
         dense, expert = (sum(p.numel for p in parameters if p.expert is kind) for kind in (False, True))
         stages.append(StageEstimate(dense, expert, training, Memory(parameters=weights), training + pool))
-    loss = None if tokens is None else _loss_memory(tokens, response_share, entropy_grad, sizes, dtype)
+    loss = None if tokens is None else _loss_memory(tokens, response_share, sizes, dtype)
     return MemoryEstimate(tuple(stages), teachers, loss)
 
 
-def _loss_memory(tokens: int, share: float, entropy: bool, fields: _Fields, dtype: str) -> LossMemory:
-    """Return what logits and loss of a described model take on a GPU; all sizes are bytes."""
+def _loss_memory(tokens: int, share: float, fields: _Fields, dtype: str) -> dict[str, int]:
     from ...losses.vocab.output_layer import bytes_of_tile
 
-    if type(tokens) is not int or tokens < 1 or not 0 < share <= 1:
-        raise InvalidInputError(f"tokens is {tokens!r}, response_share {share!r}; expected 1 or more, 0 to 1")
     if "hidden_size" not in fields:
         raise InvalidInputError("tokens need a model that is described, not chunks: pass its config")
     own = GPTArguments(**{name: fields[name] for name in GPTArguments.__annotations__ if name in fields})
     tensor, context = (fields.get(name) or 1 for name in _SIZES[:2])
-    rows, width, item = -(-tokens // context), own.padded_vocab_size(tensor) // tensor, ITEM_SIZES[dtype]
-    read, of_row = math.ceil(rows * share), fields["hidden_size"] * item
-    logits, in_fp32 = rows * width * item, rows * width * 4
-    # Megatron converts the logits to fp32, and the gradient back, which is then multiplied twice.
-    dense = max(in_fp32 + (logits if item < 4 else 0), logits + (rows + width) * of_row)
-    # Beside the logits, slime keeps the softmax, which becomes the gradient, and makes that of the entropy.
-    stock = max(dense, in_fp32 * (3 if entropy else 2))
+    rows, columns, item = -(-tokens // context), own.padded_vocab_size(tensor) // tensor, ITEM_SIZES[dtype]
+    selected, of_row = math.ceil(rows * share), fields["hidden_size"] * item
+    selected_logits, in_fp32 = selected * columns * item, rows * columns * 4
+    # Stock code multiplies the gradient of all logits twice, in the dtype of the parameters.
+    layer = rows * columns * item + (rows + columns) * of_row
     # lean-head sums the gradient of hidden states in fp32, converts it, and spreads it over all rows.
-    head = min(bytes_of_tile(read * width * item, "cuda"), read * width * item) + width * of_row
-    head += read * fields["hidden_size"] * 4 + (read * of_row if item < 4 else 0)
-    head += (read + rows) * of_row if read < rows else 0
-    head += rows * of_row if fields.get("sequence_parallel") and tensor > 1 else 0  # they are gathered
-    return LossMemory(stock, max(dense, in_fp32 * 2), head)
+    head = min(bytes_of_tile(selected_logits, "cuda"), selected_logits) + columns * of_row
+    head += selected * (fields["hidden_size"] * 4 + (of_row if item < 4 else 0))
+    head += (selected + rows) * of_row if selected < rows else 0
+    head += rows * of_row if fields.get("sequence_parallel") and tensor > 1 else 0  # all hidden states
+    # Beside the logits, slime keeps a softmax, and makes another one for the entropy; lean-loss a gradient.
+    return {"stock": max(layer, 3 * in_fp32), "lean-loss": max(layer, 2 * in_fp32), "lean-head": head}
 
 
 def _parameters(model: Any, described: _Fields, dtype: str) -> tuple[_Fields, Sequence[Stage]]:

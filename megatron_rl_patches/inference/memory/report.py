@@ -8,7 +8,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from functools import wraps
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -182,23 +184,32 @@ def memory_report(*, pool: TeacherPool | None = None, optimizer: Any = None) -> 
 
 _PEAKS = Message(
     "peak memory by phase until {end}, in GiB: {report}",
-    "It is what torch had allocated on a CUDA device, or host memory (rss) at the ends of a phase.",
+    "It is what torch had allocated on a CUDA device, or host memory (rss) where phases end.",
     "Lower the largest one; memory_phases=0 ends these lines.",
 )
 _open: list[MemoryPhases] = []  # the blocks that are open in this process
-reset_peaks: dict[str, int] = {}  # the highest of torch.cuda.memory_stats() before resets of this module
+_reset_peaks: dict[int, dict[str, int]] = {}
+
+
+def reset_peaks(device: Any = None) -> dict[str, int]:
+    """Return the largest peaks of ``torch.cuda.memory_stats()`` that phases have reset, by name."""
+    from torch.cuda import memory
+
+    device = memory._get_device_index(device, optional=True)  # type: ignore[attr-defined]
+    return _reset_peaks.setdefault(device, {})
 
 
 @dataclass(eq=False)
 class MemoryPhases:
-    """Measures the memory of a block by phase, and logs it as JSON in one line at its end, also if it raises.
+    """Measures peak memory in a block by phase; a line of the log has it as JSON, also if the block raises.
 
-    A pass of ``model``, a chunk or several, is ``forward``, and what follows is ``loss and backward``, with
-    passes that recompute; without grad mode both are ``scoring``. ``optimizer.step()`` is ``step``, and all
-    else counts as ``name``. A block ``with phases("save"):`` is a phase of its own, in which passes begin
-    none. ``phases.peaks`` are bytes by phase. Each phase resets the peaks that torch reports, unless
-    the option ``memory_phases`` is on. Without CUDA, resident memory is read where phases begin or end. There
-    is no collective: global rank 0 ``logs`` its numbers, and each rank that raises. See THUDM/slime#2304.
+    A forward pass of ``model``, which is a chunk or several, is the phase ``forward``. What follows until the
+    next pass or step is ``loss and backward``, with recomputation. Without grad mode, both are ``scoring``.
+    ``optimizer.step()`` is ``step``, a block ``with phases("save"):`` is ``save``, and all else is ``name``.
+    ``phases.peaks`` has bytes by phase. Without CUDA, they are resident memory where a phase ended.
+
+    Phases reset torch's peak statistics, which the option ``memory_phases`` hides from others. No collective
+    runs. Global rank 0 ``logs`` its numbers, and each rank that raises. Source: THUDM/slime#2304.
     """
 
     model: Any = None
@@ -206,61 +217,62 @@ class MemoryPhases:
     name: str = "other"
     logs: bool = True
     peaks: dict[str, int] = field(default_factory=dict)
+    _source: str | None = field(default=None, init=False)
 
     def __enter__(self) -> MemoryPhases:
-        self.phase, self._depth, self._exit = self.name, 0, ExitStack()
+        self.phase = self.name
         self._begin(self.name)
+        with ExitStack() as stack:
+            for chunk in as_chunks(self.model):
+                if hasattr(chunk, "register_forward_pre_hook"):
+                    stack.callback(chunk.register_forward_pre_hook(self._before_forward).remove)
+                    stack.callback(chunk.register_forward_hook(self._after_forward).remove)
+            if inspect.isroutine(step := getattr(self.optimizer, "step", None)):  # not that of a mock
+                measured = wraps(step)(lambda _, *args, **kwargs: self("step")(step)(*args, **kwargs))
+                method = MethodType(measured, self.optimizer)  # schedulers of torch expect one
+                stack.enter_context(replaced(self.optimizer, step=method))
+            self._exit = stack.pop_all()
         _open.append(self)
-        for chunk in as_chunks(self.model):
-            if hasattr(chunk, "register_forward_pre_hook"):
-                self._exit.callback(chunk.register_forward_pre_hook(self._before_forward).remove)
-                self._exit.callback(chunk.register_forward_hook(self._after_forward).remove)
-        if (step := getattr(self.optimizer, "step", None)) is not None:
-            measured: Any = self("step")(lambda _, *args, **kwargs: step(*args, **kwargs))
-            self._exit.enter_context(replaced(self.optimizer, step=measured.__get__(self.optimizer)))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
         self._exit.close()
-        source = self._begin(self.phase)
+        self._begin(self.phase)
         _open.remove(self)
         if kind is not None or (self.logs and is_rank_0()):
-            report = {"measured": source, **{n: round(peak / 2**30, 3) for n, peak in self.peaks.items()}}
+            gib = {name: round(peak / 2**30, 3) for name, peak in self.peaks.items()}
             end = f"{kind.__name__} in {self.phase!r}" if kind else "the end"
-            _PEAKS.log(end=end, report=json.dumps(report))
+            _PEAKS.log(end=end, report=json.dumps({"measured": self._source, **gib}))
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Make the block a phase; if it raises, it lasts until the next one begins."""
-        before = self.phase if self._depth else self.name
+        """Make the block a phase. If the block raises, the phase lasts until another one begins."""
         self._begin(name)
-        with replaced(self, _depth=self._depth + 1):
-            yield
-        self._begin(before)
+        yield
+        self._begin(self.name)
 
     def _before_forward(self, *_: object) -> None:
         import torch
 
-        if not self._depth and torch._C._current_graph_task_id() == -1:  # else backward recomputes
+        if torch._C._current_graph_task_id() == -1:  # backward does not recompute
             self._begin("forward" if torch.is_grad_enabled() else "scoring")
 
     def _after_forward(self, *_: object) -> None:
-        if not self._depth and self.phase == "forward":
+        if self.phase == "forward":
             self._begin("loss and backward")
 
-    @harmless()
-    def _begin(self, phase: str) -> str:
-        """Count what ends here for all open blocks; return where the number comes from."""
-        from torch import cuda
+    def _begin(self, phase: str) -> None:
+        """Add the peak of the phase that ends to all open blocks."""
+        with harmless():
+            from torch import cuda
 
-        stats, source = inspect.unwrap(cuda.memory_stats)(), "rss"  # as torch itself counts
-        if (peak := stats.get("allocated_bytes.all.peak")) is None:  # no context; to ask creates none
-            peak = psutil.Process().memory_info().rss
-        else:
-            source = f"cuda:{cuda.current_device()}"
-            reset_peaks.update({n: max(v, reset_peaks.get(n, v)) for n, v in stats.items() if ".peak" in n})
-            inspect.unwrap(cuda.reset_peak_memory_stats)()
-        for each in _open:
-            each.peaks[each.phase] = max(each.peaks.get(each.phase, 0), peak)
+            if stats := inspect.unwrap(cuda.memory_stats)():  # torch's own
+                self._source, peak = f"cuda:{cuda.current_device()}", stats["allocated_bytes.all.peak"]
+                peaks = reset_peaks()
+                peaks |= {n: max(size, peaks.get(n, 0)) for n, size in stats.items() if ".peak" in n}
+                inspect.unwrap(cuda.reset_peak_memory_stats)()
+            else:  # this process uses no GPU
+                self._source, peak = "rss", psutil.Process().memory_info().rss
+            for block in _open:
+                block.peaks[block.phase] = max(block.peaks.get(block.phase, 0), peak)
         self.phase = phase
-        return source

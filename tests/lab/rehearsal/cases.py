@@ -70,9 +70,8 @@ def count(setup: Setup, head: str) -> tuple[Recorder, int, int]:
     make, options = HEADS[head]
     with recording() as recorder:
         hidden, weight = layer(setup.dtype, setup.hidden, rows=setup.rows, vocabulary=setup.vocabulary)
-        targets = ids(
-            len(range(setup.rows)[options.get("rows", slice(None))])
-        )  # which the caller holds until the end
+        rows = range(setup.rows)[options.get("rows", slice(None))]
+        targets = ids(len(rows))  # which the caller holds until the end
         options = {"temperature": 0.8, **options}
         values = losses.vocab_parallel_log_probs_and_entropy(make(hidden, weight), targets, **options)
         sum(value.sum() for value in values).backward()

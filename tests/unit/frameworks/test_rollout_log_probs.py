@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.frameworks.rollout_log_probs import check_rollout
-from megatron_rl_patches.frameworks.training import update_verl_actor
+from megatron_rl_patches.frameworks.training import score, update_verl_actor
 from megatron_rl_patches.reentry import guard, training_warnings
 
 pytestmark = pytest.mark.usefixtures("nothing_reported")
@@ -121,11 +122,9 @@ def test_what_verl_samples_from(
     config = SimpleNamespace(actor=SimpleNamespace(strategy=options["strategy"]), rollout=rollout)
     settings = SimpleNamespace(warn=options["warn"], memory_phases=True)
     chunk = torch.nn.Linear(2, 2)
-    engine = SimpleNamespace(module=[chunk], optimizer=torch.optim.SGD(chunk.parameters(), 0.1))
+    engine = SimpleNamespace(module=[chunk], optimizer=None)
     worker = SimpleNamespace(config=config, actor=SimpleNamespace(engine=engine))
-    call = Call(
-        lambda data: chunk(data) is engine.optimizer.step(), (torch.ones(2),), {}, worker, options=settings
-    )
-    assert update_verl_actor(call) is False
+    call = Call(lambda data: chunk(data).shape, (torch.ones(2),), {}, worker, options=settings)
+    assert score(call) == update_verl_actor(call) == (2,)
     assert (len(training_warnings.reported()), compare.call_count) == (is_reported, 1)
-    assert '"forward": ' in caplog.messages[-1] and '"step": ' in caplog.messages[-1]
+    assert re.search(r'"scoring": .*"forward": ', caplog.messages[-1])
