@@ -2,5 +2,6 @@
 
 from .forward_pre_hooks import preserved_hooks
 from .guard import TrainGuard, reentrant_train
+from .self_ratio import RatioReport, SelfRatio
 
-__all__ = ["TrainGuard", "preserved_hooks", "reentrant_train"]
+__all__ = ["RatioReport", "SelfRatio", "TrainGuard", "preserved_hooks", "reentrant_train"]

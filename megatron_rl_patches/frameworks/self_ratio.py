@@ -1,0 +1,130 @@
+"""The first training step after scoring, in slime, vime, OpenClaw-RL, miles and verl.
+
+Functions have the names of those that they run around. Log-probs are compared where a policy loss gets both.
+Without scores of the trainer (``--use-rollout-logprobs``, verl's ``bypass_mode``) nothing is compared.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from weakref import WeakSet
+
+import torch.distributed as dist
+
+from ..common.messages import Message
+from ..common.scopes import Scope
+from ..engine.call import Call
+from ..errors import LogProbsDiffer
+from ..losses.objectives import finite
+from ..reentry import SelfRatio
+from ..reentry.training_warnings import harmless
+from . import own_options
+from .microbatch_layout import groups_of
+
+_OFF = Message(
+    "log-probs of the first training step are not those that were scored with the same weights; on rank "
+    "{rank}: {report}",
+    "Ratios of probabilities are not 1 before any update, so clipping and importance weights are wrong.",
+    "Remove the cause, or raise self_ratio_limit.",
+)
+#: The comparison of the step that runs, and masks of its microbatches: a loss that is recomputed runs twice.
+_step: Scope[tuple[SelfRatio, list[Any]]] = Scope("self_ratio")
+_policy_loss: Scope[Call] = Scope("self_ratio_policy_loss")
+#: Workers of verl that have scored since their last step.
+_scored: WeakSet[Any] = WeakSet()
+
+
+def train_one_step(call: Call) -> Any:
+    """Train one step of slime or miles; the first one of a rollout has the weights that scored."""
+    args = call["args"]
+    if call["step_id"] or getattr(args, "keep_old_actor", False):  # which scores with other weights
+        return call()
+    replays = any(getattr(args, f"use_{each}routing_replay", False) for each in ("", "rollout_"))
+    known = (getattr(args, name, None) for name in ("vocab_size", "rollout_top_p"))
+    return _compared(call, call["model"], *known, replays or None)
+
+
+def policy_loss_function(call: Call) -> Any:
+    """Compute the policy loss, whose batch :func:`get_log_probs_and_entropy` reads."""
+    step, masks = _step.get(), call["batch"]["loss_masks"]
+    if step is None or any(masks is others for others in step[1]):
+        return call()
+    step[1].append(masks)
+    with _policy_loss.enter(call):
+        return call()
+
+
+def get_log_probs_and_entropy(call: Call) -> Any:
+    """Return the framework's scores, which are compared in the policy loss of a compared step."""
+    returned, step, loss = call(), _step.get(), _policy_loss.get()
+    if step is not None and loss is not None and loss["batch"].get("log_probs"):
+        with harmless():
+            _add(step[0], loss, returned[1] if isinstance(returned, tuple) else returned)
+    return returned
+
+
+def _add(ratio: SelfRatio, loss: Call, scores: dict[str, Any]) -> None:
+    batch, trained, entropies = loss["batch"], scores["log_probs"], scores.get("entropy")
+    masks, prompts = batch["loss_masks"], None
+    if groups_of(loss.function).cp_size == 1:
+        lengths = zip(batch["total_lengths"], batch["response_lengths"], strict=True)
+        prompts = [total - response for total, response in lengths]
+    else:
+        parts = list(map(len, trained))
+        counted_n = finite.counted_tokens(loss["sum_of_sample_mean"], sum(parts), trained[0].device)
+        masks = counted_n.split_with_sizes(parts)
+    has_entropies = entropies and all(each is not None for each in entropies)
+    entropies = entropies if has_entropies else None
+    ratio.add(trained, batch["log_probs"], masks, entropies=entropies, prompts=prompts)
+
+
+def verl_infer_batch(call: Call) -> Any:
+    """Score with verl's worker; without its adapter, the actor is the reference."""
+    if "no_lora_adapter" not in call["data"]:
+        _scored.add(call.instance)
+    return call()
+
+
+def verl_train_batch(call: Call) -> Any:
+    """Train one step of verl's worker; the first one after scoring has the weights that scored."""
+    worker = call.instance
+    if worker not in _scored:
+        return call()
+    _scored.discard(worker)
+    config = getattr(getattr(worker.engine, "model_config", None), "hf_config", None)
+    return _compared(call, worker.engine.module, getattr(config, "vocab_size", None))
+
+
+def verl_get_policy_loss_fn(call: Call) -> Any:
+    """Return a policy loss, which compares the log-probs that it gets in a compared step."""
+    loss, step = call(), _step.get()
+    if step is None:
+        return loss
+
+    @functools.wraps(loss)
+    def compared(*args: Any, **kwargs: Any) -> Any:
+        with harmless():
+            step[0].add(kwargs["log_prob"], kwargs["old_log_prob"], kwargs["response_mask"])
+        return loss(*args, **kwargs)
+
+    return compared
+
+
+def _compared(call: Call, model: Any, *known: Any) -> Any:
+    """Run a step, and report how its log-probs differ from those that were scored, if it has both."""
+    if "self-ratio" in own_options and not call.options.self_ratio_every:
+        return call()
+    ratio, report = SelfRatio(model, call.options.self_ratio_limit, *known), None
+    with _step.enter((ratio, [])):
+        result = call()
+    with harmless():
+        report = ratio.report()
+    if report is not None:
+        own_options["self-ratio"] = f"{'off' if report.is_off else 'fine'}: {report}"
+    if report is not None and report.is_off:
+        values = {"rank": dist.get_rank() if dist.is_initialized() else 0, "report": report}
+        _OFF.log(**values)
+        if call.options.self_ratio_raises:
+            raise LogProbsDiffer(_OFF.text(**values))
+    return result
