@@ -166,32 +166,33 @@ class SelfRatio:
         low, high, same, tokens = min(n["low"]), max(n["high"]), self.limit / 1000, sum(n["tokens"])
         variance, covariance = mean["xx"] - mean["x"] ** 2, mean["xd"] - mean["x"] * mean["d"]
         explained = covariance**2 / (variance * (mean["dd"] - mean["d"] ** 2) or math.inf)
-        one_sign, is_all = min(high, -low) <= same, mean["differ"] > 0.9
+        one_sign, infinite = min(high, -low) <= same, any(n["not_finite"])
         is_linear, is_few = (
             explained > 0.2 + 4 / tokens and not one_sign,
             mean["size"] ** 2 < 0.3 * mean["dd"],
         )
-        is_noise = is_all and not is_linear and not one_sign
+        is_noise = mean["differ"] > 0.9 and not is_linear and not one_sign
         is_rounding = mean["dd"] < 0.05**2 and mean["d"] ** 2 < (0.04 + 4 / tokens) * mean["dd"]
+        is_rounding = is_rounding and mean["late"] < 0.75 * mean["size"]  # it does not grow with the position
         samples = [*zip(n["differ"], n["after"], n["first"], self._prompts, strict=True)]
         changed = [sample for sample in samples if sample[0]]
         is_rest = all(many > 0.9 * after for many, after, *_ in changed) and len(changed) < len(samples)
         is_late = all(prompt is None or prompt + first >= topk for *_, first, prompt in changed)
-        fits = {  # how well each does; 0: not at all
-            f"temperature, {1 + covariance / (variance or 1):.3g} times as high in scoring": 4 * is_linear,
-            f"dropout, at a rate of {rate:g}" if chunks else "dropout": is_noise
-            * (3 * bool(rate) or not chunks),
-            f"padded vocabulary, of {logits or 'unknown'} logits": (1 if padding == math.inf else 3)
-            * (one_sign and 0 < mean["size"] < 3 * padding),
-            "mask of top-p or top-k": (2 if sum(n["not_finite"]) else 1)
-            * (self.top_p != 1 and one_sign)
-            * (max(high, -low) <= same - math.log(self.top_p or 1e-300)),
-            "precision of the head": is_noise
-            and is_rounding
-            and mean["late"] < 0.75 * mean["size"]
-            and bool(not configs or most("bf16", "fp16")),
-            "router replay": bool(most("num_moe_experts")) * (2 * bool(replays) + is_few),
-            f"sparse attention to the top {topk}": 3 * (bool(topk) and is_late),
-            "changed packing": 2 * is_rest,
-        }
-        return sorted((cause for cause, fit in fits.items() if fit), key=lambda cause: -fits[cause])
+        is_mask = one_sign and max(high, -low) <= same - math.log(self.top_p or 1e-300)
+        times = 1 + covariance / (variance or 1)
+        causes = [  # how much a cause says, whether it fits, and its name
+            (4, is_linear, f"temperature, {times:.3g} times as high in scoring"),
+            (3, is_noise and rate, f"dropout, at a rate of {rate:g}"),
+            (3, topk and is_late, f"sparse attention to the top {topk}"),
+            (
+                3 if padding < math.inf else 1,
+                one_sign and not infinite and 0 < mean["size"] < 3 * padding,
+                f"padded vocabulary, of {logits or 'unknown'} logits",
+            ),
+            (2 if infinite else 1, is_mask and self.top_p != 1, "mask of top-p or top-k"),
+            (2, most("num_moe_experts") and (is_few or replays), "router replay"),
+            (2, is_rest, "changed packing"),
+            (1, is_noise and is_rounding and (not chunks or most("bf16", "fp16")), "precision of the head"),
+            (0, is_noise and not chunks, "dropout"),
+        ]
+        return [cause for _, fits, cause in sorted(causes, key=lambda each: -each[0]) if fits]
