@@ -37,4 +37,4 @@ class NonFiniteGradients(MegatronRLPatchesError, ArithmeticError):
 
 
 class LogProbsDiffer(MegatronRLPatchesError, ArithmeticError):
-    """Training computes other log-probs than those scored with the same weights; raised on a rank that sees it."""
+    """Log-probs of training are not those scored with the same weights; raised on ranks that see it."""

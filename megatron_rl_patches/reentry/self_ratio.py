@@ -46,13 +46,17 @@ class RatioReport:
     is_off: bool
 
     def __str__(self) -> str:
-        worst = ", ".join(f"{d:+.2g} at token {at} of sample {i}" for d, i, at in self.worst)
-        return (
+        text = (
             f"{self.mean:.2g} nats on average and {self.largest:.2g} at most, {self.above} of {self.tokens} "
             f"tokens above the limit, {self.not_finite} not finite; ratios from {self.ratio[0]:.3g} to "
-            f"{self.ratio[2]:.3g}, {self.ratio[1]:.3g} on average; worst: {worst or 'none'}; "
-            f"what fits: {', '.join(self.causes) or 'no known cause' if self.worst else 'nothing to explain'}"
+            f"{self.ratio[2]:.3g}, {self.ratio[1]:.3g} on average"
         )
+        if self.worst:
+            text += "; worst: " + ", ".join(
+                f"{d:+.2g} at token {at} of sample {i}" for d, i, at in self.worst
+            )
+            text += f"; what fits: {', or '.join(self.causes) or 'no known cause'}"
+        return text
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""``self-ratio`` in the training loop of unmodified checkouts, whose own ``forward_only`` scores.
+"""``self-ratio`` in the training loops of unmodified checkouts, and of verl's package, which score before.
 
-A run whose passes differ in one thing is warned of, with its cause; the same run without it is silent, and
-ends at the same weights as without the patch.
+A run whose passes differ in one thing is warned of, with its cause. The run without it is silent, and ends at
+the same weights as without the patch.
 """
 
 from __future__ import annotations
@@ -11,43 +11,89 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron_rl_patches import applied
-from megatron_rl_patches.errors import LogProbsDiffer
 from megatron_rl_patches.frameworks import own_options, self_ratio
-from tests.frameworks.import_stubs import job_of
-from tests.ranks import on_ranks
+from megatron_rl_patches.reentry import SelfRatio
+from tests.frameworks.import_stubs import job_of, prepare
+from tests.frameworks.rollouts import LOCAL, TRANSFORMER_ENGINE
+from tests.frameworks.test_self_ratio import PATCH, warnings_of
+from tests.ranks import everywhere, on_ranks
 
-PATCH = "self-ratio"
+pytestmark = pytest.mark.slow
 
 
-def rollouts(job: Any, number: int = 1, **scoring: Any) -> list[str]:
-    """Score and train; return the messages that are logged. Arguments are other ones while scoring."""
-    with mock.patch.object(type(self_ratio._OFF), "log") as log:
-        for _ in range(number):
-            with mock.patch.multiple(job.args, **scoring) if scoring else nullcontext():
-                scored = job.log_probs()
-            rollout = job._rollout_data
-            with mock.patch.object(job, "_rollout_data", lambda n: rollout(n) | {"log_probs": scored}):
-                job.train(1)
-    return [self_ratio._OFF.text(**call.kwargs) for call in log.call_args_list if "causes" in call.kwargs]
+def rollouts(job: Any, **scoring: Any) -> None:
+    """Score and train twice, with other arguments while scoring."""
+    own = job._rollout_data
+    for _ in range(2):
+        with mock.patch.multiple(job.args, **scoring) if scoring else nullcontext():
+            scored = {"log_probs": job.log_probs()}
+        with mock.patch.object(job, "_rollout_data", lambda n, scored=scored: own(n) | scored):
+            job.train(1)
 
 
 @pytest.mark.frameworks
-@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "layout"), [(LOCAL, {}), (TRANSFORMER_ENGINE, {"tp": 2})])
 @pytest.mark.parametrize("framework", ["slime", "miles"])
-@on_ranks(1, timeout=400)
-def test_slime_and_miles(framework: str, paths: list[str]) -> None:
+@on_ranks(lambda layout: 2 if layout else 1, timeout=400)
+def test_slime_and_miles(framework: str, layers: str, layout: dict[str, int], paths: list[str]) -> None:
     job_type = job_of(framework, paths)
     from tests.frameworks.real_jobs import POLICY
 
-    for name, flags, scoring, in (
-        ("clean", {}, {}),
-        ("dropout", {"hidden_dropout": .1}, {}),
-        ("temp", {}, {"rollout_temperature": .7}),
-    ):
-        own_options.clear()
-        job = job_type({**POLICY, **flags})
-        with applied("reentrant-train", PATCH):
-            print(name, rollouts(job, 2, **scoring), own_options)
-    assert 0
+    def job(**flags: Any) -> Any:
+        return job_type(POLICY | flags, layers=layers, **layout)
+
+    clean, unpatched = job(), job()
+    assert warnings_of(lambda: rollouts(clean)) == []
+    assert own_options[PATCH].startswith("fine: 0 nats on average and 0 at most")
+    with applied("reentrant-train"):
+        rollouts(unpatched)
+    assert clean.checksum() == unpatched.checksum()
+
+    [report] = warnings_of(lambda: rollouts(job(hidden_dropout=0.1)))
+    assert "what fits: dropout, at a rate of 0.1" in report
+    assert len(warnings_of(lambda: rollouts(job(hidden_dropout=0.1)), every=True)) == 2
+    [report] = warnings_of(lambda: rollouts(job(), rollout_temperature=0.7))
+    assert "what fits: temperature, 0." in report
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("framework", ["slime", "miles"])
+@on_ranks(2, timeout=400)
+def test_context_parallelism(framework: str, paths: list[str]) -> None:
+    """Each rank compares its part, of old log-probs that differ by up to 0.15 from those of the policy."""
+    prepare(paths)
+    from tests.frameworks.loss_jobs import RESPONSES, LossJob, initialize
+
+    initialize(cp=2)
+    job, ratio = LossJob(framework), SelfRatio()
+    batch = job.batch()
+    batch["loss_masks"][1][0] = 0
+    with applied(PATCH), self_ratio._step.enter((ratio, [])):
+        job.loss(batch=batch)
+    reports = everywhere(ratio.report())
+    assert sum(report.tokens for report in reports) == sum(RESPONSES) - 1
+    assert max(report.largest for report in reports) == pytest.approx(0.15, abs=1e-5)
+
+
+@on_ranks(1, timeout=400)
+def test_verl(verl: list[str]) -> None:
+    prepare(verl)
+    from tests.frameworks.verl_jobs import EngineJob
+
+    clean, unpatched = EngineJob(), EngineJob()
+    assert warnings_of(lambda: [clean.update(clean.scored()) for _ in range(2)]) == []
+    assert own_options[PATCH].startswith("fine: 0 nats on average and 0 at most")
+    for _ in range(2):
+        unpatched.update(unpatched.scored())
+    assert all(map(torch.equal, clean.weights(), unpatched.weights()))
+
+    job = EngineJob(config={"hidden_dropout": 0.1})
+    reports = warnings_of(lambda: [job.update(job.scored()) for _ in range(2)], every=True)
+    assert len(reports) == 2 and all("dropout, at a rate of 0.1" in report for report in reports)
+    # As in bypass_mode: the worker has not scored.
+    assert warnings_of(lambda: job.update()) == [] and PATCH not in own_options
+    [report] = warnings_of(lambda: clean.update(clean.scored(temperature=1.0)))
+    assert "what fits: temperature, 1.4" in report
