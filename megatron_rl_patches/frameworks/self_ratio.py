@@ -79,14 +79,14 @@ def _add(ratio: SelfRatio, loss: Call, scores: dict[str, Any]) -> None:
     ratio.add(trained, batch["log_probs"], masks, entropies=entropies, prompts=prompts)
 
 
-def verl_infer_batch(call: Call) -> Any:
+def infer_batch(call: Call) -> Any:
     """Score with verl's worker; without its adapter, the actor is the reference."""
     if "no_lora_adapter" not in call["data"]:
         _scored.add(call.instance)
     return call()
 
 
-def verl_train_batch(call: Call) -> Any:
+def train_batch(call: Call) -> Any:
     """Train one step of verl's worker; the first one after scoring has the weights that scored."""
     worker = call.instance
     if worker not in _scored:
@@ -96,7 +96,7 @@ def verl_train_batch(call: Call) -> Any:
     return _compared(call, worker.engine.module, getattr(config, "vocab_size", None))
 
 
-def verl_get_policy_loss_fn(call: Call) -> Any:
+def get_policy_loss_fn(call: Call) -> Any:
     """Return a policy loss, which compares the log-probs that it gets in a compared step."""
     loss, step = call(), _step.get()
     if step is None:

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from ..engine.patch import Patch
 from ..errors import PatchError
 from ..frameworks import SLIME_LOSSES, megatron_utils, miles_losses, own_options
-
-_ADAPTERS = ".frameworks.self_ratio"
-_VERL = "verl.workers.engine_workers"
 
 
 @dataclass(frozen=True)
@@ -38,9 +36,7 @@ class SelfRatioOptions:
 
     def __post_init__(self) -> None:
         if not self.self_ratio_limit > 0:
-            raise PatchError(
-                f"self_ratio_limit is {self.self_ratio_limit}; expected a number of nats above 0"
-            )
+            raise PatchError(f"self_ratio_limit is {self.self_ratio_limit}; expected nats above 0")
 
 
 # --- sites
@@ -53,18 +49,16 @@ patch = Patch(
     last=True,  # lean-loss replaces get_log_probs_and_entropy, unless something wraps it already
 )
 
-for _modules, _name, _parameters in (
-    (megatron_utils("model"), "train_one_step", ("args", "step_id", "model")),
-    ([*SLIME_LOSSES, *miles_losses("losses")], "policy_loss_function", ("batch", "sum_of_sample_mean")),
-    ([*SLIME_LOSSES, *miles_losses("logit_processors")], "get_log_probs_and_entropy", ()),
-    (_VERL, "TrainingWorker.infer_batch", ("data",)),
-    (_VERL, "TrainingWorker.train_batch", ()),
-    ("verl.trainer.ppo.core_algos", "get_policy_loss_fn", ()),
+_SHOWS: dict[str, Any] = {"detail": partial(own_options.get, "self-ratio", "")}
+_WORKER = "verl.workers.engine_workers"
+_STEPS = ("TrainingWorker.infer_batch", "TrainingWorker.train_batch")
+_READ = ("batch", "sum_of_sample_mean")
+for _modules, _name, _options in (
+    (megatron_utils("model"), "train_one_step", {"parameters": ("args", "step_id", "model"), **_SHOWS}),
+    ([*SLIME_LOSSES, *miles_losses("losses")], "policy_loss_function", {"parameters": _READ}),
+    ([*SLIME_LOSSES, *miles_losses("logit_processors")], "get_log_probs_and_entropy", {}),
+    (_WORKER, _STEPS[0], {"parameters": ("data",), "optional_module": True}),
+    (_WORKER, _STEPS[1], {"optional_module": True, **_SHOWS}),
+    ("verl.trainer.ppo.core_algos", "get_policy_loss_fn", {"helps": _STEPS}),
 ):
-    patch.wrap(
-        _modules,
-        _name,
-        f"{_ADAPTERS}:{'verl_' * ('verl' in _modules[:4])}{_name.rpartition('.')[2]}",
-        parameters=_parameters,
-        detail=partial(own_options.get, "self-ratio", "") if "train" in _name else None,
-    )
+    patch.wrap(_modules, _name, f".frameworks.self_ratio:{_name.rpartition('.')[2]}", **_options)

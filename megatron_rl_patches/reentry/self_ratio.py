@@ -102,7 +102,7 @@ class SelfRatio:
         import torch
 
         def padded(values: Sequence[Tensor]) -> Tensor:
-            return torch.nn.utils.rnn.pad_sequence([each.detach().double() for each in values], True)
+            return torch.nn.utils.rnn.pad_sequence([*values], batch_first=True).double()
 
         masks = [torch.ones_like(each) for each in trained] if masks is None else masks
         of_all = trained, scored, masks, trained if entropies is None else entropies

@@ -13,7 +13,7 @@ from torch import Tensor
 import megatron_rl_patches as mrp
 from megatron_rl_patches import inference, losses, testing
 from megatron_rl_patches.hooks import on_megatron_init, pre_wrap
-from megatron_rl_patches.reentry import TrainGuard, preserved_hooks, reentrant_train
+from megatron_rl_patches.reentry import RatioReport, SelfRatio, TrainGuard, preserved_hooks, reentrant_train
 
 Model = Sequence[torch.nn.Module]
 LossResult = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -67,6 +67,13 @@ def own_loop(loop: Callable[[Model], float], model: Model, optimizer: Any) -> It
     with preserved_hooks(model), TrainGuard(model, optimizer):
         decorated: Callable[[Model], float] = reentrant_train(loop, optimizer=optimizer)
         yield decorated(model) + sum(train(model, optimizer))
+
+
+def own_ratio(model: Model, trained: list[Tensor], scored: list[Tensor]) -> list[str]:
+    ratio = SelfRatio(model, limit=0.01, vocab_size=50_000)
+    ratio.add(trained, scored, entropies=None, prompts=[4] * len(trained))
+    report: RatioReport | None = ratio.report()
+    return [] if report is None else report.causes
 
 
 def own_models(provider: Callable[..., torch.nn.Module], config: Any, path: Path) -> tuple[Model, int]:
