@@ -30,7 +30,8 @@ _OFF = Message(
 )
 #: The comparison of the step that runs, and masks of its microbatches: a loss that is recomputed runs twice.
 _step: Scope[tuple[SelfRatio, list[Any]]] = Scope("self_ratio")
-_policy_loss: Scope[Call] = Scope("self_ratio_policy_loss")
+#: The call of the policy loss, until its log-probs are known; OpenClaw-RL computes some a second time.
+_policy_loss: Scope[list[Call]] = Scope("self_ratio_policy_loss")
 #: Workers of verl that have scored since their last step.
 _scored: WeakSet[Any] = WeakSet()
 
@@ -51,16 +52,16 @@ def policy_loss_function(call: Call) -> Any:
     if step is None or any(masks is others for others in step[1]):
         return call()
     step[1].append(masks)
-    with _policy_loss.enter(call):
+    with _policy_loss.enter([call] if call["batch"].get("log_probs") else []):
         return call()
 
 
 def get_log_probs_and_entropy(call: Call) -> Any:
     """Return the framework's scores, which are compared in the policy loss of a compared step."""
-    returned, step, loss = call(), _step.get(), _policy_loss.get()
-    if step is not None and loss is not None and loss["batch"].get("log_probs"):
+    returned, step, losses = call(), _step.get(), _policy_loss.get()
+    if step is not None and losses:
         with harmless():
-            _add(step[0], loss, returned[1] if isinstance(returned, tuple) else returned)
+            _add(step[0], losses.pop(), returned[1] if isinstance(returned, tuple) else returned)
     return returned
 
 

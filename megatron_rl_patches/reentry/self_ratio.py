@@ -51,12 +51,10 @@ class RatioReport:
             f"tokens above the limit, {self.not_finite} not finite; ratios from {self.ratio[0]:.3g} to "
             f"{self.ratio[2]:.3g}, {self.ratio[1]:.3g} on average"
         )
-        if self.worst:
-            text += "; worst: " + ", ".join(
-                f"{d:+.2g} at token {at} of sample {i}" for d, i, at in self.worst
-            )
-            text += f"; what fits: {', or '.join(self.causes) or 'no known cause'}"
-        return text
+        if not self.worst:
+            return text
+        worst = ", ".join(f"{d:+.2g} at token {at} of sample {i}" for d, i, at in self.worst)
+        return f"{text}; worst: {worst}; what fits: {', or '.join(self.causes) or 'no known cause'}"
 
 
 @dataclass
@@ -166,37 +164,35 @@ class SelfRatio:
         logits = max((attribute_of(chunk, "vocab_size", 0) for chunk in chunks), default=0)
         padding = math.log(logits / self.vocab_size) if logits and self.vocab_size else math.inf
         replays, topk = self.replays_routes or most("moe_enable_routing_replay"), most("dsa_indexer_topk")
+        is_low = not chunks or most("bf16", "fp16")
 
-        low, high, same, tokens = min(n["low"]), max(n["high"]), self.limit / 1000, sum(n["tokens"])
+        low, high, same, tokens = min(n["low"]), max(n["high"]), self.limit / 1000, max(sum(n["tokens"]), 1)
+        one_sign, infinite = min(high, -low) <= same, any(n["not_finite"])
         variance, covariance = mean["xx"] - mean["x"] ** 2, mean["xd"] - mean["x"] * mean["d"]
         explained = covariance**2 / (variance * (mean["dd"] - mean["d"] ** 2) or math.inf)
-        one_sign, infinite = min(high, -low) <= same, any(n["not_finite"])
-        is_linear, is_few = (
-            explained > 0.2 + 4 / tokens and not one_sign,
-            mean["size"] ** 2 < 0.3 * mean["dd"],
-        )
+        is_linear = explained > 0.2 + 4 / tokens and not one_sign
         is_noise = mean["differ"] > 0.9 and not is_linear and not one_sign
+        is_few = mean["size"] ** 2 < 0.3 * mean["dd"]
         is_rounding = mean["dd"] < 0.05**2 and mean["d"] ** 2 < (0.04 + 4 / tokens) * mean["dd"]
         is_rounding = is_rounding and mean["late"] < 0.75 * mean["size"]  # it does not grow with the position
+        is_mask = one_sign and max(high, -low) <= same - math.log(self.top_p or 1e-300)
         samples = [*zip(n["differ"], n["after"], n["first"], self._prompts, strict=True)]
         changed = [sample for sample in samples if sample[0]]
         is_rest = all(many > 0.9 * after for many, after, *_ in changed) and len(changed) < len(samples)
         is_late = all(prompt is None or prompt + first >= topk for *_, first, prompt in changed)
-        is_mask = one_sign and max(high, -low) <= same - math.log(self.top_p or 1e-300)
-        times = 1 + covariance / (variance or 1)
-        causes = [  # how much a cause says, whether it fits, and its name
-            (4, is_linear, f"temperature, {times:.3g} times as high in scoring"),
+        causes = (  # how much a cause says, whether it fits, and its name
+            (4, is_linear, f"temperature, {1 + covariance / (variance or 1):.3g} times as high in scoring"),
             (3, is_noise and rate, f"dropout, at a rate of {rate:g}"),
             (3, topk and is_late, f"sparse attention to the top {topk}"),
             (
                 3 if padding < math.inf else 1,
-                one_sign and not infinite and 0 < mean["size"] < 3 * padding,
+                one_sign and not infinite and mean["size"] < 3 * padding,
                 f"padded vocabulary, of {logits or 'unknown'} logits",
             ),
             (2 if infinite else 1, is_mask and self.top_p != 1, "mask of top-p or top-k"),
             (2, most("num_moe_experts") and (is_few or replays), "router replay"),
             (2, is_rest, "changed packing"),
-            (1, is_noise and is_rounding and (not chunks or most("bf16", "fp16")), "precision of the head"),
+            (1, is_noise and is_rounding and is_low, "precision of the head"),
             (0, is_noise and not chunks, "dropout"),
-        ]
+        )
         return [cause for _, fits, cause in sorted(causes, key=lambda each: -each[0]) if fits]

@@ -51,6 +51,7 @@ def test_values_that_are_not_finite(value: float) -> None:
     report = report_of((1, 1, value))
     assert (report.tokens, report.above, report.not_finite, report.is_off) == (5, 1, 1, True)
     assert (report.mean, report.largest, report.worst) == (0, 0, [(math.inf, 1, 1)])
+    assert report_of(*((i, at, value) for i in (0, 1) for at in range(len(SCORED[i])))).not_finite == 5
     masks = [torch.ones(3), torch.tensor([1, 0])]
     assert not report_of((1, 1, value), masks=masks).is_off
     same = SelfRatio()
