@@ -67,17 +67,14 @@ def get_log_probs_and_entropy(call: Call) -> Any:
 
 def _add(ratio: SelfRatio, loss: Call, scores: dict[str, Any]) -> None:
     batch, trained, entropies = loss["batch"], scores["log_probs"], scores.get("entropy")
-    masks, prompts = batch["loss_masks"], None
-    if groups_of(loss.function).cp_size == 1:
-        lengths = zip(batch["total_lengths"], batch["response_lengths"], strict=True)
-        prompts = [total - response for total, response in lengths]
-    else:
-        parts = list(map(len, trained))
-        counted_n = finite.counted_tokens(loss["sum_of_sample_mean"], sum(parts), trained[0].device)
-        masks = counted_n.split_with_sizes(parts)
+    masks, lengths = batch["loss_masks"], list(map(len, trained))
+    sizes = zip(batch["total_lengths"], batch["response_lengths"], strict=True)
+    prompts: list[int] | None = [total - response for total, response in sizes]
+    if groups_of(loss.function).cp_size > 1:  # this rank has parts of the responses, and masks are whole
+        counted_n = finite.counted_tokens(loss["sum_of_sample_mean"], sum(lengths), trained[0].device)
+        masks, prompts = counted_n.split_with_sizes(lengths), None
     has_entropies = entropies and all(each is not None for each in entropies)
-    entropies = entropies if has_entropies else None
-    ratio.add(trained, batch["log_probs"], masks, entropies=entropies, prompts=prompts)
+    ratio.add(trained, batch["log_probs"], masks, entropies if has_entropies else None, prompts)
 
 
 def infer_batch(call: Call) -> Any:
@@ -89,12 +86,12 @@ def infer_batch(call: Call) -> Any:
 
 def train_batch(call: Call) -> Any:
     """Train one step of verl's worker; the first one after scoring has the weights that scored."""
-    worker = call.instance
-    if worker not in _scored:
+    worker, engine = call.instance, call.instance.engine
+    if worker not in _scored or not isinstance(engine.module, list):  # of chunks: Megatron's engine
         return call()
     _scored.discard(worker)
-    config = getattr(getattr(worker.engine, "model_config", None), "hf_config", None)
-    return _compared(call, worker.engine.module, getattr(config, "vocab_size", None))
+    hf_config = getattr(getattr(engine, "model_config", None), "hf_config", None)
+    return _compared(call, engine.module, getattr(hf_config, "vocab_size", None))
 
 
 def get_policy_loss_fn(call: Call) -> Any:
@@ -124,8 +121,9 @@ def _compared(call: Call, model: Any, *known: Any) -> Any:
     if report is not None:
         own_options["self-ratio"] = f"{'off' if report.is_off else 'fine'}: {report}"
     if report is not None and report.is_off:
-        values = {"rank": dist.get_rank() if dist.is_initialized() else 0, "report": report}
-        _OFF.log(**values)
+        values = {"rank": dist.get_rank(), "report": report}
+        if dist.get_rank(groups_of().tp_group) == 0:  # the others have the same log-probs
+            _OFF.log(**values)
         if call.options.self_ratio_raises:
             raise LogProbsDiffer(_OFF.text(**values))
     return result

@@ -1,8 +1,8 @@
 """The self-ratio check: log-probs of training against those that were scored with the same weights.
 
-Until weights step, their ratio is 1 for each token. Where it is not, clipping and importance weights act on
-what no update has changed (NVIDIA/Megatron-LM#2370, #7169, alibaba/ROLL#284). Nothing here starts a
-collective, draws a random number or has a gradient, and only :meth:`SelfRatio.report` waits for a device.
+Until weights step, their ratio is 1 for each token, or clipping and importance weights act on what no update
+has changed (NVIDIA/Megatron-LM#2370, #7169, alibaba/ROLL#284). Nothing here starts a collective, draws a
+random number or has a gradient, and only :meth:`SelfRatio.report` waits for a device.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ _NAMES = (*_SUMS, "low", "high", "worst", "at", "first", "after")
 
 @dataclass(frozen=True)
 class RatioReport:
-    """By how much two sets of log-probs differ, at the tokens of this rank that count.
+    """By how much two sets of log-probs differ, at the tokens of this rank that count, in nats.
 
-    ``mean`` and ``largest`` are absolute differences in nats; ``ratio`` is the least, mean and greatest
-    ``exp(trained - scored)``; ``worst`` has differences with sample and token. Tokens that are ``not_finite``
-    on one side alone are among those ``above`` the limit. ``causes`` are known ones that fit, best first.
-    ``is_off``: the mean is above a tenth of the limit, a token in 200 above it, or any is not finite. What
-    bfloat16 does to samples that are packed in another way should stay below.
+    ``ratio`` is the least, mean and greatest ``exp(trained - scored)``; ``worst`` has differences with sample
+    and token; tokens that are ``not_finite`` on one side alone are ``above`` the limit, too; ``causes`` fit,
+    the best first. ``is_off``: the mean is above a tenth of the limit, a token in 200 above it, or any is not
+    finite. What bfloat16 does to samples that are packed in another way should stay below.
     """
 
     tokens: int
@@ -46,28 +45,22 @@ class RatioReport:
     is_off: bool
 
     def __str__(self) -> str:
-        text = (
+        worst = ", ".join(f"{d:+.2g} at token {at} of sample {i}" for d, i, at in self.worst)
+        causes = f"; worst: {worst}; what fits: {', or '.join(self.causes) or 'no known cause'}"
+        return (
             f"{self.mean:.2g} nats on average and {self.largest:.2g} at most, {self.above} of {self.tokens} "
             f"tokens above the limit, {self.not_finite} not finite; ratios from {self.ratio[0]:.3g} to "
-            f"{self.ratio[2]:.3g}, {self.ratio[1]:.3g} on average"
+            f"{self.ratio[2]:.3g}, {self.ratio[1]:.3g} on average{causes if worst else ''}"
         )
-        if not self.worst:
-            return text
-        worst = ", ".join(f"{d:+.2g} at token {at} of sample {i}" for d, i, at in self.worst)
-        return f"{text}; worst: {worst}; what fits: {', or '.join(self.causes) or 'no known cause'}"
 
 
 @dataclass
 class SelfRatio:
     """Compares the log-probs of a step, whose microbatches :meth:`add` reduces to a few numbers per sample.
 
-    Args:
-        model: chunks as they are in training. Their configuration, and what follows, rule causes out where
-            they are known.
-        limit: in nats, see :class:`RatioReport`.
-        vocab_size: without padding.
-        top_p: of the rollout.
-        replays_routes: whether routes of experts are replayed.
+    What is known of ``model``, chunks as they are in training, rules causes out, as do ``vocab_size`` without
+    padding, ``top_p`` of the rollout, and whether it ``replays_routes``. For ``limit``, in nats, see
+    :class:`RatioReport`.
     """
 
     model: Any = None
@@ -83,19 +76,13 @@ class SelfRatio:
         trained: Sequence[Tensor],
         scored: Sequence[Tensor],
         masks: Sequence[Tensor] | None = None,
-        *,
         entropies: Sequence[Tensor] | None = None,
         prompts: Sequence[int] | None = None,
     ) -> None:
         """Add a microbatch: for each sample ``[n]``, its response or this rank's part of that.
 
-        Args:
-            masks: not 0 at tokens that count; by default all do.
-            entropies: those of training.
-            prompts: their lengths, if responses are whole.
-
-        Raises:
-            InvalidInputError: lengths differ.
+        ``masks`` are not 0 at tokens that count, by default all; ``entropies`` are those of training;
+        ``prompts`` are their lengths, if responses are whole. If lengths differ, InvalidInputError is raised.
         """
         import torch
 
@@ -132,23 +119,17 @@ class SelfRatio:
 
         numbers = torch.cat(self._added, 1).tolist() if self._added else [[0.0]] * len(_NAMES)
         n = dict(zip(_NAMES, numbers, strict=True))
-        total = {name: sum(n[name]) for name in _SUMS}
-        count, finite = total["tokens"] + total["not_finite"], max(total["tokens"], 1)
-        if not count:
+        tokens, bad, above = (int(sum(n[name])) for name in _SUMS[:3])
+        if not tokens + bad:
             return None
-        low, high, mean = min(n["low"]), max(n["high"]), total["size"] / finite
+        mean = {name: sum(n[name]) / max(tokens, 1) for name in _SUMS}
+        low, high, size = min(n["low"]), max(n["high"]), mean["size"]
+        ratio = math.exp(low), 1 + mean["ratio"], math.exp(min(high, 700))
         worst = [(d, i, int(at)) for i, (d, at) in enumerate(zip(n["worst"], n["at"], strict=True)) if d]
-        return RatioReport(
-            tokens=int(count),
-            above=int(total["above"]),
-            not_finite=int(total["not_finite"]),
-            mean=mean,
-            largest=max(high, -low),
-            ratio=(math.exp(low), 1 + total["ratio"] / finite, math.exp(min(high, 700))),
-            worst=sorted(worst, key=lambda sample: -abs(sample[0]))[:3],
-            causes=self._causes(n, {name: total[name] / finite for name in _SUMS}) if worst else [],
-            is_off=bool(total["not_finite"]) or mean > self.limit / 10 or total["above"] > count / 200,
-        )
+        worst = sorted(worst, key=lambda sample: -abs(sample[0]))[:3]
+        causes = self._causes(n, mean) if worst else []
+        is_off = bad > 0 or size > self.limit / 10 or above > (tokens + bad) / 200
+        return RatioReport(tokens + bad, above, bad, size, max(high, -low), ratio, worst, causes, is_off)
 
     def _causes(self, n: dict[str, list[float]], mean: dict[str, float]) -> list[str]:
         """Return the causes that neither the configuration nor the numbers rule out, the best fit first."""
@@ -178,12 +159,12 @@ class SelfRatio:
         is_mask = one_sign and max(high, -low) <= same - math.log(self.top_p or 1e-300)
         samples = [*zip(n["differ"], n["after"], n["first"], self._prompts, strict=True)]
         changed = [sample for sample in samples if sample[0]]
-        is_rest = all(many > 0.9 * after for many, after, *_ in changed) and len(changed) < len(samples)
+        is_rest = len(changed) < len(samples) and all(many > 0.9 * after for many, after, *_ in changed)
         is_late = all(prompt is None or prompt + first >= topk for *_, first, prompt in changed)
         causes = (  # how much a cause says, whether it fits, and its name
             (4, is_linear, f"temperature, {1 + covariance / (variance or 1):.3g} times as high in scoring"),
             (3, is_noise and rate, f"dropout, at a rate of {rate:g}"),
-            (3, topk and is_late, f"sparse attention to the top {topk}"),
+            (3, changed and topk and is_late, f"sparse attention to the top {topk}"),
             (
                 3 if padding < math.inf else 1,
                 one_sign and not infinite and mean["size"] < 3 * padding,
@@ -191,7 +172,7 @@ class SelfRatio:
             ),
             (2 if infinite else 1, is_mask and self.top_p != 1, "mask of top-p or top-k"),
             (2, most("num_moe_experts") and (is_few or replays), "router replay"),
-            (2, is_rest, "changed packing"),
+            (2, changed and is_rest, "changed packing"),
             (1, is_noise and is_rounding and is_low, "precision of the head"),
             (0, is_noise and not chunks, "dropout"),
         )

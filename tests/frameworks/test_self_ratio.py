@@ -20,13 +20,15 @@ from tests.ranks import on_ranks
 pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
 
 PATCH = "self-ratio"
+#: Without lean-loss, which compiles.
+PATCHES = "reentrant-train", "finite-loss"
 
 
-def warnings_of(run: Callable[[], object], **options: Any) -> list[str]:
-    """Return reports that are warned of in a run that is the first of its process."""
+def warnings_of(run: Callable[[], object], *patches: str, **options: Any) -> list[str]:
+    """Return reports that a run warns of, as the first of its process, by default with all repairs."""
     own_options.pop(PATCH, None)
     settings = Settings(**{f"self_ratio_{name}": value for name, value in options.items()})
-    with mock.patch.object(Message, "log", autospec=True) as log, applied(settings=settings):
+    with mock.patch.object(Message, "log", autospec=True) as log, applied(*patches, settings=settings):
         run()
     return [str(call.kwargs["report"]) for call in log.call_args_list if call.args[0] is self_ratio._OFF]
 
@@ -72,23 +74,23 @@ def make_job(**config: Any) -> Any:
 @on_ranks(1)
 def test_first_steps() -> None:
     clean, unpatched, job = make_job(), make_job(), make_job(hidden_dropout=0.1)
-    assert warnings_of(lambda: [clean.train(), clean.train()]) == []
+    assert warnings_of(lambda: [clean.train(), clean.train()], *PATCHES, PATCH) == []
     assert own_options[PATCH].startswith("fine: 0 nats on average and 0 at most, 0 of 20 tokens")
-    with applied(exclude=[PATCH]):
+    with applied(*PATCHES):
         unpatched.train(), unpatched.train()
     assert clean.checksum() == unpatched.checksum()
 
-    rollouts: dict[str, Any] = {"run": lambda: [job.train(), job.train()]}
+    rollouts: Any = lambda: [job.train(), job.train()], *PATCHES, PATCH
     for options, number in (({}, 1), ({"every": True}, 2), ({"limit": 50.0}, 0)):
-        reports = warnings_of(**rollouts, **options)
+        reports = warnings_of(*rollouts, **options)
         assert len(reports) == number
         assert all("of 20 tokens" in report and "dropout, at a rate of 0.1" in report for report in reports)
     with pytest.raises(LogProbsDiffer, match="dropout"):
-        warnings_of(**rollouts, raises=True)
+        warnings_of(*rollouts, raises=True)
     job.args.recompute_loss_function = True
-    reports = warnings_of(**rollouts, every=True)
+    reports = warnings_of(*rollouts, every=True)
     assert len(reports) == 2 and all("of 20 tokens" in report for report in reports)  # each counts once
     # Without scores of the trainer, or with those of another model, nothing is compared.
     for name in ("use_rollout_logprobs", "keep_old_actor"):
         vars(job.args).update({"use_rollout_logprobs": False, name: True})
-        assert warnings_of(**rollouts) == [] and PATCH not in own_options
+        assert warnings_of(*rollouts) == [] and PATCH not in own_options
