@@ -99,6 +99,7 @@ TWO = {"opd_teachers": (("a", "/a"), ("b", "/b"))}
         ),
         ({"opd_top_k": 0}, "opd_top_k=0: expected at least 1, or full"),
         ({"finite_step_limit": -1}, "finite_step_limit is -1"),
+        ({"self_ratio_limit": 0.0}, "self_ratio_limit is 0.0"),
         ({"opd_teachers": [("a", "/b"), ("a", "/c")]}, "expected distinct names"),
         ({"opd_teachers": [("a", "")]}, "each with a path"),
         ({**TWO, "opd_combine": "route", "opd_teacher_weights": (1.0, 1.0)}, "not for opd_combine=route"),
