@@ -64,10 +64,8 @@ def make_job(**config: Any) -> Any:
         return logits_of(chunk, batch["unconcat_tokens"][0][None]), function
 
     job = PolicyJob(config=config)
-    job.args.__dict__.update(
-        loss_type="policy_loss", rollout_temperature=1.0, eps_clip=0.2, eps_clip_high=0.2
-    )
-    job.args.forward_step_func = policy_step
+    options = {"loss_type": "policy_loss", "forward_step_func": policy_step}
+    vars(job.args).update(options, rollout_temperature=1.0, eps_clip=0.2, eps_clip_high=0.2)
     return job
 
 

@@ -98,12 +98,9 @@ def train(
         assert config.no_sync_func is None, NO_SYNC
         install_sync_functions(config, model)
     config.finalize_model_grads_func = finalize_model_grads
-    state, sizes = (
-        (model, optimizer, opt_param_scheduler),
-        zip(num_microbatches, global_batch_sizes, strict=True),
-    )
-    steps = [partial(train_one_step, args, i, data_iterator, *state, *each) for i, each in enumerate(sizes)]
-    train_steps(args, model, steps)
+    state = data_iterator, model, optimizer, opt_param_scheduler
+    sizes = enumerate(zip(num_microbatches, global_batch_sizes, strict=True))
+    train_steps(args, model, [partial(train_one_step, args, number, *state, *each) for number, each in sizes])
 
 
 def logits_of(model: torch.nn.Module, tokens_bs: torch.Tensor) -> torch.Tensor:
