@@ -1,12 +1,13 @@
 """The self-ratio check: log-probs of training against those that were scored with the same weights.
 
-Until weights step, their ratio is 1 for each token, or clipping and importance weights act on what no update
-has changed (NVIDIA/Megatron-LM#2370, #7169, alibaba/ROLL#284). Nothing here starts a collective, draws a
-random number or has a gradient, and only :meth:`SelfRatio.report` waits for a device.
+Until weights step, the ratio of their probabilities is 1 for each token. Otherwise clipping and importance
+weights act on what no update has changed (NVIDIA/Megatron-LM#2370, #7169, alibaba/ROLL#284). No collective,
+random number or gradient is involved, and only :meth:`SelfRatio.report` waits for a device.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,20 +19,21 @@ from ..errors import InvalidInputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Sums over a sample's tokens: d is the difference, and x the scored log-prob, plus the entropy if that is
-#: known. Next to T = 1, d is (T - 1) x for scores at T times the temperature of training.
-_SUMS = ("tokens", "not_finite", "above", "differ", "size", "late", "d", "dd", "ratio", "x", "xx", "xd")
-_NAMES = (*_SUMS, "low", "high", "worst", "at", "first", "after")
+_MOST_PADDED = 2**18  # numbers; samples whose lengths differ so much that they take more are added in halves
+#: What is summed over the tokens of a sample, and all numbers of a sample.
+_SUMS = ("tokens", "not_finite", "above", "differs", "first", "rest", "late", "size", "ratio", "gap", "slope")
+_NAMES = (*_SUMS, "gap_squared", "slope_squared", "product", "low", "high", "worst", "worst_at")
 
 
 @dataclass(frozen=True)
 class RatioReport:
     """By how much two sets of log-probs differ, at the tokens of this rank that count, in nats.
 
-    ``ratio`` is the least, mean and greatest ``exp(trained - scored)``; ``worst`` has differences with sample
-    and token; tokens that are ``not_finite`` on one side alone are ``above`` the limit, too; ``causes`` fit,
-    the best first. ``is_off``: the mean is above a tenth of the limit, a token in 200 above it, or any is not
-    finite. What bfloat16 does to samples that are packed in another way should stay below.
+    ``not_finite`` tokens are infinite on one side alone, or NaN, and count as ``above`` the limit. ``ratio``
+    is the least, mean and greatest ``exp(trained - scored)``. ``worst`` has the greatest difference of up to
+    three samples, with the sample's number in the order of :meth:`SelfRatio.add`, and the token's within it.
+    ``is_off``: the mean is above a tenth of the limit, more than one token in 200 is above the limit, or any
+    is not finite. Then ``causes`` are those that fit, the best first.
     """
 
     tokens: int
@@ -45,12 +47,13 @@ class RatioReport:
     is_off: bool
 
     def __str__(self) -> str:
-        worst = ", ".join(f"{d:+.2g} at token {at} of sample {i}" for d, i, at in self.worst)
-        causes = f"; worst: {worst}; what fits: {', or '.join(self.causes) or 'no known cause'}"
+        places = [f"{gap:+.2g} at token {token} of sample {sample}" for gap, sample, token in self.worst]
+        worst = f"; worst: {', '.join(places)}" if places else ""
+        causes = f"; what fits: {', '.join(self.causes) or 'no known cause'}" if self.is_off else ""
         return (
             f"{self.mean:.2g} nats on average and {self.largest:.2g} at most, {self.above} of {self.tokens} "
             f"tokens above the limit, {self.not_finite} not finite; ratios from {self.ratio[0]:.3g} to "
-            f"{self.ratio[2]:.3g}, {self.ratio[1]:.3g} on average{causes if worst else ''}"
+            f"{self.ratio[2]:.3g}, {self.ratio[1]:.3g} on average{worst}{causes}"
         )
 
 
@@ -58,9 +61,9 @@ class RatioReport:
 class SelfRatio:
     """Compares the log-probs of a step, whose microbatches :meth:`add` reduces to a few numbers per sample.
 
-    What is known of ``model``, chunks as they are in training, rules causes out, as do ``vocab_size`` without
-    padding, ``top_p`` of the rollout, and whether it ``replays_routes``. For ``limit``, in nats, see
-    :class:`RatioReport`.
+    What is known rules causes out: the configuration of ``model``, chunks in the mode of training;
+    ``vocab_size`` without padding; ``top_p`` of the rollout; whether the job ``replays_routes``. For
+    ``limit``, in nats, see :class:`RatioReport`.
     """
 
     model: Any = None
@@ -70,6 +73,7 @@ class SelfRatio:
     replays_routes: bool | None = None
     _added: list[Tensor] = field(default_factory=list, init=False)  # [names, samples], float64
     _prompts: list[int | None] = field(default_factory=list, init=False)
+    _has_entropies: bool = field(default=True, init=False)
 
     def add(
         self,
@@ -86,52 +90,64 @@ class SelfRatio:
         """
         import torch
 
-        def padded(values: Sequence[Tensor]) -> Tensor:
-            return torch.nn.utils.rnn.pad_sequence([*values], batch_first=True).double()
-
         masks = [torch.ones_like(each) for each in trained] if masks is None else masks
-        of_all = trained, scored, masks, trained if entropies is None else entropies
-        lengths = [list(map(len, values)) for values in of_all]
-        if any(each != lengths[0] for each in lengths):
-            raise InvalidInputError(f"lengths of trained, scored, masks and entropies differ: {lengths}")
-        if not sum(lengths[0]):
-            return
-        with torch.no_grad():
-            a, b, counted = padded(trained), padded(scored), padded(masks) != 0
-            is_finite = a.isfinite() & b.isfinite()
-            bad, counted = counted & ~is_finite & (a != b), counted & is_finite
-            d = torch.where(counted, a - b, 0.0)
-            x = torch.where(counted, b if entropies is None else b + padded(entropies), 0.0)
-            size, place = d.abs(), counted.cumsum(1)
-            differ, late = size > self.limit / 1000, size * (2 * place > place[:, -1:])
-            sums = [counted, bad, (size > self.limit) | bad, differ, size, late, d, d * d, d.expm1(), x]
-            at = torch.where(bad, math.inf, size).argmax(1, keepdim=True)
-            first = differ.byte().argmax(1, keepdim=True)  # of several maxima torch returns the first
-            after = place[:, -1:] - place.gather(1, first) + 1
-            columns = [d.amin(1, True), d.amax(1, True), torch.where(bad, math.inf, d).gather(1, at)]
-            columns = [each.T.double() for each in (*columns, at, first, after)]
-            self._added.append(torch.cat([torch.stack([*sums, x * x, x * d]).sum(2), *columns]))
-        self._prompts += [None] * len(d) if prompts is None else prompts
+        columns: list[Any] = [trained, scored, masks, entropies]
+        lengths = [[*map(len, values)] for values in columns if values is not None]
+        count, total, longest = len(trained), sum(lengths[0]), max(lengths[0], default=0)
+        if any(each != lengths[0] for each in lengths) or (prompts is not None and len(prompts) != count):
+            raise InvalidInputError(f"lengths of trained, scored, masks, entropies differ: {lengths}")
+        if count * longest > max(_MOST_PADDED, 2 * total):
+            for half in slice(count // 2), slice(count // 2, None):
+                parts: list[Any] = [each if each is None else each[half] for each in (*columns, prompts)]
+                self.add(*parts)
+        elif total:
+            self._added.append(self._numbers(*columns))
+            self._has_entropies &= entropies is not None
+            self._prompts += [None] * count if prompts is None else prompts
+
+    def _numbers(self, *columns: Sequence[Tensor] | None) -> Tensor:
+        """Return what ``_NAMES`` names ``[names, samples]``, of the first four arguments of :meth:`add`."""
+        import torch
+
+        pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+        padded = [torch.zeros(()) if each is None else pad([*each]).detach().double() for each in columns]
+        trained, scored, masks, entropies = padded
+        is_finite, counted = trained.isfinite() & scored.isfinite(), masks != 0
+        not_finite, counted = counted & ~is_finite & (trained != scored), counted & is_finite
+        gap = torch.where(counted, trained - scored, 0.0)
+        # Scores at T times the temperature of training make a gap of (T - 1) * slope, where T is near 1, if the
+        # entropies are known.
+        slope = torch.where(counted, scored + entropies, 0.0)
+        size, place = gap.abs(), counted.cumsum(1)
+        above, differs = (size > self.limit) | not_finite, size > self.limit / 1000
+        first = differs.cumsum(1) == 0  # tokens before the first that differs, so that the sum is its place
+        rest, late = counted & ~first, size * (2 * place > place[:, -1:])
+        sums = [counted, not_finite, above, differs, first, rest, late, size, gap.expm1(), gap, slope]
+        at = torch.where(not_finite, math.inf, size).argmax(1, keepdim=True)
+        worst = torch.where(not_finite, math.inf, gap).gather(1, at)[:, 0]
+        summed = torch.stack([*sums, gap * gap, slope * slope, slope * gap]).sum(2)
+        return torch.cat([summed, torch.stack([gap.amin(1), gap.amax(1), worst, at[:, 0].double()])])
 
     def report(self) -> RatioReport | None:
         """Return what was added so far, in one read from the device; ``None`` without a token that counts."""
         import torch
 
         numbers = torch.cat(self._added, 1).tolist() if self._added else [[0.0]] * len(_NAMES)
-        n = dict(zip(_NAMES, numbers, strict=True))
-        tokens, bad, above = (int(sum(n[name])) for name in _SUMS[:3])
-        if not tokens + bad:
+        by_sample: dict[str, list[float]] = dict(zip(_NAMES, numbers, strict=True))
+        tokens, not_finite, above = (int(sum(by_sample[name])) for name in ("tokens", "not_finite", "above"))
+        if not tokens + not_finite:
             return None
-        mean = {name: sum(n[name]) / max(tokens, 1) for name in _SUMS}
-        low, high, size = min(n["low"]), max(n["high"]), mean["size"]
+        mean = {name: sum(each) / max(tokens, 1) for name, each in by_sample.items()}
+        low, high, size = min(by_sample["low"]), max(by_sample["high"]), mean["size"]
         ratio = math.exp(low), 1 + mean["ratio"], math.exp(min(high, 700))
-        worst = [(d, i, int(at)) for i, (d, at) in enumerate(zip(n["worst"], n["at"], strict=True)) if d]
-        worst = sorted(worst, key=lambda sample: -abs(sample[0]))[:3]
-        causes = self._causes(n, mean) if worst else []
-        is_off = bad > 0 or size > self.limit / 10 or above > (tokens + bad) / 200
-        return RatioReport(tokens + bad, above, bad, size, max(high, -low), ratio, worst, causes, is_off)
+        samples = enumerate(zip(by_sample["worst"], by_sample["worst_at"], strict=True))
+        worst = sorted(((gap, i, int(at)) for i, (gap, at) in samples if gap), key=lambda each: -abs(each[0]))
+        is_off = not_finite > 0 or size > self.limit / 10 or above > (tokens + not_finite) / 200
+        causes, known = self._causes(by_sample, mean) if is_off else [], tokens + not_finite
+        largest = max(high, -low)
+        return RatioReport(known, above, not_finite, size, largest, ratio, worst[:3], causes, is_off)
 
-    def _causes(self, n: dict[str, list[float]], mean: dict[str, float]) -> list[str]:
+    def _causes(self, by_sample: dict[str, list[float]], mean: dict[str, float]) -> list[str]:
         """Return the causes that neither the configuration nor the numbers rule out, the best fit first."""
         chunks = as_chunks(self.model)
         configs = distinct_configs(chunks)
@@ -147,31 +163,32 @@ class SelfRatio:
         replays, topk = self.replays_routes or most("moe_enable_routing_replay"), most("dsa_indexer_topk")
         is_low = not chunks or most("bf16", "fp16")
 
-        low, high, same, tokens = min(n["low"]), max(n["high"]), self.limit / 1000, max(sum(n["tokens"]), 1)
-        one_sign, infinite = min(high, -low) <= same, any(n["not_finite"])
-        variance, covariance = mean["xx"] - mean["x"] ** 2, mean["xd"] - mean["x"] * mean["d"]
-        explained = covariance**2 / (variance * (mean["dd"] - mean["d"] ** 2) or math.inf)
-        is_linear = explained > 0.2 + 4 / tokens and not one_sign
-        is_noise = mean["differ"] > 0.9 and not is_linear and not one_sign
-        is_few = mean["size"] ** 2 < 0.3 * mean["dd"]
-        is_rounding = mean["dd"] < 0.05**2 and mean["d"] ** 2 < (0.04 + 4 / tokens) * mean["dd"]
-        is_rounding = is_rounding and mean["late"] < 0.75 * mean["size"]  # it does not grow with the position
-        is_mask = one_sign and max(high, -low) <= same - math.log(self.top_p or 1e-300)
-        samples = [*zip(n["differ"], n["after"], n["first"], self._prompts, strict=True)]
-        changed = [sample for sample in samples if sample[0]]
-        is_rest = len(changed) < len(samples) and all(many > 0.9 * after for many, after, *_ in changed)
+        low, high, tokens = min(by_sample["low"]), max(by_sample["high"]), max(sum(by_sample["tokens"]), 1)
+        same, largest, size, squared = self.limit / 1000, max(high, -low), mean["size"], mean["gap_squared"]
+        one_sign, infinite = min(high, -low) <= same, any(by_sample["not_finite"])
+        variance = mean["slope_squared"] - mean["slope"] ** 2
+        covariance = mean["product"] - mean["slope"] * mean["gap"]
+        explained = covariance**2 / (variance * (squared - mean["gap"] ** 2) or math.inf)
+        is_linear = explained > (0.8 if one_sign else 0.2) + 4 / tokens  # other causes have one sign, too
+        is_noise = mean["differs"] > 0.9 and not is_linear and (not one_sign or tokens < 8)
+        is_rounding = squared < 0.05**2 and mean["gap"] ** 2 < (0.04 + 4 / tokens) * squared
+        is_rounding = is_rounding and mean["late"] < 0.75 * size  # it does not grow with the position
+        is_mask = one_sign and largest <= same - math.log(self.top_p or 1e-300) and self.top_p != 1
+        columns = (by_sample[name] for name in ("tokens", "differs", "rest", "first"))
+        samples = [sample for sample in zip(*columns, self._prompts, strict=True) if sample[0]]
+        changed = [sample for sample in samples if sample[1]]
+        is_rest = len(changed) < len(samples) and all(each[1] > 0.9 * each[2] for each in changed)
         is_late = all(prompt is None or prompt + first >= topk for *_, first, prompt in changed)
+        is_padding = one_sign and not infinite and size < 3 * padding
+        vocabulary = f"padded vocabulary, of {logits} logits" if logits else "padded vocabulary"
+        temperature = f"temperature, {1 + covariance / (variance or 1):.3g} times as high in scoring"
         causes = (  # how much a cause says, whether it fits, and its name
-            (4, is_linear, f"temperature, {1 + covariance / (variance or 1):.3g} times as high in scoring"),
+            (4, is_linear, temperature if self._has_entropies else "temperature"),
             (3, is_noise and rate, f"dropout, at a rate of {rate:g}"),
             (3, changed and topk and is_late, f"sparse attention to the top {topk}"),
-            (
-                3 if padding < math.inf else 1,
-                one_sign and not infinite and mean["size"] < 3 * padding,
-                f"padded vocabulary, of {logits or 'unknown'} logits",
-            ),
-            (2 if infinite else 1, is_mask and self.top_p != 1, "mask of top-p or top-k"),
-            (2, most("num_moe_experts") and (is_few or replays), "router replay"),
+            (3 if padding < math.inf else 1, is_padding, vocabulary),
+            (2 if infinite else 1, is_mask, "mask of top-p or top-k"),
+            (2, most("num_moe_experts") and (size**2 < 0.3 * squared or replays), "router replay"),
             (2, changed and is_rest, "changed packing"),
             (1, is_noise and is_rounding and is_low, "precision of the head"),
             (0, is_noise and not chunks, "dropout"),

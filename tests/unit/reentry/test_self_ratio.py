@@ -64,8 +64,8 @@ def test_what_is_not_known_rules_nothing_out() -> None:
     scored = torch.randn(2, 200, generator=generator)
     for trained, causes in (
         (scored + 0.2 * torch.randn(2, 200, generator=generator), ["dropout"]),
-        (scored - 0.2, ["padded vocabulary, of unknown logits", "mask of top-p or top-k"]),
-        (scored * 1.5 + 0.1, ["temperature, 1.5 times as high in scoring"]),
+        (scored - 0.2, ["padded vocabulary", "mask of top-p or top-k"]),
+        (scored * 1.5 + 0.1, ["temperature"]),
     ):
         ratio = SelfRatio()
         ratio.add(trained, scored)
@@ -83,7 +83,7 @@ def test_nothing_is_read_before_the_report() -> None:
 
 
 def test_bad_lengths_and_no_tokens() -> None:
-    with pytest.raises(InvalidInputError, match=r"differ: \[\[3, 2\], \[3\], \[3\], \[3, 2\]\]"):
+    with pytest.raises(InvalidInputError, match=r"differ: \[\[3, 2\], \[3\], \[3\]\]"):
         SelfRatio().add(SCORED, SCORED[:1], SCORED[:1])
     assert SelfRatio().report() is None
     ratio = SelfRatio()
