@@ -1,7 +1,4 @@
-"""Log-probabilities and entropies by the conventions that slime, miles and verl share, and deferred logits.
-
-Models of Megatron whose output layer defers its logits are at the end.
-"""
+"""Log-probs and entropies by the conventions that slime, miles and verl share; models that defer logits."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import functools
 from typing import Any
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 
 from ..common.messages import Message
@@ -28,8 +29,8 @@ _OFF = Message(
     "Ratios of probabilities are not 1 before any update, so clipping and importance weights are wrong.",
     "Remove the cause, or raise self_ratio_limit.",
 )
-#: The comparison of the step that runs, and masks of its microbatches: a loss that is recomputed runs twice.
-_step: Scope[tuple[SelfRatio, list[Any]]] = Scope("self_ratio")
+#: The comparison of the step that runs.
+_step: Scope[SelfRatio] = Scope("self_ratio")
 #: The call of the policy loss, until its log-probs are known; OpenClaw-RL computes some a second time.
 _policy_loss: Scope[list[Call]] = Scope("self_ratio_policy_loss")
 #: Workers of verl that have scored since their last step.
@@ -47,34 +48,30 @@ def train_one_step(call: Call) -> Any:
 
 
 def policy_loss_function(call: Call) -> Any:
-    """Compute the policy loss, whose batch :func:`get_log_probs_and_entropy` reads."""
-    step, masks = _step.get(), call["batch"]["loss_masks"]
-    if step is None or any(masks is others for others in step[1]):
-        return call()
-    step[1].append(masks)
-    with _policy_loss.enter([call] if call["batch"].get("log_probs") else []):
+    """Compute the policy loss, whose batch :func:`get_log_probs_and_entropy` reads, but not in backward."""
+    is_compared = _step.get() is not None and torch._C._current_graph_task_id() == -1
+    with _policy_loss.enter([call] if is_compared and call["batch"].get("log_probs") else []):
         return call()
 
 
 def get_log_probs_and_entropy(call: Call) -> Any:
     """Return the framework's scores, which are compared in the policy loss of a compared step."""
-    returned, step, losses = call(), _step.get(), _policy_loss.get()
-    if step is not None and losses:
+    returned, ratio, losses = call(), _step.get(), _policy_loss.get()
+    if ratio is not None and losses:
         with harmless():
-            _add(step[0], losses.pop(), returned[1] if isinstance(returned, tuple) else returned)
+            _add(ratio, losses.pop(), returned[1] if isinstance(returned, tuple) else returned)
     return returned
 
 
 def _add(ratio: SelfRatio, loss: Call, scores: dict[str, Any]) -> None:
     batch, trained, entropies = loss["batch"], scores["log_probs"], scores.get("entropy")
-    masks, lengths = batch["loss_masks"], list(map(len, trained))
+    lengths, is_whole = [*map(len, trained)], groups_of(loss.function).cp_size == 1
+    counted_n = finite.counted_tokens(loss["sum_of_sample_mean"], sum(lengths), trained[0].device)
     sizes = zip(batch["total_lengths"], batch["response_lengths"], strict=True)
-    prompts: list[int] | None = [total - response for total, response in sizes]
-    if groups_of(loss.function).cp_size > 1:  # this rank has parts of the responses, and masks are whole
-        counted_n = finite.counted_tokens(loss["sum_of_sample_mean"], sum(lengths), trained[0].device)
-        masks, prompts = counted_n.split_with_sizes(lengths), None
+    prompts = [total - response for total, response in sizes] if is_whole else None
     has_entropies = entropies and all(each is not None for each in entropies)
-    ratio.add(trained, batch["log_probs"], masks, entropies if has_entropies else None, prompts)
+    known = entropies if has_entropies else None
+    ratio.add(trained, batch["log_probs"], torch.split(counted_n, lengths), known, prompts)
 
 
 def infer_batch(call: Call) -> Any:
@@ -96,14 +93,14 @@ def train_batch(call: Call) -> Any:
 
 def get_policy_loss_fn(call: Call) -> Any:
     """Return a policy loss, which compares the log-probs that it gets in a compared step."""
-    loss, step = call(), _step.get()
-    if step is None:
+    loss, ratio = call(), _step.get()
+    if ratio is None:
         return loss
 
     @functools.wraps(loss)
     def compared(*args: Any, **kwargs: Any) -> Any:
         with harmless():
-            step[0].add(kwargs["log_prob"], kwargs["old_log_prob"], kwargs["response_mask"])
+            ratio.add(kwargs["log_prob"], kwargs["old_log_prob"], kwargs["response_mask"])
         return loss(*args, **kwargs)
 
     return compared
@@ -114,13 +111,14 @@ def _compared(call: Call, model: Any, *known: Any) -> Any:
     if "self-ratio" in own_options and not call.options.self_ratio_every:
         return call()
     ratio, report = SelfRatio(model, call.options.self_ratio_limit, *known), None
-    with _step.enter((ratio, [])):
+    with _step.enter(ratio):
         result = call()
     with harmless():
         report = ratio.report()
-    if report is not None:
-        own_options["self-ratio"] = f"{'off' if report.is_off else 'fine'}: {report}"
-    if report is not None and report.is_off:
+    if report is None:
+        return result
+    own_options["self-ratio"] = f"{'off' if report.is_off else 'fine'}: {report}"
+    if report.is_off:
         values = {"rank": dist.get_rank(), "report": report}
         if dist.get_rank(groups_of().tp_group) == 0:  # the others have the same log-probs
             _OFF.log(**values)

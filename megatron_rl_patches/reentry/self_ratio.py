@@ -115,8 +115,7 @@ class SelfRatio:
         is_finite, counted = trained.isfinite() & scored.isfinite(), masks != 0
         not_finite, counted = counted & ~is_finite & (trained != scored), counted & is_finite
         gap = torch.where(counted, trained - scored, 0.0)
-        # Scores at T times the temperature of training make a gap of (T - 1) * slope, where T is near 1, if the
-        # entropies are known.
+        # With entropies: scores at T times the temperature of training make a gap of about (T - 1) * slope.
         slope = torch.where(counted, scored + entropies, 0.0)
         size, place = gap.abs(), counted.cumsum(1)
         above, differs = (size > self.limit) | not_finite, size > self.limit / 1000
