@@ -7,7 +7,6 @@ random number or gradient is involved, and only :meth:`SelfRatio.report` waits f
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -100,7 +99,7 @@ class SelfRatio:
             for half in slice(count // 2), slice(count // 2, None):
                 parts: list[Any] = [each if each is None else each[half] for each in (*columns, prompts)]
                 self.add(*parts)
-        elif total:
+        elif count:
             self._added.append(self._numbers(*columns))
             self._has_entropies &= entropies is not None
             self._prompts += [None] * count if prompts is None else prompts
@@ -109,9 +108,13 @@ class SelfRatio:
         """Return what ``_NAMES`` names ``[names, samples]``, of the first four arguments of :meth:`add`."""
         import torch
 
-        pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-        padded = [torch.zeros(()) if each is None else pad([*each]).detach().double() for each in columns]
-        trained, scored, masks, entropies = padded
+        def padded(values: Sequence[Tensor] | None) -> Any:  # with at least one token that does not count
+            if values is None:
+                return 0.0
+            joined = torch.nn.utils.rnn.pad_sequence([*values], batch_first=True)
+            return torch.nn.functional.pad(joined.detach().double(), (0, 1))
+
+        trained, scored, masks, entropies = map(padded, columns)
         is_finite, counted = trained.isfinite() & scored.isfinite(), masks != 0
         not_finite, counted = counted & ~is_finite & (trained != scored), counted & is_finite
         gap = torch.where(counted, trained - scored, 0.0)
@@ -124,8 +127,10 @@ class SelfRatio:
         sums = [counted, not_finite, above, differs, first, rest, late, size, gap.expm1(), gap, slope]
         at = torch.where(not_finite, math.inf, size).argmax(1, keepdim=True)
         worst = torch.where(not_finite, math.inf, gap).gather(1, at)[:, 0]
+        low = torch.where(counted, gap, math.inf).amin(1)
+        high = torch.where(counted, gap, -math.inf).amax(1)
         summed = torch.stack([*sums, gap * gap, slope * slope, slope * gap]).sum(2)
-        return torch.cat([summed, torch.stack([gap.amin(1), gap.amax(1), worst, at[:, 0].double()])])
+        return torch.cat([summed, torch.stack([low, high, worst, at[:, 0].double()])])
 
     def report(self) -> RatioReport | None:
         """Return what was added so far, in one read from the device; ``None`` without a token that counts."""
@@ -137,13 +142,14 @@ class SelfRatio:
         if not tokens + not_finite:
             return None
         mean = {name: sum(each) / max(tokens, 1) for name, each in by_sample.items()}
-        low, high, size = min(by_sample["low"]), max(by_sample["high"]), mean["size"]
+        low, high = (min(by_sample["low"]), max(by_sample["high"])) if tokens else (0.0, 0.0)
+        mean.update(low=low, high=high)
+        size, largest = mean["size"], max(high, -low)
         ratio = math.exp(low), 1 + mean["ratio"], math.exp(min(high, 700))
         samples = enumerate(zip(by_sample["worst"], by_sample["worst_at"], strict=True))
         worst = sorted(((gap, i, int(at)) for i, (gap, at) in samples if gap), key=lambda each: -abs(each[0]))
         is_off = not_finite > 0 or size > self.limit / 10 or above > (tokens + not_finite) / 200
         causes, known = self._causes(by_sample, mean) if is_off else [], tokens + not_finite
-        largest = max(high, -low)
         return RatioReport(known, above, not_finite, size, largest, ratio, worst[:3], causes, is_off)
 
     def _causes(self, by_sample: dict[str, list[float]], mean: dict[str, float]) -> list[str]:
@@ -162,8 +168,8 @@ class SelfRatio:
         replays, topk = self.replays_routes or most("moe_enable_routing_replay"), most("dsa_indexer_topk")
         is_low = not chunks or most("bf16", "fp16")
 
-        low, high, tokens = min(by_sample["low"]), max(by_sample["high"]), max(sum(by_sample["tokens"]), 1)
-        same, largest, size, squared = self.limit / 1000, max(high, -low), mean["size"], mean["gap_squared"]
+        low, high, size, squared = (mean[name] for name in ("low", "high", "size", "gap_squared"))
+        same, largest, tokens = self.limit / 1000, max(high, -low), max(sum(by_sample["tokens"]), 1)
         one_sign, infinite = min(high, -low) <= same, any(by_sample["not_finite"])
         variance = mean["slope_squared"] - mean["slope"] ** 2
         covariance = mean["product"] - mean["slope"] * mean["gap"]

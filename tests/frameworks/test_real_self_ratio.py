@@ -76,7 +76,7 @@ def test_context_parallelism(framework: str, paths: list[str]) -> None:
     job, ratio = LossJob(framework), SelfRatio()
     batch = job.batch()
     batch["loss_masks"][1][0] = 0
-    with applied(), self_ratio._step.enter((ratio, [])):
+    with applied(), self_ratio._step.enter(ratio):
         job.loss(batch=batch)
     reports = everywhere(ratio.report())
     assert sum(report.tokens for report in reports) == sum(RESPONSES) - 1
