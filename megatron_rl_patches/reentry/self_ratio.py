@@ -89,32 +89,30 @@ class SelfRatio:
         """
         import torch
 
+        self._has_entropies &= entropies is not None
         masks = [torch.ones_like(each) for each in trained] if masks is None else masks
-        columns: list[Any] = [trained, scored, masks, entropies]
-        lengths = [[*map(len, values)] for values in columns if values is not None]
+        entropies = [torch.zeros_like(each) for each in trained] if entropies is None else entropies
+        columns = trained, scored, masks, entropies
+        lengths = [[*map(len, values)] for values in columns]
         count, total, longest = len(trained), sum(lengths[0]), max(lengths[0], default=0)
         if any(each != lengths[0] for each in lengths) or (prompts is not None and len(prompts) != count):
             raise InvalidInputError(f"lengths of trained, scored, masks, entropies differ: {lengths}")
         if count * longest > max(_MOST_PADDED, 2 * total):
             for half in slice(count // 2), slice(count // 2, None):
-                parts: list[Any] = [each if each is None else each[half] for each in (*columns, prompts)]
-                self.add(*parts)
+                self.add(trained[half], scored[half], masks[half], entropies[half], prompts and prompts[half])
         elif count:
             self._added.append(self._numbers(*columns))
-            self._has_entropies &= entropies is not None
             self._prompts += [None] * count if prompts is None else prompts
 
-    def _numbers(self, *columns: Sequence[Tensor] | None) -> Tensor:
+    def _numbers(self, *columns: Sequence[Tensor]) -> Tensor:
         """Return what ``_NAMES`` names ``[names, samples]``, of the first four arguments of :meth:`add`."""
         import torch
 
-        def padded(values: Sequence[Tensor] | None) -> Any:  # with at least one token that does not count
-            if values is None:
-                return 0.0
-            joined = torch.nn.utils.rnn.pad_sequence([*values], batch_first=True)
-            return torch.nn.functional.pad(joined.detach().double(), (0, 1))
-
-        trained, scored, masks, entropies = map(padded, columns)
+        joined = (torch.nn.utils.rnn.pad_sequence([*each], batch_first=True).double() for each in columns)
+        # There may be no token, so that one that does not count is appended.
+        trained, scored, masks, entropies = (
+            torch.nn.functional.pad(each.detach(), (0, 1)) for each in joined
+        )
         is_finite, counted = trained.isfinite() & scored.isfinite(), masks != 0
         not_finite, counted = counted & ~is_finite & (trained != scored), counted & is_finite
         gap = torch.where(counted, trained - scored, 0.0)
@@ -166,11 +164,10 @@ class SelfRatio:
         logits = max((attribute_of(chunk, "vocab_size", 0) for chunk in chunks), default=0)
         padding = math.log(logits / self.vocab_size) if logits and self.vocab_size else math.inf
         replays, topk = self.replays_routes or most("moe_enable_routing_replay"), most("dsa_indexer_topk")
-        is_low = not chunks or most("bf16", "fp16")
 
-        low, high, size, squared = (mean[name] for name in ("low", "high", "size", "gap_squared"))
-        same, largest, tokens = self.limit / 1000, max(high, -low), max(sum(by_sample["tokens"]), 1)
-        one_sign, infinite = min(high, -low) <= same, any(by_sample["not_finite"])
+        same, size, squared = self.limit / 1000, mean["size"], mean["gap_squared"]
+        one_sign, infinite = min(mean["high"], -mean["low"]) <= same, any(by_sample["not_finite"])
+        tokens, largest = max(sum(by_sample["tokens"]), 1), max(mean["high"], -mean["low"])
         variance = mean["slope_squared"] - mean["slope"] ** 2
         covariance = mean["product"] - mean["slope"] * mean["gap"]
         explained = covariance**2 / (variance * (squared - mean["gap"] ** 2) or math.inf)
@@ -195,7 +192,7 @@ class SelfRatio:
             (2 if infinite else 1, is_mask, "mask of top-p or top-k"),
             (2, most("num_moe_experts") and (size**2 < 0.3 * squared or replays), "router replay"),
             (2, changed and is_rest, "changed packing"),
-            (1, is_noise and is_rounding and is_low, "precision of the head"),
+            (1, is_noise and is_rounding and (not chunks or most("bf16", "fp16")), "precision of the head"),
             (0, is_noise and not chunks, "dropout"),
         )
         return [cause for _, fits, cause in sorted(causes, key=lambda each: -each[0]) if fits]

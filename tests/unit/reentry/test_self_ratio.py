@@ -95,7 +95,7 @@ def test_nothing_is_read_before_the_report() -> None:
 
 
 def test_bad_lengths_and_no_tokens() -> None:
-    with pytest.raises(InvalidInputError, match=r"differ: \[\[3, 2\], \[3\], \[3\]\]"):
+    with pytest.raises(InvalidInputError, match=r"differ: \[\[3, 2\], \[3\], \[3\], \[3, 2\]\]"):
         SelfRatio().add(SCORED, SCORED[:1], SCORED[:1])
     with pytest.raises(InvalidInputError, match="lengths of"):
         SelfRatio().add(SCORED, SCORED, prompts=[1])
