@@ -110,9 +110,8 @@ class SelfRatio:
 
         joined = (torch.nn.utils.rnn.pad_sequence([*each], batch_first=True).double() for each in columns)
         # There may be no token, so that one that does not count is appended.
-        trained, scored, masks, entropies = (
-            torch.nn.functional.pad(each.detach(), (0, 1)) for each in joined
-        )
+        joined = (torch.nn.functional.pad(each.detach(), (0, 1)) for each in joined)
+        trained, scored, masks, entropies = joined
         is_finite, counted = trained.isfinite() & scored.isfinite(), masks != 0
         not_finite, counted = counted & ~is_finite & (trained != scored), counted & is_finite
         gap = torch.where(counted, trained - scored, 0.0)
@@ -141,7 +140,6 @@ class SelfRatio:
             return None
         mean = {name: sum(each) / max(tokens, 1) for name, each in by_sample.items()}
         low, high = (min(by_sample["low"]), max(by_sample["high"])) if tokens else (0.0, 0.0)
-        mean.update(low=low, high=high)
         size, largest = mean["size"], max(high, -low)
         ratio = math.exp(low), 1 + mean["ratio"], math.exp(min(high, 700))
         samples = enumerate(zip(by_sample["worst"], by_sample["worst_at"], strict=True))
@@ -166,8 +164,8 @@ class SelfRatio:
         replays, topk = self.replays_routes or most("moe_enable_routing_replay"), most("dsa_indexer_topk")
 
         same, size, squared = self.limit / 1000, mean["size"], mean["gap_squared"]
-        one_sign, infinite = min(mean["high"], -mean["low"]) <= same, any(by_sample["not_finite"])
-        tokens, largest = max(sum(by_sample["tokens"]), 1), max(mean["high"], -mean["low"])
+        low, high, tokens = min(by_sample["low"]), max(by_sample["high"]), max(sum(by_sample["tokens"]), 1)
+        one_sign, infinite, largest = min(high, -low) <= same, any(by_sample["not_finite"]), max(high, -low)
         variance = mean["slope_squared"] - mean["slope"] ** 2
         covariance = mean["product"] - mean["slope"] * mean["gap"]
         explained = covariance**2 / (variance * (squared - mean["gap"] ** 2) or math.inf)
