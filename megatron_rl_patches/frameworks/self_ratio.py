@@ -43,8 +43,8 @@ def train_one_step(call: Call) -> Any:
     if call["step_id"] or getattr(args, "keep_old_actor", False):  # which scores with other weights
         return call()
     replays = any(getattr(args, f"use_{each}routing_replay", False) for each in ("", "rollout_"))
-    known = (getattr(args, name, None) for name in ("vocab_size", "rollout_top_p"))
-    return _compared(call, call["model"], *known, replays or None)
+    vocab_size, top_p = getattr(args, "vocab_size", None), getattr(args, "rollout_top_p", None)
+    return _compared(call, call["model"], vocab_size, top_p, replays or None)
 
 
 def policy_loss_function(call: Call) -> Any:
@@ -64,14 +64,12 @@ def get_log_probs_and_entropy(call: Call) -> Any:
 
 
 def _add(ratio: SelfRatio, loss: Call, scores: dict[str, Any]) -> None:
-    batch, trained, entropies = loss["batch"], scores["log_probs"], scores.get("entropy")
+    batch, trained, entropies = loss["batch"], scores["log_probs"], scores.get("entropy") or None
     lengths, is_whole = [*map(len, trained)], groups_of(loss.function).cp_size == 1
     counted_n = finite.counted_tokens(loss["sum_of_sample_mean"], sum(lengths), trained[0].device)
     sizes = zip(batch["total_lengths"], batch["response_lengths"], strict=True)
     prompts = [total - response for total, response in sizes] if is_whole else None
-    has_entropies = entropies and all(each is not None for each in entropies)
-    known = entropies if has_entropies else None
-    ratio.add(trained, batch["log_probs"], torch.split(counted_n, lengths), known, prompts)
+    ratio.add(trained, batch["log_probs"], torch.split(counted_n, lengths), entropies, prompts)
 
 
 def infer_batch(call: Call) -> Any:

@@ -1,8 +1,7 @@
 """The self-ratio check: log-probs of training against those that were scored with the same weights.
 
-Until weights step, the ratio of their probabilities is 1 for each token. Otherwise clipping and importance
-weights act on what no update has changed (NVIDIA/Megatron-LM#2370, #7169, alibaba/ROLL#284). No collective,
-random number or gradient is involved, and only :meth:`SelfRatio.report` waits for a device.
+Until weights step, all ratios of their probabilities are 1, or clipping acts on what no update has changed.
+No collective, random number or gradient is involved, and only :meth:`SelfRatio.report` waits for a device.
 """
 
 from __future__ import annotations
