@@ -34,3 +34,7 @@ class InvalidInputError(MegatronRLPatchesError, ValueError):
 
 class NonFiniteGradients(MegatronRLPatchesError, ArithmeticError):
     """Steps in a row were skipped, as their gradient norms were not finite; raised on every rank alike."""
+
+
+class LogProbsDiffer(MegatronRLPatchesError, ArithmeticError):
+    """Log-probs of training are not those scored with the same weights; raised on ranks that see it."""

@@ -60,9 +60,10 @@ class Installer(Listener):
         With ``replace_options``, patches that are selected already take the options of these settings, too.
         """
         sites: list[Site] = []
+        options = {patch.name: settings.options_of(patch) for patch in patches}
         for patch in patches:
             try:
-                sites += patch.sites_for(settings.options_of(patch))
+                sites += patch.sites_for(options[patch.name])
             except PatchError as error:
                 if apply_call.required:
                     raise
@@ -73,7 +74,7 @@ class Installer(Listener):
             before = dict(self._records)
             in_blocks = self._in_blocks()
             selected = set() if replace_options else in_blocks | self._lasting_options.keys()
-            chosen = {p.name: settings.options_of(p) for p in patches if p.name not in selected}
+            chosen = {name: options[name] for name in options if name not in selected}
             for name in in_blocks & chosen.keys():
                 if chosen[name] != self.options[name]:
                     raise PatchError(

@@ -13,7 +13,7 @@ WITH_MEGATRON_UTILS = (*SLIME_LIKE, "miles")
 #: Modules of slime's losses, and of what these compute with.
 SLIME_LOSSES = [f"{root}.backends.megatron_utils.loss" for root in SLIME_LIKE]
 SLIME_MATH = [f"{root}.utils.ppo_utils" for root in SLIME_LIKE]
-#: Options of frameworks that have done a patch's work, by the patched function: ``status()`` shows them.
+#: What ``status()`` shows: options of frameworks that have done a patch's work, by function, and a report.
 own_options: dict[str, str] = {}
 
 

@@ -1,14 +1,19 @@
-"""Log-probabilities and entropies by the conventions that slime, miles and verl share."""
+"""Log-probs and entropies by the conventions that slime, miles and verl share; models that defer logits."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..engine.call import Call
+from ..losses import output_layer
 from ..losses.vocab import log_probs
 from ..losses.vocab.arguments import Rows, VocabParallelOptions, in_float32
 from ..losses.vocab.deferred import DeferredLogits
+from . import own_options
 
 _NO_TOKEN = -100
 _HAS_ENTROPY = "_loss_has_entropy"
@@ -81,3 +86,31 @@ def _may_be_overwritten(logits: Tensor) -> bool:
     is_whole = storage.nbytes() == logits.numel() * logits.element_size()
     is_leaf = base.is_leaf and base.requires_grad
     return logits.dtype == torch.float32 and is_whole and not is_leaf and not hasattr(storage, _HAS_ENTROPY)
+
+
+# --- Megatron's language models
+
+
+def model_forward(call: Call) -> Any:
+    """Run a model's forward, whose output layer defers its logits where the call returns them."""
+    if call.get("output_processor") is not None:
+        reason = "not needed in calls with an output_processor (of verl with use_fused_kernels)"
+        own_options[call.function.__qualname__] = reason
+    return output_layer.language_model_forward(
+        call,
+        call.instance,
+        call.arguments,
+        tile_bytes=call.options.lean_head_tile_bytes or None,
+        keep_bytes=call.options.lean_head_keep_bytes,
+    )
+
+
+def column_parallel_forward(call: Call) -> Any:
+    """Return deferred logits where the layer is to defer them and can."""
+    return output_layer.column_parallel_forward(call, call.instance, *call.args, **call.kwargs)
+
+
+def loss_of_labels(call: Call) -> Any:
+    """Return the cross entropy, of deferred logits in tiles."""
+    layer = getattr(call.instance, "output_layer", None)
+    return output_layer.loss_of_labels(call, layer, call["labels"], call["logits"])

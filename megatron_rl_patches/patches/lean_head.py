@@ -85,7 +85,7 @@ for _module, _model_class in _MODELS:
     patch.wrap(
         f"megatron.core.models.{_module}",
         f"{_model_class}.forward",
-        ".frameworks.megatron_models:forward",
+        ".frameworks.log_probs:model_forward",
         parameters=("labels",),
         optional_module=_model_class != "GPTModel",
         detail=partial(own_options.get, f"{_model_class}.forward", ""),
@@ -96,7 +96,7 @@ for _module, _model_class in _MODELS:
 patch.wrap(
     "megatron.core.tensor_parallel.layers",
     "ColumnParallelLinear.forward",
-    ".frameworks.megatron_models:column_parallel_forward",
+    ".frameworks.log_probs:column_parallel_forward",
     parameters=("input_", "weight", "runtime_gather_output"),
     requires_names=("_forward_impl", "sequence_parallel"),
     helps=tuple(f"{name}.forward" for _, name in _MODELS),
@@ -104,7 +104,7 @@ patch.wrap(
 patch.wrap(
     "megatron.core.models.common.language_module.language_module",
     "LanguageModule.compute_language_model_loss",
-    ".frameworks.megatron_models:loss_of_labels",
+    ".frameworks.log_probs:loss_of_labels",
     parameters=("labels", "logits"),
     helps=tuple(f"{name}.forward" for _, name in _MODELS),
 )

@@ -3,5 +3,6 @@
 from .forward_pre_hooks import preserved_hooks
 from .guard import TrainGuard, reentrant_train
 from .optimizer_step import OptimizerStep
+from .self_ratio import RatioReport, SelfRatio
 
-__all__ = ["OptimizerStep", "TrainGuard", "preserved_hooks", "reentrant_train"]
+__all__ = ["OptimizerStep", "RatioReport", "SelfRatio", "TrainGuard", "preserved_hooks", "reentrant_train"]

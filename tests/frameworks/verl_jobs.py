@@ -194,6 +194,18 @@ class EngineJob:
             self.engine.module, self.engine.tf_config = model, get_model_config(model[0])
         check_layers(self.engine.module, options)
         self.batches = tiny_gpt.SyntheticData()
+        self.tu = importlib.import_module("verl.utils.tensordict_utils")
+        self.workers = importlib.import_module("verl.workers.engine_workers")
+        self.worker = object.__new__(self.workers.TrainingWorker)
+        vars(self.worker).update(
+            engine=self.engine,
+            engine_config=self.engine.engine_config,
+            loss_fn=self.loss,
+            model_config={"use_remove_padding": packed},
+            device_name="cpu",
+            flops_counter=None,
+            profiler=importlib.import_module("verl.utils.profiler").DistProfiler(rank=0, config=None),
+        )
 
     def scores(self) -> Any:
         """Scores of the next batch, without gradients; its tokens; and the states before the output layer."""
@@ -233,8 +245,41 @@ class EngineJob:
             norm = output["metrics"].get("grad_norm", 0.0)  # on one rank of the model only
         return [*output["loss"], float(norm)]
 
+    def update(self, data: Any = None, epochs: int = 1) -> dict[str, Any]:
+        """Return the metrics of an update."""
+        data = self.batch() if data is None else data
+        size = SAMPLES * parallel_state.get_data_parallel_world_size()
+        self.tu.assign_non_tensor(data, mini_batch_size=size, epochs=epochs, seed=0, dataloader_kwargs={})
+        output = self._call_worker("train_mini_batch", data)
+        return {} if output is None else self.tu.get(output, "metrics")
+
+    def scored(self, temperature: float = TEMPERATURE) -> Any:
+        """Return the next batch, whose old log-probs the worker has scored at this temperature."""
+        data = self.batch()
+        asked = data.clone()
+        asked["temperature"] = torch.full((SAMPLES,), temperature)
+        self.tu.assign_non_tensor(asked, compute_loss=False)
+        scores = self._call_worker("infer_batch", asked)["log_probs"].unbind()
+        parts = zip(scores, data["responses"].unbind(), strict=True)
+        log_probs = [of[-len(response) - 1 : -1].float() for of, response in parts]
+        data["old_log_probs"] = torch.nested.as_nested_tensor(log_probs, layout=torch.jagged)
+        return data
+
+    def _call_worker(self, method: str, data: Any) -> Any:
+        timer, memory = SimpleNamespace(last=0.0), SimpleNamespace(used=0)
+        with (
+            on_the_cpu(),
+            mock.patch.object(self.engine, "lr_scheduler_step", lambda: None),
+            mock.patch.object(self.workers, "Timer", lambda **unused: contextlib.nullcontext(timer)),
+            mock.patch.object(self.workers.psutil, "virtual_memory", lambda: memory),
+        ):
+            return getattr(self.worker, method)(data)
+
     def weights(self) -> list[Tensor]:
         return [parameter.detach() for chunk in self.engine.module for parameter in chunk.parameters()]
+
+    def batch(self) -> Any:
+        return self.data()
 
     def data(self) -> Any:
         prompt = tiny_gpt.SEQUENCE // 2
@@ -348,33 +393,6 @@ class DistillationJob(EngineJob):
         words = distillation(loss_mode=loss_mode, topk=topk, use_task_rewards=policy)
         super().__init__(*words, packed=packed, **sizes)
         self.table, self.topk, self.policy, self.packed, self.old = table, topk, policy, packed, old
-        self.tu = importlib.import_module("verl.utils.tensordict_utils")
-        self.workers = importlib.import_module("verl.workers.engine_workers")
-        self.engine.lr_scheduler_step = lambda: None
-        self.worker = object.__new__(self.workers.TrainingWorker)
-        vars(self.worker).update(
-            engine=self.engine,
-            engine_config=self.engine.engine_config,
-            loss_fn=self.loss,
-            model_config={"use_remove_padding": packed},
-            device_name="cpu",
-            flops_counter=None,
-            profiler=importlib.import_module("verl.utils.profiler").DistProfiler(rank=0, config=None),
-        )
-
-    def update(self, data: Any = None, epochs: int = 1) -> dict[str, Any]:
-        """Return the metrics of an update."""
-        data = self.batch() if data is None else data
-        size = SAMPLES * parallel_state.get_data_parallel_world_size()
-        self.tu.assign_non_tensor(data, mini_batch_size=size, epochs=epochs, seed=0, dataloader_kwargs={})
-        timer, memory = SimpleNamespace(last=0.0), SimpleNamespace(used=0)
-        with (
-            on_the_cpu(),
-            mock.patch.object(self.workers, "Timer", lambda **unused: contextlib.nullcontext(timer)),
-            mock.patch.object(self.workers.psutil, "virtual_memory", lambda: memory),
-        ):
-            output = self.worker.train_mini_batch(data)
-        return {} if output is None else self.tu.get(output, "metrics")
 
     def batch(self) -> Any:
         """A batch with what verl's teacher server says of it."""

@@ -13,7 +13,14 @@ from torch import Tensor
 import megatron_rl_patches as mrp
 from megatron_rl_patches import inference, losses, testing
 from megatron_rl_patches.hooks import on_megatron_init, pre_wrap
-from megatron_rl_patches.reentry import OptimizerStep, TrainGuard, preserved_hooks, reentrant_train
+from megatron_rl_patches.reentry import (
+    OptimizerStep,
+    RatioReport,
+    SelfRatio,
+    TrainGuard,
+    preserved_hooks,
+    reentrant_train,
+)
 
 Model = Sequence[torch.nn.Module]
 LossResult = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -71,6 +78,13 @@ def own_loop(loop: Callable[[Model], float], model: Model, optimizer: Any) -> It
         yield sum(steps.forward_backward(num_microbatches=3, data_iterator=iter([]), seq_length=8))
         print(steps.step(), inference.memory_report(optimizer=optimizer).main_gradients)
         steps.abort()
+
+
+def own_ratio(model: Model, trained: list[Tensor], scored: list[Tensor]) -> list[str]:
+    ratio = SelfRatio(model, limit=0.01, vocab_size=50_000)
+    ratio.add(trained, scored, entropies=None, prompts=[4] * len(trained))
+    report: RatioReport | None = ratio.report()
+    return [] if report is None else report.causes
 
 
 def own_models(provider: Callable[..., torch.nn.Module], config: Any, path: Path) -> tuple[Model, int]:

@@ -27,13 +27,13 @@ NO_LEAN_LOSS = [name for name in DEFAULT if name != "lean-loss"]
         *((value, [], []) for value in ("", "0", " Off ")),
         *((value, DEFAULT, []) for value in ("1", "TRUE", "Default", "all,-lean-head")),
         *((value, ALL, []) for value in ("all", "ALL,1", "all,-distillation")),
-        ("all,distillation", [*ALL[:-1], "distillation", ALL[-1]], []),
+        ("all,distillation", [*ALL[:-2], "distillation", *ALL[-2:]], []),
         *((value, NO_LEAN_LOSS, []) for value in ("1,-lean-loss", "-lean-loss")),
         *((value, [], [value]) for value in ("os.system", "-lean-los", ",,,")),
         ("reentrant-train", ["reentrant-train"], []),
         (" reentrant-train , lean-loss ", ["reentrant-train", "lean-loss"], []),
         ("lean-los,reentrant-train", ["reentrant-train"], ["lean-los"]),
-        ("1,lean-head", [*DEFAULT[:-1], "lean-head", DEFAULT[-1]], []),  # finite-loss is the last one
+        ("1,lean-head", [*DEFAULT[:-2], "lean-head", *DEFAULT[-2:]], []),  # two of them are last
     ],
 )
 def test_the_grammar_of_the_variable(value: str, names: list[str], unknown: list[str]) -> None:
@@ -99,6 +99,7 @@ TWO = {"opd_teachers": (("a", "/a"), ("b", "/b"))}
         ),
         ({"opd_top_k": 0}, "opd_top_k=0: expected at least 1, or full"),
         ({"finite_step_limit": -1}, "finite_step_limit is -1"),
+        ({"self_ratio_limit": 0.0}, "self_ratio_limit is 0.0"),
         ({"opd_teachers": [("a", "/b"), ("a", "/c")]}, "expected distinct names"),
         ({"opd_teachers": [("a", "")]}, "each with a path"),
         ({**TWO, "opd_combine": "route", "opd_teacher_weights": (1.0, 1.0)}, "not for opd_combine=route"),
@@ -130,6 +131,9 @@ def test_from_the_environment() -> None:
         "opd_divergence": ("forward_kl", "forward_kl"),
         "opd_teachers": ("math=/t/math, code = /t/a=b", (("math", "/t/math"), ("code", "/t/a=b"))),
         "opd_teacher_weights": ("2,0.5", (2.0, 0.5)),
+        "self_ratio_limit": ("0.5", 0.5),
+        "self_ratio_every": ("1", True),
+        "self_ratio_raises": ("1", True),
     }
     environ = {f"MEGATRON_RL_PATCHES_{name.upper()}": text for name, (text, _) in texts.items()}
     assert {*environ, "MEGATRON_RL_PATCHES", "MEGATRON_RL_PATCHES_ROOTS"} == set(variables())

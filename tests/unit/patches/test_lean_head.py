@@ -10,7 +10,7 @@ import pytest
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.engine.statuses import SiteStatus
 from megatron_rl_patches.frameworks import own_options
-from megatron_rl_patches.frameworks.megatron_models import forward, loss_of_labels
+from megatron_rl_patches.frameworks.log_probs import loss_of_labels, model_forward
 from megatron_rl_patches.losses.output_layer import _deferral
 from megatron_rl_patches.patches.lean_head import LeanHeadOptions, patch
 
@@ -70,7 +70,7 @@ def test_a_call_with_an_output_processor_is_left_alone_and_status_says_so() -> N
             ),
         ):
             call = Call(model.forward, ("hidden",), arguments, instance=model, options=options)
-            assert forward(call) == expected
+            assert model_forward(call) == expected
             assert site.detail is not None and site.detail() == detail
 
 

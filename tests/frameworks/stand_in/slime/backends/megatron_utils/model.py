@@ -65,9 +65,16 @@ def initialize_model_and_optimizer(args: Any, role: str = "actor") -> tuple[Any,
 
 
 def train_one_step(
-    data_iterator: Any, model: Any, optimizer: Any, opt_param_scheduler: Any, microbatches: int, samples: int
+    args: Any,
+    step_id: int,
+    data_iterator: Any,
+    model: Any,
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    microbatches: int,
+    samples: int,
 ) -> None:
-    compute_gradients(get_args().forward_step_func, data_iterator, model, optimizer, microbatches)
+    compute_gradients(args.forward_step_func, data_iterator, model, optimizer, microbatches)
     update(optimizer, opt_param_scheduler, samples)
 
 
@@ -91,9 +98,9 @@ def train(
         assert config.no_sync_func is None, NO_SYNC
         install_sync_functions(config, model)
     config.finalize_model_grads_func = finalize_model_grads
-    step = partial(train_one_step, data_iterator, model, optimizer, opt_param_scheduler)
-    sizes = zip(num_microbatches, global_batch_sizes, strict=True)
-    train_steps(args, model, [partial(step, *each) for each in sizes])
+    state = data_iterator, model, optimizer, opt_param_scheduler
+    sizes = enumerate(zip(num_microbatches, global_batch_sizes, strict=True))
+    train_steps(args, model, [partial(train_one_step, args, number, *state, *each) for number, each in sizes])
 
 
 def logits_of(model: torch.nn.Module, tokens_bs: torch.Tensor) -> torch.Tensor:
