@@ -1,7 +1,5 @@
 """Backward as CUDA runs it: in a thread of autograd, which has none of the caller's context variables."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

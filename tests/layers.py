@@ -4,8 +4,6 @@ The stand-in of TransformerEngine has to be in place before Megatron is imported
 there when it is imported: by pytest's configuration, and by ranks before anything else.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 from contextlib import ExitStack

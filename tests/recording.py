@@ -6,8 +6,6 @@ does not runs on the megatron-core that is imported. A checkout is identified by
 changes is refused. A suite is recorded for those numbers of ranks with which all of its tests passed.
 """
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import json

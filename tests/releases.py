@@ -5,8 +5,6 @@ this process and for those that it starts. Megatron does without its compiled ex
 built for another Python. A folder in place of the version is a checkout of Megatron-LM's main.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

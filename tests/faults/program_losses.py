@@ -1,7 +1,5 @@
 """The losses of random programs: their formulas in float64 over the whole vocabulary, and this package's."""
 
-from __future__ import annotations
-
 import math
 import random
 from argparse import Namespace

@@ -5,8 +5,6 @@ writes to them, also where nothing counts it, reads them, and computes losses of
 as a call that makes it again: drop steps from it until what fails is short.
 """
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import random

@@ -1,7 +1,5 @@
 """What one rank alone finds wrong is an error on every rank, and no rank waits."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -6,8 +6,6 @@ of nobody's: `bystander`, and `megatron.bystander`, which shares its root with M
 fires the trigger.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

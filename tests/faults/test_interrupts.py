@@ -4,8 +4,6 @@ SIGINT comes at a chosen function call, so that it comes at the same place every
 whole teacher, or none that is claimed. Failing calls of ``train()`` leave nothing behind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -3,8 +3,6 @@
 Process groups have collectives that time out soon, and can be replaced by new ones after that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta

@@ -5,8 +5,6 @@ formulas, and with this package, each tensor-parallel rank on its own part. No r
 of them have the same bits and send alike. A failure prints the program.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import nullcontext
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Where frameworks are: their repositories, and the environment variables that name checkouts."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

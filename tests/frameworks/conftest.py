@@ -1,7 +1,5 @@
 """Where frameworks come from: checkouts that environment variables name, and packages of the registry."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

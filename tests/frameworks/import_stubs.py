@@ -4,8 +4,6 @@ A stub stands in for a package only where the real one is not installed. It give
 capitalized name, so that frameworks can derive from it, and a function that does nothing for every other.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.abc
 import importlib.machinery

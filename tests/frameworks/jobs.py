@@ -5,8 +5,6 @@ functions of one framework, a stand-in or the real one. Import this on ranks onl
 with the framework on the path.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import random

@@ -3,8 +3,6 @@
 Import this on ranks only, inside ``cpu_backend()``.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

@@ -7,8 +7,6 @@
 The page ``docs/compatibility.md`` is written anew by the last two.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

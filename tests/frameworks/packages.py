@@ -1,7 +1,5 @@
 """Frameworks and releases from the registry: wheels are read or put first on the path, never installed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zipfile

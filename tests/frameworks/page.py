@@ -1,7 +1,5 @@
 """``docs/compatibility.md``, from what is on record: verdicts, runs, and models."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

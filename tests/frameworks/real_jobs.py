@@ -7,8 +7,6 @@ and no test changes them afterwards: a flag sets all that it sets in the framewo
 Import this on ranks only, inside ``cpu_backend()``, with the checkouts first on the path.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import sys

@@ -1,7 +1,5 @@
 """``distillation`` on the stand-in for slime, and real megatron-core, on one rank and on two."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from itertools import chain

@@ -4,8 +4,6 @@ Unpatched, a masked token of which some number is not finite makes gradients NaN
 gradient are bit for bit those of the batch in which that token is as good as the others.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from contextlib import nullcontext

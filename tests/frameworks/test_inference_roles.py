@@ -4,8 +4,6 @@ Every test runs in fresh processes. A patched framework's teacher costs its weig
 beside it and all globals as they were. What it costs unpatched is in ``test_real_inference_roles.py``.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ Releases on the registry are downloaded and judged anew, always. Commits are jud
 that has them is given: see ``checkouts.repositories``.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.frameworks import page, verdicts

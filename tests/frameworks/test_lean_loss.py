@@ -6,8 +6,6 @@ values and gradients of a dense float64 reference. ``test_real_lean_loss.py`` an
 the same of the frameworks themselves.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """What happens every night, on repositories of our own: fetch ``main``, judge it, run it, report changes."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Losses of slime and miles have the same gradient in every split, as ``docs/testing.md`` says."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import dataclass
 from typing import Any

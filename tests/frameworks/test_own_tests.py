@@ -6,8 +6,6 @@ Two of slime's ask for the very bits of its own order of operations. With patche
 float32 rounding, which is put under ``torch.testing.assert_close`` from outside (``own_tests``).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ Every test runs in fresh processes. Patched, calls go through, the weights are t
 needed the patch, and nothing is left over; reverted, the next call fails with the error that users report.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -8,8 +8,6 @@ A source is a package with its version, or NAME=REPOSITORY@REVISION. With ``--an
 the repositories has keeps its verdicts, and is named.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@ The teacher's distribution depends on the last token alone, so that all it knows
 this on ranks only, inside ``cpu_backend()``, with verl and tensordict on the path.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -6,8 +6,6 @@ Layers are made as Megatron makes them, and all attributes of their parameters a
 the stand-in sets when it stands for the installed release. The exit code is 1 if any differ.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from importlib import import_module

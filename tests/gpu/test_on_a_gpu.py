@@ -3,8 +3,6 @@
 In a dry run of ``make gpu`` all of it is on the CPU.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from functools import partial

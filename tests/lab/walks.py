@@ -8,8 +8,6 @@ the package in between. ``sys.setprofile`` sees the calls of this thread. What s
 ``testing/``, does not count.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable

@@ -5,8 +5,6 @@ and, in place of Megatron, a stand-in of a few lines on its path: the trigger an
 neither torch nor the real thing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

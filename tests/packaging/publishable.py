@@ -3,8 +3,6 @@
 python -m tests.packaging.publishable
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """What is in the files that are uploaded."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import hashlib

@@ -1,7 +1,5 @@
 """What may not be published: a version that is not prepared. See docs/development/releasing.md."""
 
-from __future__ import annotations
-
 import re
 import shutil
 

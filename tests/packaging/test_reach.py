@@ -1,7 +1,5 @@
 """What the variable loads and when, in a fresh environment, and which processes it reaches."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """GitHub's files. They cannot run here: tools judge them, and each of their commands is a make target."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

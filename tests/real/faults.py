@@ -1,7 +1,5 @@
 """Exceptions at every stage of a step of :mod:`tests.references.tiny_gpt`, and a model that meets them."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """cpu_backend: real megatron-core trains on gloo ranks, and everything is undone on exit."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import sys

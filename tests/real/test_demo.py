@@ -3,8 +3,6 @@
 These need the package to be installed (an editable install will do): the startup file must fire.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``expert-norm`` on real optimizers: norm, clipping and zeros against a dense sum in float64."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import zlib

@@ -1,7 +1,5 @@
 """``finite-step`` on real optimizers: a NaN in one microbatch of one rank equals that step left out."""
 
-from __future__ import annotations
-
 import logging
 from itertools import count
 from typing import Any

@@ -1,7 +1,5 @@
 """The distillation loss of frameworks, and the scores that the patch gives it, on TP 2 with zigzag CP 2."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``build_inference_model`` on real megatron-core: beside a model that trains, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import os
 import random

@@ -1,7 +1,5 @@
 """Checkpoints of a model that trains, loaded into models that only score, on real megatron-core."""
 
-from __future__ import annotations
-
 import logging
 import random
 import re

@@ -1,7 +1,5 @@
 """``TeacherPool`` and the estimate of memory on real megatron-core: scores, bytes, checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

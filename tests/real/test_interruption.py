@@ -1,7 +1,5 @@
 """A ``train()`` that raised, at every stage of a step, can be called again, on every layout."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from itertools import product
 from typing import Any

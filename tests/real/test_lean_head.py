@@ -1,7 +1,5 @@
 """``lean-head`` on a real Megatron GPT, on any layout: no logits, and the gradients of a run without it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace

@@ -4,8 +4,6 @@ The reference knows nothing of pipelines, microbatches, replicas or pieces of se
 one model, all samples of the step in one batch, whole rows of logits, and the transcribed formula.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Losses on real ranks, without a model: logits split over tensor-parallel ranks, samples over others."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import product

@@ -6,8 +6,6 @@ Scripts also call the functions of ``reentry``, so a loop that works with them o
 class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from itertools import product

@@ -5,8 +5,6 @@
 tests of their own besides, with more cases and layouts.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Losses import Megatron when they are called, as that of a framework may have to be found first.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """``reentrant-train`` on real megatron-core: rollouts through several calls equal one uninterrupted run."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """Mocks have the public methods of the release, and ranks import the one that ``--megatron-core`` names."""
 
-from __future__ import annotations
-
 import inspect
 from importlib import metadata
 from typing import Any

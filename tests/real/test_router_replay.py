@@ -1,7 +1,5 @@
 """Router replay of real megatron-core: with and without recomputation, beside a teacher, after exceptions."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress

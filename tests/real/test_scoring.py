@@ -1,7 +1,5 @@
 """Scores on real megatron-core: on each layout those of dense formulas, and nothing is left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import io

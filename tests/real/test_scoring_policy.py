@@ -1,7 +1,5 @@
 """A policy in DDP, or with experts, is scored at any moment of a step, and trains on as if nobody had."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import count

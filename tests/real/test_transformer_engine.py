@@ -3,8 +3,6 @@
 ``--record-stand-in FILE`` notes how much losses and gradients differ, which a table of the pages shows.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import nullcontext

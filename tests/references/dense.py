@@ -1,7 +1,5 @@
 """What the vocabulary-parallel losses must equal: the formulas over the whole vocabulary, in float64."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ in that order. Each teacher is good at one order, which it learns in a short sup
 answers, and its distribution at each token of an answer is drawn towards a teacher's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sizes and names of the output layers that the benchmark measures and the rehearsal counts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Configurations of published models, as their ``config.json`` has them."""
 
-from __future__ import annotations
-
 GEMMA_3_27B = {  # google/gemma-3-27b-it, the language model
     "model_type": "gemma3_text",
     "num_hidden_layers": 62,

@@ -1,7 +1,5 @@
 """Bytes that tensors hold: of one call as the allocator reports them, and of everything in this process."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable

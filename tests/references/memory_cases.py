@@ -3,8 +3,6 @@
 The benchmark prints these, the tests hold them to one percent.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields

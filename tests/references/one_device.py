@@ -1,7 +1,5 @@
 """The device of a program that runs on one rank: the GPU if there is one, otherwise the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Parts of Markdown pages that a program writes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 

@@ -1,7 +1,5 @@
 """The collectives that are called, and how many bytes each is given to send."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """What doctor gathers, in fresh Pythons, too, and its screen, which a terminal of 80 x 24 holds."""
 
-from __future__ import annotations
-
 import io
 import json
 import shlex

@@ -1,7 +1,5 @@
 """The contract that every patch keeps. A new file in ``patches/`` is under it without a line here."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """What every command prints, in terminals of several widths and into a pipe: no name is broken or cut off."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

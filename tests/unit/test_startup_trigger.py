@@ -1,7 +1,5 @@
 """The import trigger on its own: a framework of the test, and an activation that the test chooses."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import itertools

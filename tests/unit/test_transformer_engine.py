@@ -1,7 +1,5 @@
 """The stand-in of TransformerEngine: when it is in place, what parameters carry, what layers compute."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The stand-in takes and refuses what TransformerEngine does, as its sources say at v2.9, v2.13 and main."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """How often the package's modules call each other in a walk does not grow."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

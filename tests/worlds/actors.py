@@ -1,7 +1,5 @@
 """An actor that holds the weights of one model at a time, as those of slime and miles do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The command ``megatron-rl-patches`` in this process: what it prints, answers as JSON and refuses."""
 
-from __future__ import annotations
-
 import io
 import json
 from contextlib import redirect_stderr

@@ -1,7 +1,5 @@
 """Files that a test writes: frameworks, checkouts, programs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

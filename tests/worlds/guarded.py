@@ -1,7 +1,5 @@
 """Guarded calls of a training loop on ``MockDDP``, and what Megatron keeps beside the model."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 For ranks: use everything here inside ``cpu_backend()``, or on a GPU.
 """
 
-from __future__ import annotations
-
 import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Programs that tests start in a Python of their own, with files beside them, and their environment."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the modules and classes of Megatron hold: a build or a score leaves it as it was."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Plugin: what became of each test, and which sites were patched, into the file ``OWN_TESTS_OUTCOMES``."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

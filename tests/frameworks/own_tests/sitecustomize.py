@@ -4,8 +4,6 @@ Packages that are not installed are stubs. ``OWN_TESTS_ATOL`` is the least absol
 ``torch.testing.assert_close``, where a test gives one.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What every stand-in does in a step of training, Megatron-LM's included."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any

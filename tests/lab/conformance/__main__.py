@@ -1,7 +1,5 @@
 """Run Megatron-LM's own unit tests on CPU ranks, without and with patches: ``make conformance``."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

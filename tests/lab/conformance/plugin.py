@@ -8,8 +8,6 @@ forks of that process, made anew for each test file and after each test that did
 files nor failures affect what comes after them.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,7 +1,5 @@
 """Run a checkout's own unit tests, with or without patches, each at the number of ranks that it needs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Runs on a made-up checkout whose tests are like Megatron-LM's; the command; and the records."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

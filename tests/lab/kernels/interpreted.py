@@ -7,8 +7,6 @@ with those of the function in float64. The largest error of each is printed as J
 set before triton is imported, since triton reads it then.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

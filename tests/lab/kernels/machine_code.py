@@ -6,8 +6,6 @@
 process that has the libraries of :mod:`tests.lab.rehearsal.stand_ins`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

@@ -8,8 +8,6 @@ below; a pass over logits takes the longer of its bytes and its instructions; a 
 multiprocessors do not share its tiles of 128 x 256 evenly; half of reading and writing a sum is hidden.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import defaultdict

@@ -4,8 +4,6 @@ Cases of the rehearsal run at real sizes, on fake CUDA tensors, in a process tha
 :mod:`tests.lab.rehearsal.stand_ins`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial

@@ -3,8 +3,6 @@
 They need a torch that is built with CUDA, whose triton has an assembler and a disassembler, and no GPU.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from itertools import product

@@ -5,8 +5,6 @@ that conditions hold: there are ties, an id is ruled out, tokens count, or anoth
 the head takes at sizes that others have published is counted, as a file beside its page.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

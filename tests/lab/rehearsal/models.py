@@ -5,8 +5,6 @@ is missing. Two functions stand in where Megatron reads values on the CPU. All o
 optimizer included. Values, NCCL and what streams overlap cannot be seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ have a shape, a dtype and a device, and no values. Where the code reads one all 
 wait and answers.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import sys

@@ -5,8 +5,6 @@ and events, and never launches a kernel. ``python -m tests.lab.rehearsal.stand_i
 what is counted into the page of the head.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The rehearsal on fake CUDA tensors: it needs a torch that is built with CUDA, no GPU and no driver."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from functools import cache

@@ -1,7 +1,5 @@
 """A framework package on disk, patches on it, and an engine of one's own for each test."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import sys

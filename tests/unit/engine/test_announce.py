@@ -1,7 +1,5 @@
 """Nobody has to guess whether a patch is in place."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

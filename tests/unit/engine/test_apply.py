@@ -1,7 +1,5 @@
 """Putting in place and taking away, in every order."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import itertools

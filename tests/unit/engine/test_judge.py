@@ -1,7 +1,5 @@
 """Judging code: verdicts and their words, and what asking by name, for all and strictly makes of them."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import importlib

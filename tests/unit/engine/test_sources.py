@@ -1,7 +1,5 @@
 """Source text from folders, wheels, git trees and this environment: the right file, and nothing imported."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zipfile

@@ -6,8 +6,6 @@ a function that has ``__wrapped__`` and does not call it. ``MindSpeed`` is that 
 module in which the name is the original, by ``id()``, gets a function in its place, or around it.
 """
 
-from __future__ import annotations
-
 import functools
 import signal
 import sys

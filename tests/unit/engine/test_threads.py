@@ -1,7 +1,5 @@
 """Calls of several threads, each of which undoes what it did; forks, and ranks that differ."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The wrapper is invisible to what frameworks do with functions; what an adapter can ask of a call."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

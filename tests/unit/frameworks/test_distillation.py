@@ -4,8 +4,6 @@ On several ranks, and with teachers that score, see ``test_distillation.py`` in 
 and tests/faults; verl itself runs in ``test_real_verl_distillation.py``.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

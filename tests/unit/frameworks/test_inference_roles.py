@@ -3,8 +3,6 @@
 That nothing else changes is tested on slime's stand-in, in ``tests/frameworks``.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import sys

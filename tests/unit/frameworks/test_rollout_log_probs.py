@@ -3,8 +3,6 @@
 ``tests/real/test_training_warnings.py`` has real megatron-core.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from types import SimpleNamespace

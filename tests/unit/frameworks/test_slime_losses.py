@@ -3,8 +3,6 @@
 Those of the responses of a microbatch are tested in ``tests/frameworks``.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """``TeacherPool`` on small plain modules: what is resident when, bit for bit, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any

@@ -4,8 +4,6 @@ Either an error names it, or the result is right: :data:`RIGHT` lists what may b
 each message about several arguments.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 ``test_table.py`` has those of deferred logits, also under hooks of saved tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

@@ -3,8 +3,6 @@
 tests/real/test_loss_func.py has loss and gradient of the closure.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """When an output layer defers its logits; tests/real/test_lean_head.py trains a model with such logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -6,8 +6,6 @@ Then what holds of each function, and what is peculiar to log-probabilities, ent
 the same table on ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext

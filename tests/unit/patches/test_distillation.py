@@ -1,7 +1,5 @@
 """``distillation``: slime's command line with it; ``tests/frameworks`` trains with it."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import importlib

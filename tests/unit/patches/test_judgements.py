@@ -1,7 +1,5 @@
 """How the sites of patches are judged, on code in the shapes that upstream has or may have."""
 
-from __future__ import annotations
-
 import textwrap
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What ``doctor`` says of ``lean-head``; that it trains as without is tested in ``tests/real``."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

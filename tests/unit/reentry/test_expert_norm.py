@@ -1,7 +1,5 @@
 """Which parameters a rank counts, from the facts of their layer."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The core of ``finite-step`` on a mocked optimizer, and what callers see of a step that was skipped."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Forward pre-hooks, switched in any order, and functions in configs, ours or foreign, on mocked DDP."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import suppress

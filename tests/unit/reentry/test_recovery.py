@@ -1,7 +1,5 @@
 """How an exception is recovered from, and what ranks agree upon at the next entry."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

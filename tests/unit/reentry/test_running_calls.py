@@ -1,7 +1,5 @@
 """Guarded calls that are nested, or that overlap in two threads or two generators."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable, Iterator

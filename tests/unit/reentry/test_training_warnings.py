@@ -1,7 +1,5 @@
 """Which settings are reported after a call of ``train()``; on real megatron-core, see ``tests/real``."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

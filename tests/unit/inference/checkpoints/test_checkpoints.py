@@ -1,7 +1,5 @@
 """Finding and telling checkpoints apart; reading a file runs no code, and changes nothing, that it names."""
 
-from __future__ import annotations
-
 import copyreg
 import functools
 import io

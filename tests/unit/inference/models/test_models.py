@@ -1,7 +1,5 @@
 """How a model is built: its provider, parameters on the meta device, and nothing of it elsewhere."""
 
-from __future__ import annotations
-
 import functools
 import operator
 import random

@@ -1,7 +1,5 @@
 """Widths that are refused, and scores as lists; tests/real has the rest."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

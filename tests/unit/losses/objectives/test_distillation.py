@@ -1,7 +1,5 @@
 """Distillation losses from teachers of both kinds against whole rows in float64; for ranks see tests/real."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 tests/unit/losses/test_table.py has the formulas of the latter.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Reference for the layouts: a microbatch as frameworks lay it out, made by slicing whole samples."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

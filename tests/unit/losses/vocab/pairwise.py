@@ -1,7 +1,5 @@
 """Tables of test cases in which every pair of values of any two options occurs."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from itertools import combinations

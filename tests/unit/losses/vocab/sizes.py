@@ -1,7 +1,5 @@
 """The sizes of the tensors that a function makes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What is peculiar to logits that are not materialized; test_table.py has the losses against formulas."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

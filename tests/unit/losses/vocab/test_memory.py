@@ -3,8 +3,6 @@
 They take the gradient and one block of rows; with ``inplace_backward`` one block alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial

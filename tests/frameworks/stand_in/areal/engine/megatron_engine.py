@@ -1,7 +1,5 @@
 """In the shape of AReaL's: the registry builds, and does not know whether the engine has an optimizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel as DDP

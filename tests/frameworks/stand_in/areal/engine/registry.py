@@ -1,7 +1,5 @@
 """In the shape of AReaL's model registry (``areal.models.mcore.registry``)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 ``args.disk`` takes the parameters of a save; what is loaded is a file in the legacy layout.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

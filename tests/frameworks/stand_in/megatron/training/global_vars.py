@@ -1,7 +1,5 @@
 """In the shape of Megatron-LM's: one set of arguments and timers per process."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from megatron.core.timers import Timers

@@ -4,8 +4,6 @@
 machine; saving stops the interval timer first and switches the forward pre-hooks off and on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 slime compiles ``compute_approx_kl`` and ``compute_policy_loss``.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """In the shape of Megatron-Bridge's: whoever builds says whether the model is wrapped."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel as DDP

@@ -1,7 +1,5 @@
 """In the shape of Megatron-Bridge's, v0.4 to today: installs the sync functions once per setup."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """In the shape of Megatron-Bridge's: relies on installed sync functions, leaves its timer running."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """In the shape of NeMo-RL's: it copies functions of Megatron-Bridge, a private one among them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """In the shape of slime's: a rollout, cut into microbatches of packed samples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

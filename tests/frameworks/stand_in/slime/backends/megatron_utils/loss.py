@@ -3,8 +3,6 @@
 Checkpointed as torch's default has it, as in OpenClaw-RL.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

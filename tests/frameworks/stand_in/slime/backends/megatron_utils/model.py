@@ -3,8 +3,6 @@
 ``initialize_model_and_optimizer`` advances a schedule that it has loaded, as up to v0.2.3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
