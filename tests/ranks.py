@@ -1,7 +1,5 @@
 """Tests that run on ranks: ``@on_ranks(2)`` runs the body of a test on each of two gloo ranks."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import inspect

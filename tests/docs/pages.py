@@ -1,7 +1,5 @@
 """Code of the documentation: the blocks of its pages, and examples in the docstrings of public names."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

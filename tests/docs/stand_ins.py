@@ -3,8 +3,6 @@
 Loaded on a rank, inside ``cpu_backend()``, in a folder that has the checkpoints of two teachers.
 """
 
-from __future__ import annotations
-
 import runpy
 from functools import partial
 from pathlib import Path

@@ -4,8 +4,6 @@ Python runs on a rank with real megatron-core (``stand_ins.py``), tests under py
 (``test_shell_blocks.py``). A block that none of these follows is in a table here, with the reason.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import traceback

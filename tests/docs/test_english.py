@@ -1,7 +1,5 @@
 """Words that readers had to decode do not come back: in pages, in messages, in docstrings of the API."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -3,8 +3,6 @@
 ``test_shell_blocks.py`` runs the shell scripts.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What prose names exists: variables and their values, settings, links, patches, messages, changes."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Pages show what was measured, recorded and drawn, and what the code says."""
 
-from __future__ import annotations
-
 import html
 import re
 import runpy

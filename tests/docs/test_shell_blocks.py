@@ -6,8 +6,6 @@ have. Lines that start a cluster must reach a training process in which the patc
 variables of ours that exist and parse.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The site builds without a warning, has every public name, and needs nothing from elsewhere."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

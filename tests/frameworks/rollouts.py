@@ -1,7 +1,5 @@
 """Rollouts with saves between them, through ``train`` and ``save`` of a stand-in or of a framework itself."""
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Callable, Iterator, Sequence

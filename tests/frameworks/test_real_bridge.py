@@ -3,8 +3,6 @@
 Its module is the real one. Packages that it imports and that this function does not use are stubs.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from contextlib import nullcontext

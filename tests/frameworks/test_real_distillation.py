@@ -4,8 +4,6 @@ The framework's own ``forward_only``, ``get_batch``, ``DataIterator``, ``train``
 actor, which needs Ray, is replaced by one that swaps weights as it does.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

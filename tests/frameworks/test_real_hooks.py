@@ -4,8 +4,6 @@ slime, vime, miles call it from their ``init(args)`` (checkouts, see ``docs/fram
 imports it as a plugin. ``test_real_bridge.py`` and ``test_real_verl.py`` have the hooks of these two.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """``inference-only`` and ``scheduler-resume`` on unmodified checkouts, as in ``test_real_reentry.py``."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from pathlib import Path

@@ -4,8 +4,6 @@ The framework's own ``train()`` and ``forward_only``, with a vocabulary so large
 the memory.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 import subprocess

@@ -5,8 +5,6 @@ Values and gradients against a dense float64 reference, unpatched and patched, t
 rounded to bfloat16, by Megatron's fused cross entropy; the patched one is not.
 """
 
-from __future__ import annotations
-
 import importlib
 import runpy
 import warnings

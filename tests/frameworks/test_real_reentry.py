@@ -3,8 +3,6 @@
 ``SLIME_DIR``, ``VIME_DIR``, ``MILES_DIR``, ``MEGATRON_LM_DIR`` name them, see ``docs/frameworks.md``.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging

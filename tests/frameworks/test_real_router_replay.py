@@ -4,8 +4,6 @@ Megatron of slime's image has a function of slime around the choice of experts; 
 core's own replay.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

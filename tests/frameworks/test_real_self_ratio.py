@@ -4,8 +4,6 @@ A run whose passes differ in one thing is warned of, with its cause. The run wit
 the same weights as without the patch.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain

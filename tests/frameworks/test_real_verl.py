@@ -1,7 +1,5 @@
 """verl itself: the package of the registry, always, and the checkout in ``VERL_DIR``, where it is given."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import math

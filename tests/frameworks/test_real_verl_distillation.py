@@ -1,7 +1,5 @@
 """``distillation`` in verl's own engine and worker: the package of the registry, and ``VERL_DIR``."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import logging

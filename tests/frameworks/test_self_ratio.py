@@ -1,7 +1,5 @@
 """``self-ratio`` on a stand-in of slime; ``test_real_self_ratio.py`` has frameworks themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """``OptimizerStep`` on real megatron-core: several calls of the schedule have the bits of one call."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any

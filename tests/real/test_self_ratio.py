@@ -3,8 +3,6 @@
 A pass in eval mode scores, and another one with the same weights computes log-probs in train mode.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """What ``reentrant-train`` warns of, on real megatron-core: the number that is spoiled, and the message."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from contextlib import nullcontext

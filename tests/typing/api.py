@@ -1,7 +1,5 @@
 """The public API as users write it: names, parameters, results. mypy checks this file, and nobody runs it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any

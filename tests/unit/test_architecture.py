@@ -1,7 +1,5 @@
 """Who may import whom, and how long things are, by files that are read, not run; the API as users type it."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

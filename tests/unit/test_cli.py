@@ -1,7 +1,5 @@
 """The commands: what they print for people, pipes and programs, and their exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """How many Python calls into the package a policy loss makes does not grow: most of them were checks once."""
 
-from __future__ import annotations
-
 import sys
 from types import FrameType
 from typing import Any

@@ -1,7 +1,5 @@
 """One call of a train-like function, against mocked DDP: what is refused, and what it leaves as it was."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from functools import partial

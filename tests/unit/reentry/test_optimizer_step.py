@@ -1,7 +1,5 @@
 """``OptimizerStep`` on mocked DDP: what it refuses, and what a schedule gets; else see ``tests/real``."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

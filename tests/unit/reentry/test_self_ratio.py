@@ -1,7 +1,5 @@
 """What the self-ratio check says of two sets of log-probs; ``tests/real`` has the causes of real models."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the mocks keep account of; a contract test in tests/real compares them with Megatron's class."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """spawn_ranks: results, failures, hangs, and that nothing is left behind."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """``estimate_memory(tokens=...)`` against counted bytes of real losses, and of recorded runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which phase memory is counted in, with an allocator of CUDA that is made up; and what is logged."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

@@ -4,8 +4,6 @@ Then estimators of the KL divergence, and tokens that are kept from making gradi
 test_bad_arguments.py.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial
