@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..common.agreement import raise_on_all
+from ..common.chunks import as_chunks, attribute_of
 from ..common.messages import Message, is_first_of_stage
 from ..common.scopes import Scope, replaced
 from ..common.text import listed
 from ..engine.call import Call
 from ..errors import InvalidInputError
-from ..inference.scoring.plan import vocabulary_of
 from ..losses import DeferredLogits, TopKDistribution, vocab_parallel_log_probs_at, vocab_parallel_topk
 from ..losses.objectives.distributions import NO_ENTRY
 from ..losses.objectives.topk_divergences import bucket_divergence
@@ -213,7 +213,7 @@ def train(call: Call) -> Any:
     divergence = _divergence_of(worker)
     if divergence is None:
         return call()
-    raise_on_all(_problem(data, vocabulary_of(worker.engine.module)))
+    raise_on_all(_problem(data, attribute_of(as_chunks(worker.engine.module)[0], "vocab_size")))
     tu = importlib.import_module("verl.utils.tensordict_utils")
     if divergence.needs_old and (old := _at_ids(worker, data, tu)) is not None:
         data, offsets = data.clone(recurse=False), data["input_ids"].offsets()

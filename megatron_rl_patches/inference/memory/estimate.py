@@ -116,8 +116,7 @@ class MemoryEstimate:
         for answer, stage in zip(stages, self.stages, strict=True):
             for use in ("training", "inference_only", "with_teachers"):
                 answer[use]["total"] = getattr(stage, use).total
-        answer = {"worst_stage": self.stages.index(self.worst), "teachers": self.teachers, "stages": stages}
-        return {**answer, "loss": self.loss}
+        return {"worst_stage": self.stages.index(self.worst), **vars(self), "stages": stages}
 
 
 def estimate_memory(

@@ -99,7 +99,16 @@ def build_inference_model(
     if device is None:
         target = torch.device("cuda", torch.cuda.current_device())
     if perform_initialization:
-        _require_random_streams(config, target)
+        if target.type == "meta":
+            raise InvalidInputError("perform_initialization=True with device='meta', which has no memory")
+        sizes = (config.tensor_model_parallel_size, config.expert_model_parallel_size)
+        if max(sizes) > 1 and not config.use_cpu_initialization and not isolation.rng_tracker_is_seeded():
+            raise InvalidInputError(
+                f"perform_initialization=True with tensor-parallel size {sizes[0]} and expert-parallel size "
+                f"{sizes[1]}, but Megatron's random streams are not seeded: all ranks would draw the same "
+                "weights: call megatron.core.tensor_parallel.model_parallel_cuda_manual_seed first, or set "
+                "use_cpu_initialization in the config"
+            )
     own = inference_copy(config, dtype)
     own.virtual_pipeline_model_parallel_size = _virtual_stages(config)
     if not with_mtp:
@@ -119,20 +128,6 @@ def build_inference_model(
     correct_amax_history_if_needed(chunks)
     freeze(chunks, role="inference-only", setting="build_inference_model")
     return chunks
-
-
-def _require_random_streams(config: Any, target: torch.device) -> None:
-    """Refuse to initialize weights without memory, or of which every rank would draw the same part."""
-    if target.type == "meta":
-        raise InvalidInputError("perform_initialization=True with device='meta', which has no memory")
-    sizes = (config.tensor_model_parallel_size, config.expert_model_parallel_size)
-    if max(sizes) > 1 and not config.use_cpu_initialization and not isolation.rng_tracker_is_seeded():
-        raise InvalidInputError(
-            f"perform_initialization=True with tensor-parallel size {sizes[0]} and expert-parallel size "
-            f"{sizes[1]}, but Megatron's random streams are not seeded: all ranks would draw the same "
-            "weights: call megatron.core.tensor_parallel.model_parallel_cuda_manual_seed first, or set "
-            "use_cpu_initialization in the config"
-        )
 
 
 def _virtual_stages(config: Any) -> int | None:
@@ -165,11 +160,19 @@ def _constructed(
             replaced(own, **changes),
         ):
             for arguments in arguments_per_stage(own):
-                chunk = call_provider(provider, arguments)
+                chunk: Any = call_provider(provider, arguments)
                 require_inference_chunk(chunk)
                 require_new_parameters(chunk, created, provider)
                 give_own_config(chunk, own, config, dtype)
-                _finish_as_get_model_does(chunk, arguments.get("vp_stage"))
+                # What Megatron's get_model does with a chunk:
+                chunk.model_type = ModelType.encoder_or_decoder
+                if "vp_stage" in arguments:
+                    chunk.vp_stage = arguments["vp_stage"]
+                for parameter in chunk.parameters():
+                    tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+                if chunk.config.bf16 or chunk.config.fp16:
+                    # On the meta device this costs nothing. The wrapper itself is not needed.
+                    _in_float16_module(chunk)
                 chunks.append(chunk)
         for chunk in chunks if target.type != "meta" else ():
             isolation.materialize(chunk, target)
@@ -202,17 +205,6 @@ def _refuse_data_parallel(original: Any, self: Any, *args: Any, **kwargs: Any) -
         f"the model provider wraps the model in {type(self).__name__}, which is for training; one for "
         "inference returns the bare model (of Megatron-Bridge's: provide, not provide_distributed_model)"
     )
-
-
-def _finish_as_get_model_does(chunk: Any, stage: int | None) -> None:
-    chunk.model_type = ModelType.encoder_or_decoder
-    if stage is not None:
-        chunk.vp_stage = stage
-    for parameter in chunk.parameters():
-        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    if chunk.config.bf16 or chunk.config.fp16:
-        # On the meta device this costs nothing. The wrapper itself is not needed.
-        _in_float16_module(chunk)
 
 
 def freeze(model: Sequence[Module], role: str, setting: str) -> None:

@@ -81,22 +81,19 @@ def parse_microbatches(
     return batches
 
 
-def renamed(fields: Mapping[str, Any], old: str, new: str) -> Mapping[str, Any]:
-    """Return the fields with one under its new name; where it has the old one, warn the caller of scoring."""
-    if fields.get(old) is None:
-        return fields
-    if fields.get(new) is not None:
-        raise InvalidInputError(f"{old} is the former name of {new}, and both are in it: leave {old} out.")
-    warnings.warn(f"{old!r} of a microbatch is now {new!r}", DeprecationWarning, stacklevel=6)
-    return {**fields, new: fields[old]}
-
-
 def _microbatch(
     mapping: Mapping[str, Any], first: int, options: ScoreOptions, limits: Limits
 ) -> ScoringBatch:
     if not isinstance(mapping, Mapping):
         raise InvalidInputError(f"it is a {type(mapping).__name__}. Expected: a mapping with tokens.")
-    fields = renamed(mapping, "lengths", "total_lengths")
+    fields, old, new = mapping, "lengths", "total_lengths"
+    if fields.get(old) is not None:
+        if fields.get(new) is not None:
+            raise InvalidInputError(
+                f"{old} is the former name of {new}, and both are in it: leave {old} out."
+            )
+        warnings.warn(f"{old!r} of a microbatch is now {new!r}", DeprecationWarning, stacklevel=5)
+        fields = {**fields, new: fields[old]}
     if missing := [name for name in ("tokens", "total_lengths") if fields.get(name) is None]:
         raise InvalidInputError(f"there is no {' and no '.join(repr(name) for name in missing)} in it.")
     if fields.get("indices") is not None:

@@ -16,14 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from tqdm import tqdm
 
 from ...common.agreement import gathered, raise_on_all
-from ...common.chunks import (
-    SYNC_FUNCTIONS,
-    as_chunks,
-    attribute_of,
-    distinct_configs,
-    modules_with_modes,
-    unwrap,
-)
+from ...common.chunks import SYNC_FUNCTIONS, as_chunks, attribute_of, config_of, modules_with_modes, unwrap
 from ...common.devices import copied_together, on_device
 from ...common.messages import is_rank_0
 from ...common.scopes import replaced
@@ -67,12 +60,11 @@ class Plan:
         ``check`` returns what is wrong with data that only the last stage has.
         """
         self.options, self.chunks = options, list(as_chunks(model))
-        config: Any = attribute_of(self.chunks[0], "config") if self.chunks else None
-        self.config = config
+        self.config = config_of(next(iter(self.chunks), None))
         # In this order, what differs between last stages alone reaches every rank that would wait, too.
         self.alike = [parallel_state.get_context_parallel_group(), parallel_state.get_model_parallel_group()]
         groups, experts = list(self.alike), None
-        if getattr(config, "num_moe_experts", None) and config.expert_model_parallel_size > 1:
+        if getattr(self.config, "num_moe_experts", None) and self.config.expert_model_parallel_size > 1:
             experts = parallel_state.get_expert_model_parallel_group()
             groups.append(experts)
         if any(getattr(chunk, "use_forward_hook", False) for chunk in self.chunks):  # may have to gather
@@ -244,24 +236,22 @@ class Plan:
     @contextmanager
     def _scoring_state(self) -> Iterator[None]:
         """Switch the model to eval mode and the settings of a forward-only pass; restore both at the end."""
-        models = list(map(unwrap, self.chunks))
-        configs, modes = distinct_configs(models), modules_with_modes(self.chunks)
         # If shapes differ, the stages tell each other every shape.
         variable = self.options.forward is not None or self.config.variable_seq_lengths
         variable = variable or len({batch.tokens_bs.shape for batch in self.batches}) > 1
         with torch.no_grad(), gathered_parameters(self.chunks), ExitStack() as stack:
-            stack.callback(_restore_modes, self.chunks, modes)
+            stack.callback(_restore_modes, self.chunks, modules_with_modes(self.chunks))
             for chunk in self.chunks:
                 chunk.eval()
             # Megatron forks the RNG tracker for dropout, also in eval mode; an unseeded one cannot fork.
             if not rng_tracker_is_seeded():
                 stack.enter_context(rng_tracker_that_does_not_fork())
-            for model in models:
+            for model in map(unwrap, self.chunks):
                 stack.enter_context(deferring(model))
                 # Multi-token prediction is left out: megatron-core up to 0.16 needs labels to run its layers.
                 stack.enter_context(replaced(model, mtp_process=False))
-            for config in configs:
-                stack.enter_context(replaced(config, mtp_num_layers=None))
+                if (config := config_of(model)) is not None:  # chunks may share one
+                    stack.enter_context(replaced(config, mtp_num_layers=None))
             # Schedules call sync functions in ``no_sync``. Only a backward pass undoes some, and none comes.
             without = dict.fromkeys(("timers", *SYNC_FUNCTIONS))
             stack.enter_context(replaced(self.config, **without, variable_seq_lengths=variable))
@@ -270,11 +260,6 @@ class Plan:
                 if (scaler := getattr(sys.modules.get(module), name, None)) is not None:
                     stack.enter_context(replaced(scaler, main_loss_backward_scale=None))
             yield
-
-
-def vocabulary_of(model: Model) -> int | None:
-    """Return the number of ids of the model, padding included; ``None`` if the model does not say."""
-    return attribute_of(as_chunks(model)[0], "vocab_size")
 
 
 def _restore_modes(chunks: Sequence[torch.nn.Module], modes: Sequence[tuple[Any, bool]]) -> None:
