@@ -17,14 +17,13 @@ from ..losses.vocab.divergences import divergence_named
 LOSS_TYPE = "opd_loss"
 LOSS_PATH = f"megatron_rl_patches.frameworks.distillation_loss.{LOSS_TYPE}"
 
+_ADAPTERS = ("lora_rank", "lora_adapter_path", "multi_lora_n_adapters")
 #: Options that do not go with the loss, and why.
 _CONFLICTS = {
     "allgather_cp": "teachers are scored in the zigzag layout of context parallelism",
     "use_routing_replay": "scoring is not part of the replay",
     "use_indexer_replay": "scoring is not part of the replay",
-    "lora_rank": "a teacher would be scored with the student's adapter",
-    "lora_adapter_path": "a teacher would be scored with the student's adapter",
-    "multi_lora_n_adapters": "a teacher would be scored with the student's adapter",
+    **dict.fromkeys(_ADAPTERS, "a teacher would be scored with the student's adapter"),
     "entropy_coef": "the loss has no entropy bonus",
 }
 
@@ -61,19 +60,15 @@ def validate(call: Call) -> Any:
 
 
 def _set_options(args: Any, options: Any) -> None:
-    for name, value in asdict(options).items():
-        setattr(args, name, value)
-    args.opd_teachers = dict(args.opd_teachers)  # path by name
+    vars(args).update(asdict(options), opd_teachers=dict(options.opd_teachers))  # path by name
 
 
 def refuse_conflicts(args: Any, *options: str) -> None:
     """Refuse options, by default all, that do not go with the loss."""
     for option in options or _CONFLICTS:
         if getattr(args, option, None):
-            name = option.replace("_", "-")
-            raise InvalidInputError(
-                f"--{name} does not go with {LOSS_TYPE}: {_CONFLICTS[option]}; leave it out"
-            )
+            name, reason = option.replace("_", "-"), _CONFLICTS[option]
+            raise InvalidInputError(f"--{name} does not go with {LOSS_TYPE}: {reason}; leave it out")
 
 
 def check_arguments(args: Any) -> None:

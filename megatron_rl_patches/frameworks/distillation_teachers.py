@@ -224,16 +224,12 @@ def train(call: Call) -> Any:
     current = scorer.get()
     if current is None:
         return call()
-    iterators = call["data_iterator"]
+    rollout_data = call["data_iterator"][0].rollout_data
+    state = current.actor.args, call["model"], call["data_iterator"], call["num_microbatches"]
     forward_only = inspect.unwrap(call.function).__globals__["forward_only"]
     takes_rollout_id = "rollout_id" in inspect.signature(forward_only).parameters  # miles needs it
     options = {"rollout_id": call["rollout_id"]} if takes_rollout_id else {}
-
-    def forward(function: Callable[..., Any]) -> Any:
-        state = current.actor.args, call["model"], iterators, call["num_microbatches"]
-        return forward_only(function, *state, **options)
-
-    with current.scores_in(iterators[0].rollout_data, forward):
+    with current.scores_in(rollout_data, lambda function: forward_only(function, *state, **options)):
         return call()
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..common.chunks import distinct_configs
 from ..common.messages import Message
 from ..common.scopes import Scope, replaced
 from ..engine.call import Call
@@ -75,8 +76,7 @@ def freeze_role(model: Sequence[torch.nn.Module], role: str, setting: str = _SET
     """
     modules = [module for chunk in model for module in chunk.modules()]
     modules = [module for module in modules if hasattr(vars(module).get("config"), "no_sync_func")]
-    shared = {id(module.config): module.config for module in modules}
-    own = {key: without_training(config) for key, config in shared.items()}
+    own = {id(config): without_training(config) for config in distinct_configs(modules)}
     for module in modules:
         module.config = own[id(module.config)]
     freeze(model, role, setting)
@@ -127,8 +127,7 @@ def set_up_reference_state(call: Call) -> Any:
     with inference_role("reference"):
         state_dict = call()
     gc.collect()  # the model has cycles
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # does nothing without CUDA
     return state_dict
 
 
@@ -161,8 +160,7 @@ def initialize_engine(call: Call) -> Any:
 def get_model(call: Call, args: Any = None) -> Sequence[torch.nn.Module]:
     """Build chunks, without DDP for a role that only scores; an explicit ``wrap_with_ddp=True`` is obeyed.
 
-    Args:
-        args: Megatron's global arguments, where they also decide how chunks are wrapped.
+    ``args`` are Megatron's global arguments, where they also decide how chunks are wrapped.
     """
     current = _scope.get()
     if current is None:
@@ -193,8 +191,7 @@ def megatron_get_model(call: Call) -> Sequence[torch.nn.Module]:
 def get_megatron_optimizer(call: Call) -> Any:
     """Return an optimizer, or :class:`NullOptimizer` for a role that only scores.
 
-    Raises:
-        InferenceOnlyError: outside of :func:`inference_role`, for chunks that only score.
+    Outside of :func:`inference_role`, chunks that only score raise :class:`InferenceOnlyError`.
     """
     if ddp_skipped():
         return NullOptimizer()
@@ -233,11 +230,9 @@ def load_checkpoint(call: Call) -> Any:
 def _stored_iteration(args: Any, load_arg: str) -> int:
     """Return the iteration in the checkpoint; 0 for sources that :func:`read_iteration` does not know."""
     for path in (getattr(args, load_arg), getattr(args, "pretrained_checkpoint", None)):
-        try:
+        with suppress(CheckpointError):
             if path is not None:
                 return read_iteration(path, getattr(args, "ckpt_step", None))
-        except CheckpointError:
-            continue
     return 0
 
 
@@ -262,11 +257,7 @@ def _preserved_globals(args: Any) -> Iterator[None]:
 
 
 def train(call: Call) -> Any:
-    """Train, unless the model only scores.
-
-    Raises:
-        InferenceOnlyError: it does.
-    """
+    """Train; raise :class:`InferenceOnlyError` if the model only scores."""
     refuse_to_train(call["model"], "train")
     return call()
 

@@ -77,10 +77,9 @@ def response_scores(call: Call) -> Any:
     key = (call.function, *options, logits.dtype, groups.cp_size)
     if key not in forms:
         forms[key] = _tried(call, groups)
-    form = forms[key]
-    if form is None:
+    if (form := forms[key]) is None:
         return None
-    scores = _scores(arguments, layout, logits, targets, groups, form.entropy_grad)
+    scores = _scores(arguments, layout, targets, groups, form.entropy_grad)
     return (logits.new_empty((0,)), scores) if form.is_pair else scores
 
 
@@ -91,15 +90,10 @@ def _targets(arguments: Mapping[str, Any], layout: SequenceLayout) -> Tensor:
 
 
 def _scores(
-    arguments: Mapping[str, Any],
-    layout: SequenceLayout,
-    logits: Tensor,
-    targets: Tensor,
-    groups: Groups,
-    entropy_grad: bool,
+    arguments: Mapping[str, Any], layout: SequenceLayout, targets: Tensor, groups: Groups, entropy_grad: bool
 ) -> dict[str, list[Tensor]]:
     log_probs, entropies = log_probs_and_entropy(
-        layout.rows_of(logits),
+        layout.rows_of(arguments["logits"]),
         targets,
         groups.tp_group,
         rows=layout.response_slices,
@@ -146,7 +140,9 @@ def _compared(call: Call, groups: Groups) -> _Form | None:
         return None
     theirs = returned[1] if is_pair else returned
     entropy_grad = any(values.requires_grad for values in theirs.get("entropy", ()))
-    ours = _scores(arguments, layout, own_leaf * 1, _targets(arguments, layout), groups, entropy_grad)
+    ours = _scores(
+        {**arguments, "logits": own_leaf * 1}, layout, _targets(arguments, layout), groups, entropy_grad
+    )
     pairs = [(_gradient(theirs, leaf), _gradient(ours, own_leaf))]
     if theirs.keys() != ours.keys():
         return None

@@ -78,7 +78,11 @@ def _compare_log_probs(rollout: Mapping[str, Any]) -> None:
     lengths = [len(values) for values in trained]
     masks = rollout.get("loss_masks") or [torch.ones(length) for length in lengths]
     if lengths != [len(mask) for mask in masks]:
-        masks = _local_masks(rollout)
+        from .microbatch_layout import groups_of, layout_of
+
+        # Those of this context-parallel rank, which has a zigzag share of each response.
+        layout = layout_of(None, rollout, groups_of(), None, torch.device("cpu"))
+        masks = layout.local_parts([torch.as_tensor(mask).cpu() for mask in rollout["loss_masks"]])
     if not lengths == [len(mask) for mask in masks] == [len(values) for values in sampled]:
         return  # nobody can tell here which values belong together
     differences = (joined(trained) - joined(sampled)).abs()
@@ -90,13 +94,3 @@ def _compare_log_probs(rollout: Mapping[str, Any]) -> None:
         training_warnings.report(
             "rollout_log_probs", _DIFFERENT_POLICIES, mean=mean, largest=largest, tokens=len(differences)
         )
-
-
-def _local_masks(rollout: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the loss masks of this context-parallel rank, which has a zigzag share of each response."""
-    import torch
-
-    from .microbatch_layout import groups_of, layout_of
-
-    layout = layout_of(None, rollout, groups_of(), None, torch.device("cpu"))
-    return layout.local_parts([torch.as_tensor(mask).cpu() for mask in rollout["loss_masks"]])

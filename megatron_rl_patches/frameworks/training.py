@@ -59,9 +59,7 @@ def compare_ranks_at_first_call(compare: Callable[[], None], is_wanted: Callable
 
     A rank without the patch never starts it. So ranks wait first until the store of the default process group
     has a key of each. Later calls compare, too, until ranks have agreed, or it is not wanted any more.
-
-    Raises:
-        PatchError: after ``PATIENCE``, if a rank has begun no guarded call.
+    After ``PATIENCE`` it raises :class:`PatchError` if a rank has begun no guarded call.
     """
     import torch.distributed as dist
 

@@ -47,8 +47,6 @@ FORWARD_KL, OURS = "forward_kl_topk", "megatron_rl_patches."
 _LOG_PROBS, _IDS = "teacher_logprobs", "teacher_ids"
 # An output of the logits processor: the loss of verl itself, without gradient.
 _TRUNCATED = "truncated_losses"
-
-
 #: ``loss_mode`` -> what it computes.
 MODES = {
     FORWARD_KL: divergence_named("forward_kl"),
@@ -57,6 +55,9 @@ MODES = {
     f"{OURS}skewed_kl_topk": divergence_named("skewed_forward_kl", 0.1),
     f"{OURS}importance_weighted_reverse_kl_topk": divergence_named("importance_weighted_reverse_kl"),
 }
+# Whether the policy loss reads the logits, too.
+_shares_logits: Scope[bool] = Scope("verl_policy_loss")
+_logged: list[bool] = []
 
 
 # --- names and losses in verl's registry
@@ -96,7 +97,13 @@ def _losses(own: Callable[..., Any], name: str, **arguments: Any) -> tuple[Tenso
         losses, truncated = _of_responses(data, output["distillation_losses"], output[_TRUNCATED])
         if name == FORWARD_KL and not _logged and is_first_of_stage() and (mask := _mask(data)).any():
             _logged.append(True)
-            _log(losses.detach()[mask], truncated[mask])
+            truncated = truncated[mask]
+            _NEGATIVE_SUM.log(
+                name=FORWARD_KL,
+                loss=losses.detach()[mask].mean(),
+                truncated=truncated.clamp(min=0.0).mean(),
+                share=100 * (truncated < 0).float().mean(),
+            )
     return losses, metrics
 
 
@@ -111,24 +118,7 @@ def _mask(data: Any) -> Tensor:
     return mask.bool().to_padded_tensor(False) if mask.is_nested else mask.bool()
 
 
-_logged: list[bool] = []
-
-
-def _log(losses: Tensor, truncated: Tensor) -> None:
-    """Log the mean loss of tokens, and what verl's own would be."""
-    _NEGATIVE_SUM.log(
-        name=FORWARD_KL,
-        loss=losses.mean(),
-        truncated=truncated.clamp(min=0.0).mean(),
-        share=100 * (truncated < 0).float().mean(),
-    )
-
-
 # --- the loss of each row of the logits
-
-
-# Whether the policy loss reads the logits, too.
-_shares_logits: Scope[bool] = Scope("verl_policy_loss")
 
 
 def token_losses(call: Call) -> dict[str, Tensor]:
@@ -142,10 +132,8 @@ def token_losses(call: Call) -> dict[str, Tensor]:
         return call()
     copies = _shares_logits.get() is not False and not isinstance(logits, DeferredLogits)
     rows = (logits.clone() if copies else logits).flatten(0, 1)
-    columns, ids = (
-        _cut(call[name], call["data_format"], logits)
-        for name in ("teacher_topk_log_probs", "teacher_topk_ids")
-    )
+    names = ("teacher_topk_log_probs", "teacher_topk_ids")
+    columns, ids = (_cut(call[name], call["data_format"], logits) for name in names)
     outputs = _topk(rows, columns, ids.long(), divergence, config.log_prob_min_clamp)
     return {name: values.view(logits.shape[:2]) for name, values in outputs.items()}
 
@@ -205,13 +193,15 @@ def _topk(
 def train(call: Call) -> Any:
     """Check what the teachers said, and compute what else the objective needs; then train.
 
-    Raises:
-        InvalidInputError: no loss can be computed of the data of some rank; on every rank, before anything is
-            forwarded.
+    Where no loss can be computed of the data of some rank, every rank raises :class:`InvalidInputError`,
+    before anything is forwarded.
     """
     worker, data = call.instance, call["data"]
-    divergence = _divergence_of(worker)
-    if divergence is None:
+    config = getattr(worker.loss_fn, "keywords", {}).get("distillation_config")
+    if config is None or not config.enabled or worker.engine_config.strategy != "megatron":
+        return call()
+    divergence = MODES.get(config.distillation_loss.loss_mode)
+    if divergence is None:  # the loss is left to verl
         return call()
     raise_on_all(_problem(data, attribute_of(as_chunks(worker.engine.module)[0], "vocab_size")))
     tu = importlib.import_module("verl.utils.tensordict_utils")
@@ -222,14 +212,6 @@ def train(call: Call) -> Any:
     has_policy_loss = not tu.get_non_tensor_data(data, "distillation_only", False)
     with _shares_logits.enter(has_policy_loss):
         return call(data=data)
-
-
-def _divergence_of(worker: Any) -> Divergence | None:
-    """Return what the loss of a training worker computes; ``None`` for losses that are left to verl."""
-    config = getattr(worker.loss_fn, "keywords", {}).get("distillation_config")
-    if config is None or not config.enabled or worker.engine_config.strategy != "megatron":
-        return None
-    return MODES.get(config.distillation_loss.loss_mode)
 
 
 def _problem(data: Any, vocabulary: int | None) -> str | None:

@@ -35,8 +35,7 @@ def vocab_parallel_log_probs_from_logits(call: Call) -> Tensor:
 
 def vocab_parallel_entropy(call: Call) -> Tensor:
     """Return entropies in the dtype of the logits."""
-    logits = call["vocab_parallel_logits"]
-    return log_probs.entropy(logits, tensor_parallel_group()).to(logits.dtype)
+    return vocab_parallel_entropy_with_chunking(call).to(call["vocab_parallel_logits"].dtype)
 
 
 def vocab_parallel_entropy_with_chunking(call: Call) -> Tensor:
