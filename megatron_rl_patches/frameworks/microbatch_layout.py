@@ -22,8 +22,7 @@ class Groups(NamedTuple):
 
 def groups_of(function: Callable[..., Any] | None = None) -> Groups:
     """Return Megatron's groups, or those that a function of miles asks for, which differ under FSDP."""
-    own = getattr(function, "__globals__", {}).get("get_parallel_state")
-    if own is not None:
+    if (own := getattr(function, "__globals__", {}).get("get_parallel_state")) is not None:
         cp, tp = own().cp, own().tp
         return Groups(cp.rank, cp.size, cp.group, tp.group)
     from megatron.core import parallel_state as state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..common.chunks import as_chunks
 from ..common.scopes import Scope
 from ..engine.call import Call
 from ..reentry import finite_step
@@ -17,7 +18,7 @@ def step(call: Call) -> Any:
 def get_megatron_optimizer(call: Call) -> Any:
     """Return the optimizer, whose messages can name the parameters of its chunks from now on."""
     optimizer = call()
-    finite_step.name_parameters_of(optimizer, call["model_chunks"])
+    finite_step.history_of(optimizer).chunks = as_chunks(call["model_chunks"])
     return optimizer
 
 

@@ -15,7 +15,7 @@ from ..common.chunks import distinct_configs
 from ..common.text import listed
 from ..engine.call import Call
 from ..errors import PatchError
-from ..inference.memory.report import MemoryPhases, reset_peaks
+from ..inference.memory.report import MemoryPhases
 from ..reentry import forward_pre_hooks, guard, running_calls
 from ..reentry.sync_functions import clear_installed, install_per_config
 from .rollout_log_probs import check_rollout, check_verl_rollout
@@ -39,19 +39,6 @@ def score(call: Call) -> Any:
     """Score, as a phase of memory."""
     with memory_phases(call, "scoring"):
         return call()
-
-
-def memory_stats(call: Call) -> Any:
-    """Return torch's statistics, with the peaks that phases have reset."""
-    if stats := call():
-        stats.update({name: max(peak, stats[name]) for name, peak in reset_peaks(call["device"]).items()})
-    return stats
-
-
-def reset_peak_memory_stats(call: Call) -> None:
-    """Reset torch's peaks, and those that phases have reset."""
-    call()
-    reset_peaks(call["device"]).clear()
 
 
 def compare_ranks_at_first_call(compare: Callable[[], None], is_wanted: Callable[[], bool]) -> None:

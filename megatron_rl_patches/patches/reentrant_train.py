@@ -13,7 +13,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from ..engine.call import Call
 from ..engine.patch import Patch, Site
 from ..engine.statuses import SiteStatus
 from ..engine.target_source import TargetSource
@@ -118,6 +120,26 @@ def _restores_hooks(target: TargetSource) -> str | None:
     return "it restores the hooks when saving raises" if restores else None
 
 
+# --- adapters of torch's statistics, whose peaks are reset by phases of memory
+
+
+def memory_stats(call: Call) -> Any:
+    """Return torch's statistics, with the peaks that phases have reset."""
+    from ..inference.memory.report import reset_peaks
+
+    if stats := call():
+        stats.update({name: max(peak, stats[name]) for name, peak in reset_peaks(call["device"]).items()})
+    return stats
+
+
+def reset_peak_memory_stats(call: Call) -> None:
+    """Reset torch's peaks, and those that phases have reset."""
+    from ..inference.memory.report import reset_peaks
+
+    call()
+    reset_peaks(call["device"]).clear()
+
+
 # --- sites
 
 
@@ -131,8 +153,8 @@ def _configured(options: ReentrantTrainOptions) -> tuple[Site, ...]:
     paths = [path.split(":") for path in options.train_functions]
     sites = [Site(module, qualname, _TRAIN, parameters=("model",)) for module, qualname in paths]
     if options.memory_phases:
-        names = ("memory_stats", "reset_peak_memory_stats")
-        sites += [Site("torch.cuda.memory", n, f".frameworks.training:{n}", ("device",)) for n in names]
+        for adapter in (memory_stats, reset_peak_memory_stats):
+            sites.append(Site("torch.cuda.memory", adapter.__name__, adapter, ("device",)))
         scores = [(module, "forward_only") for module in _MODELS]
         scores += [(_VERL_WORKERS, f"ActorRolloutRefWorker.compute_{n}log_prob") for n in ("", "ref_")]
         for module, name in scores:

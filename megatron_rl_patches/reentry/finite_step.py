@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from ..common.chunks import Model, as_chunks
+from ..common.chunks import Model
 from ..common.messages import Message, is_rank_0
 from ..common.scopes import replaced
 from ..common.text import one_line
@@ -129,11 +129,6 @@ def history_of(optimizer: Any) -> History:
     """Return what is known of the optimizer's steps."""
     history: History = vars(optimizer).setdefault(_HISTORY, History())
     return history
-
-
-def name_parameters_of(optimizer: Any, model: Any) -> None:
-    """Let messages about the optimizer's steps name the parameters of these chunks."""
-    history_of(optimizer).chunks = as_chunks(model)
 
 
 def summary() -> str:

@@ -1,7 +1,7 @@
 """The self-ratio check: log-probs of training against those that were scored with the same weights.
 
-Until weights step, all ratios of their probabilities are 1, or clipping acts on what no update has changed.
-No collective, random number or gradient is involved, and only :meth:`SelfRatio.report` waits for a device.
+Before the first update all ratios are 1, or else clipping acts on differences that no update made. Nothing
+here starts a collective, draws a random number or has a gradient; only ``report()`` waits for a device.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class SelfRatio:
         numbers = torch.cat(self._added, 1).tolist() if self._added else [[0.0]] * len(_NAMES)
         by_sample: dict[str, list[float]] = dict(zip(_NAMES, numbers, strict=True))
         tokens, not_finite, above = (int(sum(by_sample[name])) for name in ("tokens", "not_finite", "above"))
-        if not tokens + not_finite:
+        if not (counted := tokens + not_finite):
             return None
         mean = {name: sum(each) / max(tokens, 1) for name, each in by_sample.items()}
         low, high = (min(by_sample["low"]), max(by_sample["high"])) if tokens else (0.0, 0.0)
@@ -143,9 +143,9 @@ class SelfRatio:
         ratio = math.exp(low), 1 + mean["ratio"], math.exp(min(high, 700))
         samples = enumerate(zip(by_sample["worst"], by_sample["worst_at"], strict=True))
         worst = sorted(((gap, i, int(at)) for i, (gap, at) in samples if gap), key=lambda each: -abs(each[0]))
-        is_off = not_finite > 0 or size > self.limit / 10 or above > (tokens + not_finite) / 200
-        causes, known = self._causes(by_sample, mean) if is_off else [], tokens + not_finite
-        return RatioReport(known, above, not_finite, size, largest, ratio, worst[:3], causes, is_off)
+        is_off = not_finite > 0 or size > self.limit / 10 or above > counted / 200
+        causes = self._causes(by_sample, mean) if is_off else []
+        return RatioReport(counted, above, not_finite, size, largest, ratio, worst[:3], causes, is_off)
 
     def _causes(self, by_sample: dict[str, list[float]], mean: dict[str, float]) -> list[str]:
         """Return the causes that neither the configuration nor the numbers rule out, the best fit first."""

@@ -114,7 +114,7 @@ def test_what_is_said_on_which_rank_and_no_further_collective(bf16: bool) -> Non
     assert patched == unpatched
     assert [line for line in lines if "skipped" in line] == []
 
-    finite_step.name_parameters_of(world.optimizer, world.model)
+    finite_step.history_of(world.optimizer).chunks = world.model
     with applied("finite-step", settings=Settings(finite_step_limit=2)):
         with sent_bytes() as patched:
             norm = assert_skipped(world, bad=True)

@@ -246,11 +246,11 @@ class Plan:
             # Megatron forks the RNG tracker for dropout, also in eval mode; an unseeded one cannot fork.
             if not rng_tracker_is_seeded():
                 stack.enter_context(rng_tracker_that_does_not_fork())
-            for model in map(unwrap, self.chunks):
+            for model, config in [(unwrap(chunk), config_of(chunk)) for chunk in self.chunks]:
                 stack.enter_context(deferring(model))
                 # Multi-token prediction is left out: megatron-core up to 0.16 needs labels to run its layers.
                 stack.enter_context(replaced(model, mtp_process=False))
-                if (config := config_of(model)) is not None:  # chunks may share one
+                if config is not None:  # chunks may share one
                     stack.enter_context(replaced(config, mtp_num_layers=None))
             # Schedules call sync functions in ``no_sync``. Only a backward pass undoes some, and none comes.
             without = dict.fromkeys(("timers", *SYNC_FUNCTIONS))
