@@ -51,7 +51,8 @@ class Stepped(World):
             losses = self.run(self.steps.forward_backward, *calls)
             result = self.steps.step()
         else:
-            self.config.no_sync_func = tiny_gpt._one_or_all([chunk.no_sync for chunk in self.model])
+            no_syncs = [chunk.no_sync for chunk in self.model]
+            self.config.no_sync_func = no_syncs if no_syncs[1:] else no_syncs[0]
             self.config.finalize_model_grads_func = finalize_model_grads if way == "one call" else None
             self.optimizer.zero_grad()
             for chunk in self.model:
