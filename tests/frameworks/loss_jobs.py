@@ -90,7 +90,8 @@ def _parsed(framework: str, *options: tuple[str, Any]) -> Any:
     tp = parallel_state.get_tensor_model_parallel_world_size()
     cp = parallel_state.get_context_parallel_world_size()
     replicas = parallel_state.get_data_parallel_world_size()
-    return parse_arguments(framework, TinyModel(tp=tp, cp=cp), 3 * replicas, **flags)
+    samples = flags.pop("global_batch_size", 3 * replicas)
+    return parse_arguments(framework, TinyModel(tp=tp, cp=cp), samples, **flags)
 
 
 class LossJob:

@@ -58,10 +58,9 @@ class RolloutLoss:
             calculate_per_token_loss=microbatch.calculate_per_token_loss,
             global_batch_size=samples,
             value_clip=100.0,
-            opd_divergence="forward_kl",
-            opd_beta=0.5,
             **self.options,
         )
+        vars(job.args).update(opd_divergence="forward_kl", opd_beta=0.5)  # of the patch, not of the parser
         columns = {name: name for name in ("advantages", "values", "returns")} | {
             "log_probs": "old_log_probs",
             "teacher_topk_indices": "teacher_ids",
