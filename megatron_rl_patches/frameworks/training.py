@@ -11,11 +11,11 @@ from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
+from .. import inference
 from ..common.chunks import distinct_configs
 from ..common.text import listed
 from ..engine.call import Call
 from ..errors import PatchError
-from ..inference.memory.report import MemoryPhases
 from ..reentry import forward_pre_hooks, guard, running_calls
 from ..reentry.sync_functions import clear_installed, install_per_config
 from .rollout_log_probs import check_rollout, check_verl_rollout
@@ -32,7 +32,7 @@ def memory_phases(call: Call, name: str, model: Any = None, optimizer: Any = Non
     if not call.options.memory_phases:
         return nullcontext()
     peaks, _peaks = _peaks, _peaks if name == "scoring" else {}
-    return MemoryPhases(model, optimizer, name, name != "scoring", peaks)
+    return inference.MemoryPhases(model, optimizer, name, name != "scoring", peaks)
 
 
 def score(call: Call) -> Any:
