@@ -212,8 +212,8 @@ def check(program: Program, group: dist.ProcessGroup | None, may_be_refused: boo
 
 
 def compare(program: Program, measured: Outcome, expected: Outcome) -> None:
-    found, formulas = ([*one.values, *one.gradients] for one in (measured, expected))
-    for mine, formula in zip(found, formulas, strict=True):
+    results, formulas = ([*one.values, *one.gradients] for one in (measured, expected))
+    for mine, formula in zip(results, formulas, strict=True):
         largest = formula[formula.isfinite()].abs().flatten().tolist()
         bound = (2e-5 if program.single else 1e-10) * max([1.0, *largest])
         torch.testing.assert_close(mine.double(), formula, rtol=0, atol=bound, equal_nan=True)

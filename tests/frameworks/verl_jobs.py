@@ -254,10 +254,10 @@ class EngineJob:
     def scored(self, temperature: float = TEMPERATURE) -> Any:
         """Return the next batch, whose old log-probs the worker has scored at this temperature."""
         data = self.batch()
-        asked = data.clone()
-        asked["temperature"] = torch.full((SAMPLES,), temperature)
-        self.tu.assign_non_tensor(asked, compute_loss=False)
-        scores = self._call_worker("infer_batch", asked)["log_probs"].unbind()
+        request = data.clone()
+        request["temperature"] = torch.full((SAMPLES,), temperature)
+        self.tu.assign_non_tensor(request, compute_loss=False)
+        scores = self._call_worker("infer_batch", request)["log_probs"].unbind()
         parts = zip(scores, data["responses"].unbind(), strict=True)
         log_probs = [of[-len(response) - 1 : -1].float() for of, response in parts]
         data["old_log_probs"] = torch.nested.as_nested_tensor(log_probs, layout=torch.jagged)

@@ -55,14 +55,14 @@ def check_table(group: dist.ProcessGroup, width: int = V, **some: Sequence[Any])
     """One all-gather forward, or two for a divergence; in backward the sum for hidden states alone."""
     for case in pairwise({**OF_RANKS, **some}):
         with sent_bytes() as calls:
-            found = table.check(case, width, columns=mine(group, width), group=group)
+            measured = table.check(case, width, columns=mine(group, width), group=group)
         gathers, reduces = [name for name, _ in calls], []
         if "frozen" in case["source"] and case["function"] != "top-k":
             reduces = [gathers.pop()]
         assert reduces in ([], ["all_reduce"]), (case, calls)
         assert set(gathers) == {"all_gather_into_tensor"}, (case, calls)
         assert len(gathers) <= (2 if case["function"] in FULL_DIVERGENCES else 1), (case, calls)
-        first, *others = everywhere([x.detach().numpy().tobytes() for x in found.results], group)
+        first, *others = everywhere([x.detach().numpy().tobytes() for x in measured.results], group)
         assert all(other == first for other in others), (case, "ranks have other bits")
 
 
@@ -80,8 +80,8 @@ def check_extremes(group: dist.ProcessGroup) -> None:
     for columns in (group.size(), 2 * group.size()):
         targets = torch.tensor([0, 1, columns - 1, IGNORE]).clamp(max=columns - 1)
         inputs, of_rank = Inputs(targets, targets[:, None]), {"columns": mine(group, columns), "group": group}
-        found = measure("entropy", torch.zeros(4, columns), inputs, **of_rank)
-        assert max(found.value, found.gradient) <= table.FLOAT32
+        measured = measure("entropy", torch.zeros(4, columns), inputs, **of_rank)
+        assert max(measured.value, measured.gradient) <= table.FLOAT32
 
 
 def check_strange_logits(group: dist.ProcessGroup) -> None:
@@ -143,8 +143,8 @@ def check_selection(group: dist.ProcessGroup) -> None:
         logits[:, size:] = math.nan
         for k in (1, 3, columns, columns + 1, columns * group.size()):
             k, part = min(k, size), logits[:, mine(group, logits.shape[1])]
-            found = losses.vocab_parallel_topk(part, k, tp_group=group, vocab_size=size)
-            assert found.indices.equal(largest(logits[:, :size], k)) and found.vocab_size == size
+            measured = losses.vocab_parallel_topk(part, k, tp_group=group, vocab_size=size)
+            assert measured.indices.equal(largest(logits[:, :size], k)) and measured.vocab_size == size
 
 
 def check_bytes(group: dist.ProcessGroup) -> None:
@@ -153,9 +153,9 @@ def check_bytes(group: dist.ProcessGroup) -> None:
     indices = random_indices(64, V, 16)
     leaf = logits.clone().requires_grad_()
     with sent_bytes() as sent:
-        found = losses.vocab_parallel_topk(logits, 16, tp_group=group)
+        measured = losses.vocab_parallel_topk(logits, 16, tp_group=group)
         log_probs, tail = losses.vocab_parallel_log_probs_at(leaf, indices, tp_group=group, with_tail=True)
-        (log_probs.sum(-1) + tail)[found.tail_log_prob < 0].nan_to_num(neginf=0.0).sum().backward()
+        (log_probs.sum(-1) + tail)[measured.tail_log_prob < 0].nan_to_num(neginf=0.0).sum().backward()
     assert sent == [("all_gather_into_tensor", 64 * (size * 16 + 16)) for size in (16, 8)]
 
 

@@ -27,7 +27,7 @@ def per_token(data_iterator: Any, model: Any) -> tuple[Any, Any]:
 
 
 class Stepped(World):
-    """A model that steps, and what each step has given."""
+    """A model that steps, and what each step has returned."""
 
     def __init__(self, is_known: bool = True, config: Any = None, **options: Any) -> None:
         super().__init__(config={**(config or {}), "calculate_per_token_loss": not is_known}, **options)
@@ -103,8 +103,8 @@ def test_calls_alone_reduce_too_early(options: dict[str, Any]) -> None:
             world.step(1, 1, way="one call")
             world.step(1, 2, way=way)  # megatron-core 0.14 raises for two calls
         norms[way] = everywhere(world.bits[1][1][1] if world.bits[1:] else None)
-        found = [line[:25] for line in training_warnings.reported()]
-        assert found == ["overlap_grad_reduce=True:"] * (way == "calls alone")
+        warnings = [line[:25] for line in training_warnings.reported()]
+        assert warnings == ["overlap_grad_reduce=True:"] * (way == "calls alone")
     assert norms["calls alone"] != norms["OptimizerStep"] == norms["one call"] == norms["one call"][:1] * 2
 
 

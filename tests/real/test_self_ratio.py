@@ -41,7 +41,7 @@ class Passes:
     def exact_logits(self) -> Tensor:
         """Return logits that are not rounded to the type of the head."""
         states: list[Tensor] = []
-        hook = self.gpt.output_layer.register_forward_pre_hook(lambda _, given: states.append(given[0]))
+        hook = self.gpt.output_layer.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
         self.logits()
         hook.remove()
         logits = states[0][:, 0].float() @ self.gpt.output_layer.weight.float().T
