@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 _environ_lock = threading.Lock()
 # Other ranks may go on for so long after the first failure, so that those that fail alike are reported, too.
 _GRACE_SECONDS = 2.0
+#: What a rank may send when all ranks are ready to work.
+STARTED = "started"
 #: What gloo and torch's store say to a rank whose peer has died or left.
 _LOST_CONNECTION = re.compile(r"[Cc]onnection (was likely )?(closed|reset|refused)|Broken pipe")
 
@@ -38,12 +40,14 @@ class Outcome:
         died: ranks whose process ended, with what is known of it.
         stacks: ranks that were cut off, with the stacks of their threads.
         failed_at: when ranks first sent a failure, or died.
+        started_at: when a rank first sent ``STARTED``.
     """
 
     sent: list[tuple[int, Any]] = field(default_factory=list)
     died: dict[int, str] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
     failed_at: dict[int, float] = field(default_factory=dict)
+    started_at: float | None = None
 
     @property
     def went_well(self) -> bool:
@@ -86,6 +90,9 @@ class _Rank(NamedTuple):
                 message = self.pipe.recv()
                 if message is None:
                     return True
+                if message == STARTED:
+                    outcome.started_at = outcome.started_at or time.monotonic()
+                    continue
                 moment, value, is_failure = message
                 outcome.sent.append((self.number, value))
                 if is_failure:
@@ -141,9 +148,12 @@ class RankPool:
     env: Mapping[str, str] = field(default_factory=dict)
     ranks: list[_Rank] = field(default_factory=list, init=False)
 
-    def wait(self, timeout: float) -> Outcome:
-        """Wait until all ranks are done, and cut off those that are not done in time."""
-        deadline = time.monotonic() + timeout
+    def wait(self, timeout: float, start_timeout: float = 0.0) -> Outcome:
+        """Wait until all ranks are done, and cut off those that are not done in time.
+
+        The time begins when a rank has sent ``STARTED``, after ``start_timeout`` at last.
+        """
+        deadline = time.monotonic() + start_timeout + timeout
         running = list(self.ranks)
         outcome = Outcome()
         while running and (now := time.monotonic()) < deadline:
@@ -151,6 +161,8 @@ class RankPool:
             ends = [end for rank in running for end in (rank.pipe, rank.process.sentinel)]
             connection.wait(ends, deadline - now)
             running = [rank for rank in running if not rank.is_done(outcome)]
+            if start_timeout and outcome.started_at:
+                start_timeout, deadline = 0.0, outcome.started_at + timeout
             if outcome.failed_at:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         outcome.stacks.update({rank.number: rank.stacks() for rank in running})

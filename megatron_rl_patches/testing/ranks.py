@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from multiprocessing import get_start_method
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext, ForkServerContext, SpawnContext
+from multiprocessing.context import BaseContext, ForkContext, ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInputError, MegatronRLPatchesError
-from .rank_pool import RankPool, send
+from .cpu_backend import cpu_backend
+from .rank_pool import STARTED, Outcome, RankPool, send
+
+#: For so long ranks may take to start: to import what they need.
+_START_SECONDS = 300.0
 
 
 class RanksFailed(MegatronRLPatchesError):
@@ -58,7 +65,7 @@ def spawn_ranks(
             script that calls this needs ``if __name__ == "__main__":``.
         world_size: how many ranks to start.
         args: positional arguments of the function, as ``kwargs`` are its keyword arguments.
-        timeout: seconds for the whole run; a collective gives up after half of it.
+        timeout: seconds from when all ranks have started; a collective gives up after half of it.
         env: environment variables, set from the start of the interpreter, besides those inherited.
 
     Raises:
@@ -68,50 +75,72 @@ def spawn_ranks(
     for name, value in (env or {}).items():
         if not (isinstance(name, str) and isinstance(value, str)):
             raise InvalidInputError(f"env has {name!r}: {value!r}; expected a string for a string")
-    payload = pickle.dumps((function, args, kwargs))
     # Forks get their variables after the imports, which is too late for those of the caller.
     forked = not env and get_start_method(allow_none=True) == "forkserver"
-    with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
-        call = partial(_call_in_a_group, payload, f"file://{folder}/rendezvous", timeout / 2)
-        context = ForkServerContext() if forked else SpawnContext()
-        variables = {"OMP_NUM_THREADS": "1", **(env or {})}
-        results = call_on_ranks(call, world_size, Path(folder), timeout, variables, context)
-    return [pickle.loads(result) for result in results]
+    context = ForkServerContext() if forked else SpawnContext()
+    work = partial(_call, pickle.dumps((function, args, kwargs)))
+    outcome = run_on_ranks(work, world_size, timeout, env or {}, context)
+    return [pickle.loads(result) for result in results_of(outcome, timeout)]
 
 
-def _call_in_a_group(payload: bytes, rendezvous: str, collective_timeout: float) -> bytes:
-    import torch.distributed
-
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    limit = timedelta(seconds=collective_timeout)
-    torch.distributed.init_process_group("gloo", rendezvous, limit, rank=rank, world_size=size)
-    # A rank that is done at once would close connections that another rank is still making.
-    torch.distributed.barrier()
+def _call(payload: bytes, start: Callable[[], None]) -> bytes:
     function, args, kwargs = pickle.loads(payload)
+    start()
     # Pickled here, since a pipe would share the memory of tensors with a process that is about to end.
     return pickle.dumps(function(*args, **kwargs))
 
 
-def call_on_ranks(
-    function: Callable[[], Any],
+def run_on_ranks(
+    work: Callable[[Callable[[], None]], Any],
     size: int,
-    folder: Path,
     timeout: float,
     env: Mapping[str, str],
     context: BaseContext,
-) -> list[Any]:
-    """Call a function on ranks without a process group, and return what each returned, by rank.
+) -> Outcome:
+    """Call ``work(start)`` on ranks, and return what became of them.
 
-    Raises:
-        RanksFailed: a rank raised, died, or was not done in time.
+    A rank calls ``start()`` when it has imported what it needs: it waits for the others, and initializes
+    ``torch.distributed``. The time begins then.
     """
-    with closing(RankPool(size, folder, partial(_send_result, function), context, env)) as pool:
-        pool.start()
-        outcome = pool.wait(timeout)
+    with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
+        serve = partial(_serve, work, timeout / 2)
+        with closing(RankPool(size, Path(folder), serve, context, {"OMP_NUM_THREADS": "1", **env})) as pool:
+            pool.start()
+            return pool.wait(timeout, _START_SECONDS)
+
+
+def _serve(work: Any, collective_timeout: float, pipe: Connection, folder: Path) -> None:
+    """Send what a rank returns, or the traceback of what it raises as a failure."""
+
+    def start() -> None:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = dist.FileStore(str(folder / "rendezvous"), size)
+        store.set(f"ready {rank}", "")
+        store.wait([f"ready {number}" for number in range(size)], timedelta(seconds=_START_SECONDS))
+        limit = timedelta(seconds=collective_timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+        # A rank that is done at once would close connections that another rank is still making.
+        dist.barrier()
+        pipe.send(STARTED)
+
+    try:
+        send(pipe, work(start), False)
+    except FailedOnRank as error:
+        send(pipe, error.args[0], True)
+    except BaseException:
+        send(pipe, traceback.format_exc(), True)
+    pipe.send(None)
+
+
+def results_of(outcome: Outcome, timeout: float) -> list[Any]:
+    """Return what the ranks have sent, by rank, or raise :class:`RanksFailed`."""
     sent = dict(outcome.sent) | outcome.died
     if outcome.went_well:
-        return [sent[rank] for rank in range(size)]
+        return [sent[rank] for rank in sorted(sent)]
     if failed := outcome.failed:
         message = f"rank {failed[0]} failed" + (" first" if len(failed) > 1 else "")
     else:
@@ -123,10 +152,52 @@ def call_on_ranks(
     raise RanksFailed(message, failed)
 
 
-def _send_result(function: Callable[[], Any], pipe: Connection, folder: Path) -> None:
-    """Send what the function returns, or the traceback of what it raises as a failure."""
-    try:
-        send(pipe, function(), False)
-    except BaseException:
-        send(pipe, traceback.format_exc(), True)
-    pipe.send(None)
+class FailedOnRank(Exception):
+    """Has one argument, which the rank sends as its failure in place of a traceback."""
+
+
+class ForkServer:
+    """A process that has imported modules and forks ranks, so that these start in a fraction of a second.
+
+    Args:
+        modules: what it imports; a module that is not installed is left out.
+        transformer_engine: import them with the stand-in of TransformerEngine in place.
+        env: environment variables of the process, from its start.
+    """
+
+    def __init__(self, modules: Sequence[str], transformer_engine: bool, env: Mapping[str, str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="server-", ignore_cleanup_errors=True)
+        work = partial(_fork_ranks, modules, transformer_engine)
+        self._pool = RankPool(1, Path(self._folder.name), work, SpawnContext(), {"OMP_NUM_THREADS": "1", **env})
+        self._pool.start()
+
+    def run(self, *arguments: Any) -> Outcome:
+        """Do the same as :func:`run_on_ranks`, without a context, in the folder and on the path of the caller."""
+        pipe = self._pool.ranks[0].pipe
+        try:
+            pipe.send((sys.path, os.getcwd(), arguments))
+            outcome: Outcome = pipe.recv()
+        except (EOFError, OSError) as error:
+            raise RanksFailed("the process that forks ranks has died; its messages are on stderr") from error
+        return outcome
+
+    def close(self) -> None:
+        """End the process and its ranks."""
+        self._pool.close()
+        self._folder.cleanup()
+
+
+def _fork_ranks(modules: Sequence[str], transformer_engine: bool, pipe: Connection, folder: Path) -> None:
+    with ExitStack() as block, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is not installed
+        if transformer_engine:
+            with suppress(MegatronRLPatchesError):  # the same error comes in ranks, where they enter the block
+                block.enter_context(cpu_backend(transformer_engine=True))
+        for name in modules:
+            with suppress(ImportError):
+                import_module(name)
+    with suppress(EOFError):  # at the end
+        while True:
+            sys.path[:], directory, arguments = pipe.recv()
+            os.chdir(directory)
+            pipe.send(run_on_ranks(*arguments, ForkContext()))

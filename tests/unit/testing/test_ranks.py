@@ -9,9 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from megatron_rl_patches import MegatronRLPatchesError
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.testing import RanksFailed, spawn_ranks
 from megatron_rl_patches.testing.rank_pool import Outcome
-from megatron_rl_patches.testing.ranks import call_on_ranks
+from megatron_rl_patches.testing.ranks import results_of, run_on_ranks
 
 
 def on_a_rank(offset: int, *, scale: int = 1) -> tuple[int, int, int, dict[str, str]]:
@@ -83,8 +82,12 @@ def test_results_come_by_rank(monkeypatch: MonkeyPatch) -> None:
     assert alive(pid for _, _, pid, _ in results) == []
 
 
+def tag(start: Callable[[], None]) -> str:
+    return os.environ["TAG"]
+
+
 def test_threads_run_ranks_at_the_same_time_and_variables_stay_those_of_the_caller(
-    tmp_path: Path, monkeypatch: MonkeyPatch
+    monkeypatch: MonkeyPatch,
 ) -> None:
     start = SpawnProcess.start
 
@@ -97,8 +100,7 @@ def test_threads_run_ranks_at_the_same_time_and_variables_stay_those_of_the_call
     monkeypatch.setattr(SpawnProcess, "start", start_slowly)
 
     def run(size: int) -> list[str]:
-        env = {"TAG": str(size)}
-        return call_on_ranks(partial(os.getenv, "TAG", ""), size, tmp_path, 240, env, SpawnContext())
+        return results_of(run_on_ranks(tag, size, 240, {"TAG": str(size)}, SpawnContext()), 240)
 
     before = dict(os.environ)
     with ThreadPoolExecutor(2) as threads:
