@@ -19,9 +19,9 @@ from tests import layers, recording, releases
 settings.register_profile("repository", deadline=None, derandomize=True)
 settings.load_profile("repository")
 
-# Ranks are forked from a process that has imported these; imports would take half of the suite's time.
+# spawn_ranks() forks from a process that has imported these; imports would take half of the suite's time.
 _MODULES = ("tests.layers", "tests.references.tiny_gpt", "megatron.core.dist_checkpointing", "torch._dynamo")
-multiprocessing.set_forkserver_preload(["pytest", *_MODULES])
+multiprocessing.set_forkserver_preload([*_MODULES])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,10 +40,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what is ``nightly``."""
+    """Mark as slow what is ``nightly``; give ranks the layers of their test, and new interpreters."""
     for item in items:
         if item.get_closest_marker("nightly"):
             item.add_marker("slow")
+        if item.get_closest_marker("ranks"):
+            item.add_marker(pytest.mark.filterwarnings("default"))  # Megatron warns a lot
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            if params.get("layers") == "transformer_engine":
+                item.add_marker(pytest.mark.ranks(transformer_engine=True))
+            if item.get_closest_marker("frameworks"):  # checkouts come with a Megatron of their own
+                item.add_marker(pytest.mark.ranks(fresh=True))
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:

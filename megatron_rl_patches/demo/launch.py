@@ -23,7 +23,7 @@ from ..doctor import examine_startup
 from ..engine.settings import VARIABLE, variable_of
 from ..errors import MegatronRLPatchesError
 from ..testing import cpu_backend
-from ..testing.ranks import call_on_ranks
+from ..testing.ranks import RanksFailed, results_of, run_on_ranks
 
 _say: Callable[[str], None] = partial(print, flush=True)
 _TRAIN_FUNCTION = "megatron_rl_patches.demo.program:train"

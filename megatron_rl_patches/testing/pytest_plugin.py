@@ -9,7 +9,6 @@ the process that starts the ranks, and their values are pickled.
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
 import pickle
@@ -17,12 +16,14 @@ import re
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -31,22 +32,18 @@ from ..errors import InvalidInputError
 from .cpu_backend import cpu_backend
 
 if TYPE_CHECKING:
-    from .mock_ddp import MockDDP
     from .rank_pool import Outcome
-    from .tiny_models import TinyModel
 
-_MARKER = (
-    "ranks(count, *, timeout=120, env={}, cpu_backend=True, transformer_engine=False, fresh=False, **sizes): "
-    "run the body of the test on so many gloo ranks, each a process of its own"
-)
+_MARKER = "ranks(count, timeout=120, env={}, cpu_backend=True, transformer_engine=False, fresh=False): "
+_MARKER += "run the test on so many gloo ranks"
 _servers, _longrepr = pytest.StashKey[dict[Any, Any]](), pytest.StashKey[Any]()
 _MOST_SERVERS = 3
+#: What ranks have as the process that starts them: options, settings. Its plugins are not loaded again.
+_OPTIONS = ("importmode", "tbstyle", "verbose", "showlocals", "fulltrace")
+_INI = ("markers", "python_files", "filterwarnings", "consider_namespace_packages", "verbosity_assertions")
+_WITHOUT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": ""}
 #: Lines of stacks that say nothing of the test.
-_STACK = r'^  File ".*/(_pytest|pluggy|multiprocessing|megatron_rl_patches/testing)/.* in |^Extension modules'
-#: What pytest does without on ranks, and the settings that it has from the process that starts them.
-_WITHOUT = ("faulthandler", "cacheprovider")
-_OPTIONS = {"importmode": "--import-mode", "tbstyle": "--tb", "assertmode": "--assert"}
-_INI = ("python_files", "filterwarnings", "consider_namespace_packages", "log_level", "verbosity_assertions")
+_STACK = r'  File ".*/(_pytest|pluggy|multiprocessing|megatron_rl_patches/testing)/.* in |Extension modules'
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,6 +53,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER)
     config.stash[_servers] = {}
+    # pytest rewrites all asserts of a distribution that has a plugin. Those of this package are no tests.
+    rewritten: set[str] = getattr(config.pluginmanager.rewrite_hook, "_must_rewrite", set())
+    rewritten -= {"megatron_rl_patches", "_megatron_rl_patches_startup"}
+    getattr(config.pluginmanager.rewrite_hook, "_marked_for_rewrite_cache", {}).clear()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -65,30 +66,25 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(name="cpu_backend")
 def _cpu_backend() -> Iterator[None]:
-    """Runs the test inside ``cpu_backend()``: unmodified Megatron, on the CPU."""
+    """Runs the test inside ``cpu_backend()``."""
     with cpu_backend():
         yield
 
 
 @pytest.fixture
-def mock_ddp(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """A function that puts ``MockDDP`` in the place of classes, ``"my_rl.set_up.DDP"``, and returns it."""
+def mock_ddp(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function that puts ``MockDDP`` in the place of a class, such as ``"my_rl.set_up.DDP"``."""
     from .mock_ddp import MockDDP
 
-    def put(*targets: str) -> type[MockDDP]:
-        for target in targets:
-            monkeypatch.setattr(target, MockDDP)
-        return MockDDP
-
-    return put
+    return lambda target: monkeypatch.setattr(target, MockDDP)
 
 
 @pytest.fixture
-def tiny_model(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+def tiny_model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """The function ``tiny_model``. A test without ranks has a gloo group of one, inside ``cpu_backend()``."""
     from .tiny_models import tiny_model
 
-    if request.node.get_closest_marker("ranks"):
+    if _marked(request.node):
         yield tiny_model
         return
     import torch.distributed as dist
@@ -96,22 +92,30 @@ def tiny_model(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     request.getfixturevalue("cpu_backend")
     from megatron.core import parallel_state
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield tiny_model
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
 @pytest.fixture
-def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """The function ``ranks(function, count, *arguments, **options)``, with the options of the marker.
+def ranks(pytestconfig: pytest.Config) -> Callable[..., list[Any]]:
+    """The function ``spawn_ranks``, with forks, and with the option ``transformer_engine`` of the marker."""
+    from . import ranks
 
-    It calls a function on ranks, and returns what each returned; ``RanksFailed`` has the tracebacks.
-    """
-
-    def run(function: Callable[..., Any], count: int, *arguments: Any, **options: Any) -> list[Any]:
-        call = _pickled("the call", (function, arguments))
-        return [pickle.loads(result.value) for result in _run(request.node, call, count, **options)]
+    def run(
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        timeout: float = 120.0,
+        env: Mapping[str, str] | None = None,
+        transformer_engine: bool | str = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        __tracebackhide__ = True
+        call = partial(ranks.call, pickle.dumps((function, args, kwargs)))
+        outcome = _fork(pytestconfig, transformer_engine, call, world_size, timeout, env or {})
+        return [pickle.loads(result) for result in ranks.results_of(outcome, timeout)]
 
     return run
 
@@ -119,26 +123,36 @@ def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
 # --- in the process that starts the ranks
 
 
+def _marked(item: pytest.Item) -> dict[str, Any]:
+    """Return the options of all marks of a test. Those of marks without a count are for other marks."""
+    options: dict[str, Any] = {}
+    for mark in reversed([*item.iter_markers("ranks")]):  # the closest is the last
+        own = {**mark.kwargs, **dict(zip(["count"], mark.args, strict=False))}
+        if not own or hasattr(getattr(item, "cls", None), "assertEqual"):
+            raise InvalidInputError(f"{item.nodeid}: write ranks(2), and not for a unittest.TestCase")
+        options |= own
+    return options if "count" in options else {}
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("ranks") and hasattr(getattr(item, "cls", None), "assertEqual"):
-        raise InvalidInputError("ranks cannot run a method of unittest.TestCase; make it a test of a plain class")
+    _marked(item)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    options: dict[str, Any] = {}
-    for mark in reversed([*pyfuncitem.iter_markers("ranks")]):  # the closest is the last
-        options |= {**mark.kwargs, **dict(zip(["count"], mark.args, strict=False))}
+    options = _marked(pyfuncitem)
     if not options:
         return None
+    pyfuncitem.stash[_longrepr] = None
     for name, value in options.items():
         if callable(value):  # a function of arguments of the test
             parameters = inspect.signature(value).parameters
             options[name] = value(*(pyfuncitem.funcargs[parameter] for parameter in parameters))
-    for result in _run(pyfuncitem, None, **options):
-        if result.report.skipped:
-            pyfuncitem.stash[_longrepr] = result.report.longrepr
-            raise _loaded(result.error) or pytest.skip.Exception(result.report.longrepr[2])
+    try:
+        inspect.signature(_run).bind(pyfuncitem, **options)
+    except TypeError as error:
+        raise InvalidInputError(f"{error}; expected {_MARKER}") from None
+    _run(pyfuncitem, **options)
     return True
 
 
@@ -148,37 +162,32 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show where the test was on its rank, in place of this module."""
     report = yield
-    if call.when == "call" and call.excinfo and report.longrepr and item.get_closest_marker("ranks"):
-        report.longrepr = item.stash.get(_longrepr, None) or call.excinfo.getrepr(style="value")
+    if call.when == "call" and call.excinfo and report.longrepr and _longrepr in item.stash:
+        report.longrepr = item.stash[_longrepr] or call.excinfo.getrepr(style="value")
     return report
 
 
 def _run(
     item: pytest.Function,
-    call: bytes | None,
     count: int,
     timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
     cpu_backend: bool = True,
     transformer_engine: bool | str = False,
     fresh: bool = False,
-    **sizes: Any,
-) -> list[_Result]:
-    """Run the test, or a pickled call in its place, on ranks. What a rank has raised first is raised here."""
+) -> None:
+    """Run the body of a test on ranks, and raise what a rank has raised first."""
     from multiprocessing.context import SpawnContext
 
     from .ranks import RanksFailed, results_of, run_on_ranks
-    from .tiny_models import TinyModel
 
-    config, model = item.config, TinyModel(**sizes) if sizes else None
+    job = _job(item)
+    job.backend = {"transformer_engine": transformer_engine} if cpu_backend else None
     with tempfile.TemporaryDirectory(prefix="output-", ignore_cleanup_errors=True) as folder:
-        output = "" if config.getoption("capture") == "no" else folder
-        backend = {"transformer_engine": transformer_engine} if cpu_backend else None
-        work = partial(_work_on_this_rank, _Job.of(item, call, output), backend, model)
-        if fresh or isinstance(transformer_engine, str):
-            outcome = run_on_ranks(work, count, timeout, env or {}, SpawnContext())
-        else:
-            outcome = _fork(config, transformer_engine, work, count, timeout, env or {})
+        job.output = "" if item.config.getoption("capture") == "no" else folder
+        run = partial(_work, job), count, timeout, {**(env or {}), **_WITHOUT}
+        fork = partial(_fork, item.config, transformer_engine)
+        outcome = run_on_ranks(*run, SpawnContext()) if fresh else fork(*run)
         for file in sorted(Path(folder).iterdir()):
             if text := file.read_text(errors="replace"):
                 item.add_report_section("call", file.name, text)
@@ -186,44 +195,38 @@ def _run(
     for rank, result in sent.items():
         for title, text in result.report.sections:  # "Captured log call"
             item.add_report_section("call", f"{title.split()[1]} on rank {rank}", text)
-    try:
-        results: list[_Result] = results_of(outcome, timeout)
-        return results
-    except RanksFailed as error:
-        first, *others = error.ranks or (None,)
-        if call is not None or first not in sent:
-            lines = [line for line in str(error).splitlines() if not re.match(_STACK, line)]
-            raise RanksFailed("\n".join(lines), error.ranks) from None
-        item.stash[_longrepr] = longrepr = sent[first].report.longrepr
+    failed = outcome.failed or [rank for rank, result in sent.items() if result.report.skipped]
+    if failed and failed[0] in sent:
+        first, *others = failed
+        longrepr: Any = sent[first].report.longrepr
         if hasattr(longrepr, "addsection"):
             longrepr.addsection(f"rank {first} of {count} failed first", "")
             for rank in others:
                 text = str(sent.get(rank) or outcome.died.get(rank))
                 longrepr.addsection(f"rank {rank}", "the same" if text == str(sent[first]) else text)
-        raise _loaded(sent[first].error) or error from None
+        item.stash[_longrepr] = longrepr
+        raise sent[first].raised()
+    try:
+        results_of(outcome, timeout)
+    except RanksFailed as error:
+        lines = [line for line in str(error).splitlines() if not re.match(_STACK, line)]
+        raise RanksFailed("\n".join(lines), error.ranks) from None
 
 
-def _loaded(error: bytes) -> BaseException | None:
-    """Return an exception of a rank, unless it cannot be pickled."""
-    with suppress(Exception):
-        return pickle.loads(error)
-    return None
-
-
-def _fork(config: pytest.Config, transformer_engine: bool, *run: Any) -> Outcome:
+def _fork(config: pytest.Config, transformer_engine: bool | str, *run: Any) -> Outcome:
     """Run on forks of a process that has imported what a new interpreter would import now."""
     from .ranks import ForkServer
 
     *_, env = run
-    modules = ["megatron_rl_patches.testing.tiny_layers", "torch._dynamo", *config.getini("ranks_preload")]
-    variables = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    specs = [PathFinder.find_spec(name.partition(".")[0]) for name in ["megatron.core", *modules]]
+    modules = [*config.getini("ranks_preload"), "megatron_rl_patches.testing.tiny_layers", "torch._dynamo"]
+    specs = map(PathFinder.find_spec, sorted({"megatron", *(name.partition(".")[0] for name in modules)}))
     places = [(spec.origin, *(spec.submodule_search_locations or ())) for spec in specs if spec]
-    key = transformer_engine, *places, *sorted({**variables, **env}.items())
+    modules += [name for name in sys.modules if name.startswith("_pytest.")]
+    variables = [(name, x) for name, x in {**os.environ, **env}.items() if not name.startswith("PYTEST_")]
+    key = transformer_engine, *places, *sorted(variables)
     servers = config.stash[_servers]
-    server = servers.pop(key, None) or ForkServer(modules, transformer_engine, env)
-    servers[key] = server  # the latest is the last
-    for old in [*servers][:-_MOST_SERVERS]:
+    servers[key] = server = servers.pop(key, None) or ForkServer(modules, transformer_engine, env)
+    for old in [*servers][:-_MOST_SERVERS]:  # the latest is the last
         servers.pop(old).close()
     try:
         return server.run(*run)
@@ -232,14 +235,34 @@ def _fork(config: pytest.Config, transformer_engine: bool, *run: Any) -> Outcome
         raise
 
 
+def _job(item: pytest.Function) -> SimpleNamespace:
+    """Return what the pytest of a rank needs to know of the test and of the settings here."""
+    config = item.config
+    command = [str(item.path), f"-c{os.devnull}", f"--rootdir={config.rootpath}", "--noconftest", "-s"]
+    command += [f"-pno:{name}" for name in ("terminal", "faulthandler", "cacheprovider")]
+    command += [f"-W{text}" for text in config.getoption("pythonwarnings") or ()]
+    for name in _INI:
+        value = config.getini(name)
+        command.append(f"-o{name}=" + ("\n".join(value) if isinstance(value, list) else str(value)))
+    classes = [node.name for node in item.listchain() if isinstance(node, pytest.Class)]
+    names = inspect.signature(item.obj).parameters.keys() & item.funcargs.keys()
+    return SimpleNamespace(
+        command=command,
+        options={name: config.getoption(name) for name in _OPTIONS},
+        rewritten={item.module.__name__, *getattr(config.pluginmanager.rewrite_hook, "_must_rewrite", ())},
+        place=(item.path, classes, item.originalname),
+        filters=[mark.args for mark in item.iter_markers("filterwarnings")],
+        values={name: _pickled(name, item.funcargs[name]) for name in names},
+        attributes=_pickled("self", vars(item.instance) if classes else {}),
+    )
+
+
 def _pickled(name: str, value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception as error:
-        raise InvalidInputError(
-            f"{name!r} cannot be sent to ranks: {error}. Values of fixtures and parameters must be picklable; "
-            "make others in the body of the test."
-        ) from None
+        hint = "fixtures and parameters must be picklable; make other values in the body of the test"
+        raise InvalidInputError(f"{name!r} cannot be sent to ranks: {error}; {hint}") from None
 
 
 # --- on ranks
@@ -247,125 +270,75 @@ def _pickled(name: str, value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class _Result:
-    """What a rank sends: pytest's report, what was raised, and what a call has returned."""
+    """What a rank sends: pytest's report, and what was raised."""
 
     report: pytest.TestReport
     error: bytes
-    value: bytes
 
     def __str__(self) -> str:
         return self.report.longreprtext
 
-
-@dataclass(frozen=True)
-class _Job:
-    """What the pytest of a rank needs to know. Values are those of fixtures, or of attributes of the instance."""
-
-    command: list[str]
-    rewritten: list[str]
-    path: Path
-    classes: list[str]
-    name: str
-    call: bytes | None
-    values: dict[str, bytes]
-    attributes: dict[str, bytes]
-    output: str
-
-    @classmethod
-    def of(cls, item: pytest.Function, call: bytes | None, output: str) -> _Job:
-        config = item.config
-        command = ["-c", os.devnull, f"--rootdir={config.rootpath}", "--noconftest", "--capture=no"]
-        command += [f"{flag}={config.getoption(name)}" for name, flag in _OPTIONS.items()]
-        command += [f"-W{text}" for text in config.getoption("pythonwarnings") or ()]
-        command += ["-v"] * config.getoption("verbose") + ["-l"] * config.getoption("showlocals")
-        command += [f"-pno:{name}" for name in _WITHOUT]
-        for name in _INI:
-            if value := config.getini(name):
-                command.append(f"-o{name}=" + ("\n".join(value) if isinstance(value, list) else str(value)))
-        rewritten = [item.module.__name__, *config.pluginmanager.rewrite_hook._must_rewrite]  # type: ignore[attr-defined]
-        classes = [node.name for node in item.listchain() if isinstance(node, pytest.Class)]
-        names = inspect.signature(item.obj).parameters.keys() & item.funcargs.keys() if call is None else ()
-        values = {name: _pickled(name, item.funcargs[name]) for name in names}
-        attributes = vars(item.instance) if classes else {}
-        attributes = {name: _pickled(f"self.{name}", value) for name, value in attributes.items()}
-        return cls(command, rewritten, item.path, classes, item.originalname, call, values, attributes, output)
+    def raised(self) -> Any:
+        with suppress(Exception):  # not everything can be pickled
+            return pickle.loads(self.error)
+        return (pytest.skip if self.report.skipped else pytest.fail).Exception(str(self))
 
 
-def _work_on_this_rank(
-    job: _Job, backend: dict[str, Any] | None, model: TinyModel | None, start: Callable[[], None]
-) -> _Result:
+def _work(job: SimpleNamespace, start: Callable[[], None]) -> _Result:
+    """Run pytest on a rank for one test."""
     from .ranks import FailedOnRank
 
-    if job.output:
-        for descriptor, stream in (1, sys.stdout), (2, sys.stderr):
-            name = f"{stream.name.strip('<>')} on rank {os.environ['RANK']}"
-            os.dup2(os.open(Path(job.output, name), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), descriptor)
-            stream.reconfigure(line_buffering=True)  # or what it has printed would be lost if it dies
-    with nullcontext() if backend is None else cpu_backend(**backend):
-        pytest.main([*job.command, str(job.path)], plugins=[on_rank := _OnRank(job, model, start)])
-    if on_rank.result is None:
-        raise FailedOnRank(on_rank.failure or "pytest did not run the test: its messages are on stderr")
-    if on_rank.result.report.failed:
-        raise FailedOnRank(on_rank.result)
+    for descriptor, stream in enumerate([sys.stdout, sys.stderr] if job.output else [], 1):
+        path = f"{job.output}/{stream.name.strip('<>')} on rank {os.environ['RANK']}"
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), descriptor)
+        # Or else what it has printed would be lost if it dies.
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    with nullcontext() if job.backend is None else cpu_backend(**job.backend):
+        pytest.main(job.command, plugins=[on_rank := _OnRank(job, start)])
+    if on_rank.result is None or on_rank.result.report.failed:
+        raise FailedOnRank(on_rank.result or on_rank.failure)
     return on_rank.result
 
 
 class _OnRank:
-    """A plugin of the pytest that runs on a rank: it makes one test without fixtures, and takes its report."""
+    """A plugin of the pytest on a rank: it makes one test without fixtures, and takes its report."""
 
-    def __init__(self, job: _Job, model: TinyModel | None, start: Callable[[], None]) -> None:
-        self.job, self.model, self.start = job, model, start
+    def __init__(self, job: SimpleNamespace, start: Callable[[], None]) -> None:
+        self.job, self.start = job, start
         self.result: _Result | None = None
-        self.value, self.failure = b"", ""
-        self.variables = dict(os.environ)
-        # What plugins do they have done in the process that starts the ranks.
-        os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": ""}
+        self.failure = "pytest did not run the test: its messages are on stderr"
 
-    @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        config.pluginmanager.unregister(name="terminalreporter")
+        vars(config.option).update(self.job.options)
 
     def pytest_collection(self, session: pytest.Session) -> bool:
-        os.environ.clear()
-        os.environ.update(self.variables)
         session.items = []
         try:
-            pytest.register_assert_rewrite(*{*self.job.rewritten} - sys.modules.keys())
-            item = self.item(session)
+            pytest.register_assert_rewrite(*self.job.rewritten - sys.modules.keys())
+            item = self._item(session)
             self.start()
-            if self.model is not None:
-                self.model.initialize()
             session.items.append(item)
         except BaseException:
             self.failure = traceback.format_exc()
-        gc.freeze()  # what is imported is no garbage: collections take a fraction of the time
         return True
 
-    def item(self, session: pytest.Session) -> pytest.Function:
-        """Import the module of the test, and return the test."""
-        job, parent = self.job, pytest.Module.from_parent(session, path=self.job.path)
-        for name in job.classes:
-            parent = pytest.Class.from_parent(parent, name=name)
-        parent.obj  # noqa: B018 # first: values may be of classes of the module
-        function = {}
-        if job.call is not None:
-            called, arguments = pickle.loads(job.call)
-            function = {"callobj": partial(called, *arguments)}
-        item: pytest.Function = pytest.Function.from_parent(parent, name=job.name, **function)
-        for node in item.listchain():  # the process that starts the ranks has judged the others
-            node.own_markers[:] = [mark for mark in node.own_markers if mark.name == "filterwarnings"]
+    def _item(self, session: pytest.Session) -> pytest.Function:
+        path, classes, name = self.job.place
+        parent: Any = pytest.Module.from_parent(session, path=path)
+        for of_class in classes:
+            parent = pytest.Class.from_parent(parent, name=of_class)
+        item: pytest.Function = pytest.Function.from_parent(parent, name=name)  # imports the module
+        for node in item.listchain():  # the process that starts the ranks has judged the marks
+            node.own_markers.clear()
+        for filters in self.job.filters:
+            item.add_marker(pytest.mark.filterwarnings(*filters))
         item.fixturenames.clear()
-        item.funcargs.update({name: pickle.loads(value) for name, value in job.values.items()})
-        for name, value in job.attributes.items():
-            setattr(item.instance, name, pickle.loads(value))
+        item.funcargs.update({name: pickle.loads(value) for name, value in self.job.values.items()})
+        vars(item.instance or SimpleNamespace()).update(pickle.loads(self.job.attributes))
         return item
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
-        if self.job.call is None:
-            return None
-        self.value = pickle.dumps(pyfuncitem.obj())
-        return True
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage) -> None:
+        print(warning_message.category.__name__, warning_message.message, sep=": ", file=sys.stderr)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -376,5 +349,5 @@ class _OnRank:
             error = b""
             with suppress(Exception):
                 error = pickle.dumps(call.excinfo and call.excinfo.value)
-            self.result = _Result(report, error, self.value)
+            self.result = _Result(report, error)
         return report

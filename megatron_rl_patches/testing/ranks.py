@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
@@ -9,7 +10,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -57,8 +58,7 @@ def spawn_ranks(
     a rank has started in a session of its own before the rank died.
 
     After ``multiprocessing.set_start_method("forkserver")``, and without ``env``, a rank is a fork of a
-    process that has imported the modules of ``set_forkserver_preload([...])`` once. The module
-    ``megatron_rl_patches.testing.preload`` imports Megatron, with the stand-in of TransformerEngine.
+    process that has imported the modules of ``set_forkserver_preload([...])`` once.
 
     Args:
         function: a picklable function, and so are its arguments and results. As with any spawned process, a
@@ -78,12 +78,13 @@ def spawn_ranks(
     # Forks get their variables after the imports, which is too late for those of the caller.
     forked = not env and get_start_method(allow_none=True) == "forkserver"
     context = ForkServerContext() if forked else SpawnContext()
-    work = partial(_call, pickle.dumps((function, args, kwargs)))
+    work = partial(call, pickle.dumps((function, args, kwargs)))
     outcome = run_on_ranks(work, world_size, timeout, env or {}, context)
     return [pickle.loads(result) for result in results_of(outcome, timeout)]
 
 
-def _call(payload: bytes, start: Callable[[], None]) -> bytes:
+def call(payload: bytes, start: Callable[[], None]) -> bytes:
+    """Call a pickled function on a rank, and return its pickled result."""
     function, args, kwargs = pickle.loads(payload)
     start()
     # Pickled here, since a pipe would share the memory of tensors with a process that is about to end.
@@ -118,7 +119,7 @@ def _serve(work: Any, collective_timeout: float, pipe: Connection, folder: Path)
 
         torch.set_num_threads(1)
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = dist.FileStore(str(folder / "rendezvous"), size)
+        store: Any = dist.FileStore(str(folder / "rendezvous"), size)  # type: ignore[attr-defined]
         store.set(f"ready {rank}", "")
         store.wait([f"ready {number}" for number in range(size)], timedelta(seconds=_START_SECONDS))
         limit = timedelta(seconds=collective_timeout)
@@ -161,18 +162,20 @@ class ForkServer:
 
     Args:
         modules: what it imports; a module that is not installed is left out.
-        transformer_engine: import them with the stand-in of TransformerEngine in place.
+        transformer_engine: the option of ``cpu_backend()``, with which it imports them.
         env: environment variables of the process, from its start.
     """
 
-    def __init__(self, modules: Sequence[str], transformer_engine: bool, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, modules: Sequence[str], transformer_engine: bool | str, env: Mapping[str, str]
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="server-", ignore_cleanup_errors=True)
-        work = partial(_fork_ranks, modules, transformer_engine)
-        self._pool = RankPool(1, Path(self._folder.name), work, SpawnContext(), {"OMP_NUM_THREADS": "1", **env})
+        work, variables = partial(_fork_ranks, modules, transformer_engine), {"OMP_NUM_THREADS": "1", **env}
+        self._pool = RankPool(1, Path(self._folder.name), work, SpawnContext(), variables)
         self._pool.start()
 
     def run(self, *arguments: Any) -> Outcome:
-        """Do the same as :func:`run_on_ranks`, without a context, in the folder and on the path of the caller."""
+        """Call :func:`run_on_ranks` there, with forks, in the folder and on the path of the caller."""
         pipe = self._pool.ranks[0].pipe
         try:
             pipe.send((sys.path, os.getcwd(), arguments))
@@ -187,17 +190,17 @@ class ForkServer:
         self._folder.cleanup()
 
 
-def _fork_ranks(modules: Sequence[str], transformer_engine: bool, pipe: Connection, folder: Path) -> None:
+def _fork_ranks(modules: Sequence[str], version: bool | str, pipe: Connection, folder: Path) -> None:
     with ExitStack() as block, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what is not installed
-        if transformer_engine:
-            with suppress(MegatronRLPatchesError):  # the same error comes in ranks, where they enter the block
-                block.enter_context(cpu_backend(transformer_engine=True))
+        with suppress(MegatronRLPatchesError):  # ranks raise it, too, where they enter the block
+            block.enter_context(cpu_backend(transformer_engine=version) if version else nullcontext())
         for name in modules:
             with suppress(ImportError):
                 import_module(name)
+    gc.freeze()  # what is imported is no garbage: collections in forks take a fraction of the time
     with suppress(EOFError):  # at the end
         while True:
-            sys.path[:], directory, arguments = pipe.recv()
+            sys.path[:], directory, (work, size, timeout, env) = pipe.recv()
             os.chdir(directory)
-            pipe.send(run_on_ranks(*arguments, ForkContext()))
+            pipe.send(run_on_ranks(work, size, timeout, env, ForkContext()))

@@ -131,7 +131,7 @@ def _peak_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-@on_ranks(1, megatron=False)
+@on_ranks(1, cpu_backend=False)
 def test_on_the_meta_device_without_cuda() -> None:
     """Not in ``cpu_backend``: as somebody calls it who counts the parameters of a model on a laptop."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -51,7 +51,7 @@ OF_RANKS = {
 
 
 @pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
-@on_ranks(lambda tp_size: tp_size, megatron=False)
+@on_ranks(lambda tp_size: tp_size, cpu_backend=False)
 def test_ranks(tp_size: int) -> None:
     group = dist.new_group(list(range(tp_size)))
     for check_these in CHECKS:
@@ -223,7 +223,7 @@ CHECKS: tuple[Callable[[dist.ProcessGroup], None], ...] = (
 # test_random_programs.py.
 
 
-@on_ranks(2, megatron=False, timeout=60)
+@on_ranks(2, cpu_backend=False, timeout=60)
 def test_one_rank_cannot_overwrite_its_logits() -> None:
     """As verl's losses, which overwrite the logits where they can."""
     rank = dist.get_rank()
@@ -239,7 +239,7 @@ def test_one_rank_cannot_overwrite_its_logits() -> None:
     torch.testing.assert_close(leaf.grad, whole.grad.chunk(2, dim=1)[rank])
 
 
-@on_ranks(2, megatron=False)
+@on_ranks(2, cpu_backend=False)
 def test_one_rank_compiles() -> None:
     """It cuts blocks and sums in another way. Ids that one side rules out need a second pass on all ranks."""
     with (
@@ -302,7 +302,7 @@ def _check_wrong_groups(cp2: dist.ProcessGroup, cp4: dist.ProcessGroup) -> None:
     assert calls == []
 
 
-@on_ranks(4, megatron=False)
+@on_ranks(4, cpu_backend=False)
 def test_gathering_on_real_ranks() -> None:
     """As one CP group of 4, and as two of 2."""
     assert any(0 in layout.local_lengths for case in _cases(4) for layout in case.layouts())
@@ -315,7 +315,7 @@ def test_gathering_on_real_ranks() -> None:
     _check_wrong_groups(cp2, cp4)
 
 
-@on_ranks(2, megatron=False)
+@on_ranks(2, cpu_backend=False)
 def test_backward_does_not_wait_for_ranks_without_gradient() -> None:
     # Rank 0 holds nothing but prompt, rank 1 the response.
     layout = Case((12,), (4,), cp_size=2, scheme="all-gather").layout(dist.get_rank())

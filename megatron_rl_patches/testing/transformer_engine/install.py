@@ -99,8 +99,8 @@ def _check_absence() -> None:
         raise MegatronRLPatchesError(
             "megatron.core was imported before the stand-in of TransformerEngine was in place, and decided "
             "then that there is none. Import megatron inside cpu_backend(transformer_engine=True) first. "
-            "The file of a function for spawn_ranks may import it at its top if ranks are forks of a server "
-            "that has preloaded megatron_rl_patches.testing.preload: see docs/testing.md."
+            "A file of tests may import it at its top if they have @pytest.mark.ranks(..., "
+            "transformer_engine=True): see docs/testing.md."
         )
 
 

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 
@@ -82,10 +83,6 @@ def test_results_come_by_rank(monkeypatch: MonkeyPatch) -> None:
     assert alive(pid for _, _, pid, _ in results) == []
 
 
-def tag(start: Callable[[], None]) -> str:
-    return os.environ["TAG"]
-
-
 def test_threads_run_ranks_at_the_same_time_and_variables_stay_those_of_the_caller(
     monkeypatch: MonkeyPatch,
 ) -> None:
@@ -100,6 +97,7 @@ def test_threads_run_ranks_at_the_same_time_and_variables_stay_those_of_the_call
     monkeypatch.setattr(SpawnProcess, "start", start_slowly)
 
     def run(size: int) -> list[str]:
+        tag = partial(os.getenv, "TAG")  # which gets a function as the default, too
         return results_of(run_on_ranks(tag, size, 240, {"TAG": str(size)}, SpawnContext()), 240)
 
     before = dict(os.environ)
