@@ -24,15 +24,12 @@ from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from ..errors import InvalidInputError
 from .cpu_backend import cpu_backend
-
-if TYPE_CHECKING:
-    from .rank_pool import Outcome
 
 _MARKER = "ranks(count, timeout=120, env={}, cpu_backend=True, transformer_engine=False, fresh=False): "
 _MARKER += "run the test on so many gloo ranks"
@@ -213,8 +210,8 @@ def _run(
         raise RanksFailed("\n".join(lines), error.ranks) from None
 
 
-def _fork(config: pytest.Config, transformer_engine: bool | str, *run: Any) -> Outcome:
-    """Run on forks of a process that has imported what a new interpreter would import now."""
+def _fork(config: pytest.Config, transformer_engine: bool | str, *run: Any) -> Any:
+    """Return the outcome of forks of a process that has imported what a new interpreter would import now."""
     from .ranks import ForkServer
 
     *_, env = run

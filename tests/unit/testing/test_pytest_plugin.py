@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
+
+from tests.worlds.files import write
 
 pytest_plugins = "pytester"
 TESTS = """
@@ -110,12 +114,24 @@ QUIET = """
 """
 
 
+RECORD = "megatron_rl_patches/__init__.py,,\n_megatron_rl_patches_startup.py,,"
+
+
 def test_who_does_not_use_it(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is imported, and nothing warns. One option switches it off, and the marker is unknown then."""
-    monkeypatch.setenv("MEGATRON_RL_PATCHES", "1")
-    pytester.makepyfile(QUIET)
+    # As a wheel, whose modules pytest would rewrite, with a warning if they are imported already.
+    files = {
+        "METADATA": "Name: as-a-wheel",
+        "entry_points.txt": "[pytest11]\nempty = empty",
+        "RECORD": RECORD,
+    }
+    write(pytester.path, {f"wheel-1.dist-info/{name}": text for name, text in files.items()})
+    pytester.makepyfile(QUIET, empty="")
+    monkeypatch.setenv("PYTHONPATH", str(pytester.path))
     run = ["--strict-markers", "-Werror", "-pno:xdist"]
-    pytester.runpytest_subprocess(*run).assert_outcomes(passed=1)
+    for before in ("", ", megatron_rl_patches, _megatron_rl_patches_startup"):
+        code = f"import sys{before}, pytest; sys.exit(pytest.main({run}))"
+        assert pytester.run(sys.executable, "-c", code).ret == 0
     pytester.makepyfile("import pytest\n@pytest.mark.ranks(2)\ndef test_marked(): pass")
     result = pytester.runpytest_subprocess(*run, "-pno:megatron_rl_patches")
     result.stdout.fnmatch_lines(["*'ranks' not found in `markers` configuration option*"])
