@@ -19,10 +19,6 @@ from tests import layers, recording, releases
 settings.register_profile("repository", deadline=None, derandomize=True)
 settings.load_profile("repository")
 
-# spawn_ranks() forks from a process that has imported these; imports would take half of the suite's time.
-_MODULES = ("tests.layers", "tests.references.tiny_gpt", "megatron.core.dist_checkpointing", "torch._dynamo")
-multiprocessing.set_forkserver_preload([*_MODULES])
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     recording.add_option(parser)
@@ -31,6 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # For spawn_ranks(), too: imports would take half of the suite's time.
+    multiprocessing.set_forkserver_preload([*config.getini("ranks_preload"), "torch._dynamo"])
     releases.configure(config)
     layers.configure(config)
     recording.configure(config)

@@ -1,8 +1,6 @@
 """A plugin of pytest: a marker that runs a test on ranks, and fixtures for tests of training loops.
 
-pytest loads it wherever this package is installed, unless ``-p no:megatron_rl_patches`` is set. Neither torch
-nor Megatron is imported before a test uses it.
-
+pytest loads it where this package is installed; it imports neither torch nor Megatron before a test uses it.
 Each rank runs pytest for one function, so that asserts, reports and logs are those of pytest. Fixtures run in
 the process that starts the ranks, and their values are pickled.
 """
@@ -39,7 +37,6 @@ _MOST_SERVERS = 3
 _OPTIONS = ("importmode", "tbstyle", "verbose", "showlocals", "fulltrace")
 _INI = ("markers", "python_files", "filterwarnings", "consider_namespace_packages", "verbosity_assertions")
 _WITHOUT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": ""}
-#: Lines of stacks that say nothing of the test.
 _STACK = r'  File ".*/(_pytest|pluggy|multiprocessing|megatron_rl_patches/testing)/.* in |Extension modules'
 
 
@@ -239,8 +236,9 @@ def _job(item: pytest.Function) -> SimpleNamespace:
     command += [f"-pno:{name}" for name in ("terminal", "faulthandler", "cacheprovider")]
     command += [f"-W{text}" for text in config.getoption("pythonwarnings") or ()]
     for name in _INI:
-        value = config.getini(name)
-        command.append(f"-o{name}=" + ("\n".join(value) if isinstance(value, list) else str(value)))
+        with suppress(ValueError):  # a release of pytest does not have the setting
+            value = config.getini(name)
+            command.append(f"-o{name}=" + ("\n".join(value) if isinstance(value, list) else str(value)))
     classes = [node.name for node in item.listchain() if isinstance(node, pytest.Class)]
     names = inspect.signature(item.obj).parameters.keys() & item.funcargs.keys()
     return SimpleNamespace(
@@ -282,13 +280,12 @@ class _Result:
 
 
 def _work(job: SimpleNamespace, start: Callable[[], None]) -> _Result:
-    """Run pytest on a rank for one test."""
+    """Run pytest on a rank for one test. What it has printed is in files, also if the rank dies."""
     from .ranks import FailedOnRank
 
     for descriptor, stream in enumerate([sys.stdout, sys.stderr] if job.output else [], 1):
         path = f"{job.output}/{stream.name.strip('<>')} on rank {os.environ['RANK']}"
         os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), descriptor)
-        # Or else what it has printed would be lost if it dies.
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with nullcontext() if job.backend is None else cpu_backend(**job.backend):
         pytest.main(job.command, plugins=[on_rank := _OnRank(job, start)])
@@ -307,6 +304,9 @@ class _OnRank:
 
     def pytest_configure(self, config: pytest.Config) -> None:
         vars(config.option).update(self.job.options)
+        # Some releases highlight asserts by the writer of the terminal.
+        writer = SimpleNamespace(_highlight=lambda source, *lexer, **options: source)
+        config.pluginmanager.register(type("Reporter", (), {"_tw": writer})(), "terminalreporter")
 
     def pytest_collection(self, session: pytest.Session) -> bool:
         session.items = []

@@ -14,46 +14,34 @@ TESTS = """
     import pytest, torch
     import torch.distributed as dist
     from helper import check_equal
-
     pytestmark = pytest.mark.ranks(timeout=60)
-
     class Value:
         def __init__(self, number): self.number = number
-
     @pytest.fixture(params=[1, 2])
     def value(request): return Value(request.param)
-
     @pytest.mark.ranks(2)
     def test_passes(value, tmp_path):
         print("said by", dist.get_rank())
-        total = torch.full((1,), value.number, device="cuda")
-        dist.all_reduce(total)
+        dist.all_reduce(total := torch.full((1,), value.number, device="cuda"))
         assert total.item() == 2 * value.number and tmp_path.exists()
-
     @pytest.mark.ranks(2)
     def test_fails():
         print("shown for", dist.get_rank())
         assert {"rank": dist.get_rank()} == {"rank": 0}
-
     @pytest.mark.ranks(1)
     def test_helper_fails(): check_equal([1, 2], [1, 3])
-
     @pytest.mark.ranks(2, timeout=2)
     def test_hangs():
         print("before the end", flush=True)
         time.sleep(600)
-
     @pytest.mark.ranks(2)
     def test_dies():
         if dist.get_rank(): os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
-
     @pytest.mark.ranks(1)
     def test_request(request): pass
-
     @pytest.mark.ranks(2)
     def test_skips(): pytest.importorskip("no_such_module") if dist.get_rank() else None
-
     @pytest.mark.xfail(raises=ZeroDivisionError, strict=True)
     @pytest.mark.ranks(lambda count: count)
     class TestOfAClass:
@@ -63,7 +51,6 @@ TESTS = """
             from megatron.core import parallel_state
             tiny_model(tp=2).initialize()
             return parallel_state.get_tensor_model_parallel_world_size() / self.zero
-
     def rank_and(number): return dist.get_rank(), number
     def test_fixture(ranks): assert ranks(rank_and, 2, 7) == [(0, 7), (1, 7)]
     @pytest.mark.ranks(1, transformer_engine=True)
