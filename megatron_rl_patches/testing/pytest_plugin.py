@@ -29,10 +29,10 @@ import pytest
 from ..errors import InvalidInputError
 from .cpu_backend import cpu_backend
 
-_MARKER = "ranks(count, timeout=120, env={}, cpu_backend=True, transformer_engine=False, fresh=False): "
-_MARKER += "run the test on so many gloo ranks"
+_MARKER = (
+    "ranks(count, timeout=120, env={}, cpu_backend=True, transformer_engine=False, fresh=False): on ranks"
+)
 _servers, _longrepr = pytest.StashKey[dict[Any, Any]](), pytest.StashKey[Any]()
-_MOST_SERVERS = 3
 #: What ranks have as the process that starts them: options, settings. Its plugins are not loaded again.
 _OPTIONS = ("importmode", "tbstyle", "verbose", "showlocals", "fulltrace")
 _INI = ("markers", "python_files", "filterwarnings", "consider_namespace_packages", "verbosity_assertions")
@@ -122,9 +122,11 @@ def _marked(item: pytest.Item) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for mark in reversed([*item.iter_markers("ranks")]):  # the closest is the last
         own = {**mark.kwargs, **dict(zip(["count"], mark.args, strict=False))}
-        if not own or hasattr(getattr(item, "cls", None), "assertEqual"):
-            raise InvalidInputError(f"{item.nodeid}: write ranks(2), and not for a unittest.TestCase")
+        if not own:
+            raise InvalidInputError(f"{item.nodeid} has the marker ranks without a number; write ranks(2)")
         options |= own
+    if "count" in options and hasattr(getattr(item, "cls", None), "assertEqual"):
+        raise InvalidInputError(f"{item.nodeid} is a method of unittest.TestCase; ranks need a plain class")
     return options if "count" in options else {}
 
 
@@ -220,7 +222,7 @@ def _fork(config: pytest.Config, transformer_engine: bool | str, *run: Any) -> A
     key = transformer_engine, *places, *sorted(variables)
     servers = config.stash[_servers]
     servers[key] = server = servers.pop(key, None) or ForkServer(modules, transformer_engine, env)
-    for old in [*servers][:-_MOST_SERVERS]:  # the latest is the last
+    for old in [*servers][:-3]:  # the latest is the last, and each has some hundred MB
         servers.pop(old).close()
     try:
         return server.run(*run)
