@@ -29,9 +29,8 @@ import pytest
 from ..errors import InvalidInputError
 from .cpu_backend import cpu_backend
 
-_MARKER = (
-    "ranks(count, timeout=120, env={}, cpu_backend=True, transformer_engine=False, fresh=False): on ranks"
-)
+_MARKER = "ranks(count, timeout=120, env={}, cpu_backend=True, transformer_engine=False, fresh=False): "
+_MARKER += "run the test on so many gloo ranks"
 _servers, _longrepr = pytest.StashKey[dict[Any, Any]](), pytest.StashKey[Any]()
 #: What ranks have as the process that starts them: options, settings. Its plugins are not loaded again.
 _OPTIONS = ("importmode", "tbstyle", "verbose", "showlocals", "fulltrace")
@@ -187,20 +186,19 @@ def _run(
         for file in sorted(Path(folder).iterdir()):
             if text := file.read_text(errors="replace"):
                 item.add_report_section("call", file.name, text)
-    sent = {rank: value for rank, value in sorted(outcome.sent) if isinstance(value, _Result)}
+    sent: dict[int, Any] = {rank: value for rank, value in sorted(outcome.sent) if isinstance(value, _Result)}
     for rank, result in sent.items():
         for title, text in result.report.sections:  # "Captured log call"
             item.add_report_section("call", f"{title.split()[1]} on rank {rank}", text)
-    failed = outcome.failed or [rank for rank, result in sent.items() if result.report.skipped]
-    if failed and failed[0] in sent:
-        first, *others = failed
-        longrepr: Any = sent[first].report.longrepr
+    skipped = [rank for rank, result in sent.items() if result.report.skipped and outcome.went_well]
+    first, *others = outcome.failed or skipped or [-1]
+    if first in sent:
+        item.stash[_longrepr] = longrepr = sent[first].report.longrepr
         if hasattr(longrepr, "addsection"):
             longrepr.addsection(f"rank {first} of {count} failed first", "")
             for rank in others:
                 text = str(sent.get(rank) or outcome.died.get(rank))
                 longrepr.addsection(f"rank {rank}", "the same" if text == str(sent[first]) else text)
-        item.stash[_longrepr] = longrepr
         raise sent[first].raised()
     try:
         results_of(outcome, timeout)

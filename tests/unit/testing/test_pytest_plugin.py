@@ -33,7 +33,7 @@ TESTS = """
     @pytest.mark.ranks(2, timeout=2)
     def test_hangs():
         print("before the end", flush=True)
-        time.sleep(600)
+        time.sleep(600) if dist.get_rank() else pytest.skip("alone")
     @pytest.mark.ranks(2)
     def test_dies():
         if dist.get_rank(): os.kill(os.getpid(), signal.SIGKILL)
@@ -66,7 +66,7 @@ SHOWN = [
     "shown for 0",
     "*assert *1, 2* == *1, 3*",
     "*At index 1 diff: 2 != 3*",
-    "no result after 2 s; still running: rank 0, 1",
+    "no result after 2 s; still running: rank 1",
     "*line * in test_hangs",
     "*Captured stdout on rank 1 call*",
     "before the end",
