@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import warnings
@@ -27,8 +26,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # For spawn_ranks(), too: imports would take half of the suite's time.
-    multiprocessing.set_forkserver_preload([*config.getini("ranks_preload"), "torch._dynamo"])
     releases.configure(config)
     layers.configure(config)
     recording.configure(config)
@@ -58,9 +55,3 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import_module("tests.references.tiny_gpt")
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    # Checkouts of frameworks come with a Megatron of their own, so these ranks import everything anew.
-    method = "spawn" if item.get_closest_marker("frameworks") else "forkserver"
-    multiprocessing.set_start_method(method, force=True)

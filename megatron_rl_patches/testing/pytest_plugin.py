@@ -1,42 +1,44 @@
 """A plugin of pytest: a marker that runs a test on ranks, and fixtures for tests of training loops.
 
 pytest loads it where this package is installed; it imports neither torch nor Megatron before a test uses it.
-Each rank runs pytest for one function, so that asserts, reports and logs are those of pytest. Fixtures run in
-the process that starts the ranks, and their values are pickled.
+Ranks are forks of a process that runs pytest, so that asserts, reports and logs are those of pytest. Fixtures
+run in the process of the user's pytest, and their values are pickled.
 """
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import pickle
-import re
 import sys
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
-from importlib.machinery import PathFinder
+from importlib import import_module
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext, SpawnContext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, MegatronRLPatchesError
 from .cpu_backend import cpu_backend
+from .rank_pool import RankPool
+from .ranks import RanksFailed, call, results_of, run_on_ranks
 
 _MARKER = "ranks(count, timeout=120, env={}, cpu_backend=True, transformer_engine=False, fresh=False): "
 _MARKER += "run the test on so many gloo ranks"
-_servers, _longrepr = pytest.StashKey[dict[Any, Any]](), pytest.StashKey[Any]()
+_servers, _longrepr = pytest.StashKey[dict[Any, RankPool]](), pytest.StashKey[Any]()
 #: What ranks have as the process that starts them: options, settings. Its plugins are not loaded again.
 _OPTIONS = ("importmode", "tbstyle", "verbose", "showlocals", "fulltrace")
 _INI = ("markers", "python_files", "filterwarnings", "consider_namespace_packages", "verbosity_assertions")
 _WITHOUT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": ""}
-_STACK = r'  File ".*/(_pytest|pluggy|multiprocessing|megatron_rl_patches/testing)/.* in |Extension modules'
+_MODULES = ("megatron_rl_patches.testing.tiny_layers", "torch._dynamo")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,7 +51,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # pytest rewrites all asserts of a distribution that has a plugin. Those of this package are no tests.
     rewritten: set[str] = getattr(config.pluginmanager.rewrite_hook, "_must_rewrite", set())
     rewritten -= {"megatron_rl_patches", "_megatron_rl_patches_startup"}
-    getattr(config.pluginmanager.rewrite_hook, "_marked_for_rewrite_cache", {}).clear()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -94,7 +95,6 @@ def tiny_model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Calla
 @pytest.fixture
 def ranks(pytestconfig: pytest.Config) -> Callable[..., list[Any]]:
     """The function ``spawn_ranks``, with forks, and with the option ``transformer_engine`` of the marker."""
-    from . import ranks
 
     def run(
         function: Callable[..., Any],
@@ -106,14 +106,14 @@ def ranks(pytestconfig: pytest.Config) -> Callable[..., list[Any]]:
         **kwargs: Any,
     ) -> list[Any]:
         __tracebackhide__ = True
-        call = partial(ranks.call, pickle.dumps((function, args, kwargs)))
-        outcome = _fork(pytestconfig, transformer_engine, call, world_size, timeout, env or {})
-        return [pickle.loads(result) for result in ranks.results_of(outcome, timeout)]
+        work = partial(call, pickle.dumps((function, args, kwargs)))
+        outcome = _fork(pytestconfig, transformer_engine, False, work, world_size, timeout, env or {})
+        return [pickle.loads(result) for result in results_of(outcome, timeout)]
 
     return run
 
 
-# --- in the process that starts the ranks
+# --- in the process of the user's pytest
 
 
 def _marked(item: pytest.Item) -> dict[str, Any]:
@@ -129,8 +129,7 @@ def _marked(item: pytest.Item) -> dict[str, Any]:
     return options if "count" in options else {}
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    _marked(item)
+pytest_runtest_setup = _marked  # which refuses marks before fixtures run
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -172,17 +171,11 @@ def _run(
     fresh: bool = False,
 ) -> None:
     """Run the body of a test on ranks, and raise what a rank has raised first."""
-    from multiprocessing.context import SpawnContext
-
-    from .ranks import RanksFailed, results_of, run_on_ranks
-
     job = _job(item)
     job.backend = {"transformer_engine": transformer_engine} if cpu_backend else None
     with tempfile.TemporaryDirectory(prefix="output-", ignore_cleanup_errors=True) as folder:
         job.output = "" if item.config.getoption("capture") == "no" else folder
-        run = partial(_work, job), count, timeout, {**(env or {}), **_WITHOUT}
-        fork = partial(_fork, item.config, transformer_engine)
-        outcome = run_on_ranks(*run, SpawnContext()) if fresh else fork(*run)
+        outcome = _fork(item.config, transformer_engine, fresh, job, count, timeout, env or {})
         for file in sorted(Path(folder).iterdir()):
             if text := file.read_text(errors="replace"):
                 item.add_report_section("call", file.name, text)
@@ -195,58 +188,49 @@ def _run(
     if first in sent:
         item.stash[_longrepr] = longrepr = sent[first].report.longrepr
         if hasattr(longrepr, "addsection"):
-            longrepr.addsection(f"rank {first} of {count} failed first", "")
-            for rank in others:
-                text = str(sent.get(rank) or outcome.died.get(rank))
-                longrepr.addsection(f"rank {rank}", "the same" if text == str(sent[first]) else text)
+            then = f", then {', '.join(map(str, others))}" if others else ""
+            longrepr.addsection(f"rank {first} of {count} failed first{then}", "")
         raise sent[first].raised()
-    try:
-        results_of(outcome, timeout)
-    except RanksFailed as error:
-        lines = [line for line in str(error).splitlines() if not re.match(_STACK, line)]
-        raise RanksFailed("\n".join(lines), error.ranks) from None
+    results_of(outcome, timeout)
 
 
-def _fork(config: pytest.Config, transformer_engine: bool | str, *run: Any) -> Any:
-    """Return the outcome of forks of a process that has imported what a new interpreter would import now."""
-    from .ranks import ForkServer
+def _fork(config: pytest.Config, transformer_engine: bool | str, fresh: bool, *run: Any) -> Any:
+    """Call ``run_on_ranks`` in a process that has the variables and the path of this one.
 
+    It is kept for the next tests, unless ``fresh``: such a process has imported no more than this plugin.
+    """
     *_, env = run
-    modules = [*config.getini("ranks_preload"), "megatron_rl_patches.testing.tiny_layers", "torch._dynamo"]
-    specs = map(PathFinder.find_spec, sorted({"megatron", *(name.partition(".")[0] for name in modules)}))
-    places = [(spec.origin, *(spec.submodule_search_locations or ())) for spec in specs if spec]
-    modules += [name for name in sys.modules if name.startswith("_pytest.")]
     variables = [(name, x) for name, x in {**os.environ, **env}.items() if not name.startswith("PYTEST_")]
-    key = transformer_engine, *places, *sorted(variables)
+    key = transformer_engine, fresh and object(), *sys.path, *sorted(variables)
     servers = config.stash[_servers]
-    servers[key] = server = servers.pop(key, None) or ForkServer(modules, transformer_engine, env)
+    if (server := servers.pop(key, None)) is None:
+        modules = [] if fresh else [*config.getini("ranks_preload"), *_MODULES]
+        work = _OnRank(config, modules, transformer_engine).serve
+        server = RankPool(1, work, SpawnContext(), {"OMP_NUM_THREADS": "1", **env, **_WITHOUT})
+        server.start()
+    servers[key] = server
     for old in [*servers][:-3]:  # the latest is the last, and each has some hundred MB
         servers.pop(old).close()
+    pipe = server.ranks[0].pipe
     try:
-        return server.run(*run)
-    except BaseException:
+        pipe.send((os.getcwd(), run))
+        return pipe.recv()
+    except BaseException as error:
         servers.pop(key).close()
+        if isinstance(error, EOFError | OSError):
+            raise RanksFailed("the process that forks ranks has died; its messages are on stderr") from error
         raise
 
 
 def _job(item: pytest.Function) -> SimpleNamespace:
-    """Return what the pytest of a rank needs to know of the test and of the settings here."""
-    config = item.config
-    command = [str(item.path), f"-c{os.devnull}", f"--rootdir={config.rootpath}", "--noconftest", "-s"]
-    command += [f"-pno:{name}" for name in ("terminal", "faulthandler", "cacheprovider")]
-    command += [f"-W{text}" for text in config.getoption("pythonwarnings") or ()]
-    for name in _INI:
-        with suppress(ValueError):  # a release of pytest does not have the setting
-            value = config.getini(name)
-            command.append(f"-o{name}=" + ("\n".join(value) if isinstance(value, list) else str(value)))
+    """Return what a rank needs to know of the test."""
     classes = [node.name for node in item.listchain() if isinstance(node, pytest.Class)]
     names = inspect.signature(item.obj).parameters.keys() & item.funcargs.keys()
+    hook = item.config.pluginmanager.rewrite_hook
     return SimpleNamespace(
-        command=command,
-        options={name: config.getoption(name) for name in _OPTIONS},
-        rewritten={item.module.__name__, *getattr(config.pluginmanager.rewrite_hook, "_must_rewrite", ())},
+        rewritten={item.module.__name__, *getattr(hook, "_must_rewrite", ())},
         place=(item.path, classes, item.originalname),
-        filters=[mark.args for mark in item.iter_markers("filterwarnings")],
+        filters=[*item.iter_markers("filterwarnings")],
         values={name: _pickled(name, item.funcargs[name]) for name in names},
         attributes=_pickled("self", vars(item.instance) if classes else {}),
     )
@@ -260,15 +244,15 @@ def _pickled(name: str, value: Any) -> bytes:
         raise InvalidInputError(f"{name!r} cannot be sent to ranks: {error}; {hint}") from None
 
 
-# --- on ranks
+# --- in the process that forks ranks, and on ranks
 
 
-@dataclass(frozen=True)
-class _Result:
-    """What a rank sends: pytest's report, and what was raised."""
+class _Result(NamedTuple):
+    """What a rank sends: pytest's report, what was raised, and whether the test has failed."""
 
     report: pytest.TestReport
     error: bytes
+    is_failure: bool
 
     def __str__(self) -> str:
         return self.report.longreprtext
@@ -279,60 +263,76 @@ class _Result:
         return (pytest.skip if self.report.skipped else pytest.fail).Exception(str(self))
 
 
-def _work(job: SimpleNamespace, start: Callable[[], None]) -> _Result:
-    """Run pytest on a rank for one test. What it has printed is in files, also if the rank dies."""
-    from .ranks import FailedOnRank
-
-    for descriptor, stream in enumerate([sys.stdout, sys.stderr] if job.output else [], 1):
-        path = f"{job.output}/{stream.name.strip('<>')} on rank {os.environ['RANK']}"
-        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), descriptor)
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    with nullcontext() if job.backend is None else cpu_backend(**job.backend):
-        pytest.main(job.command, plugins=[on_rank := _OnRank(job, start)])
-    if on_rank.result is None or on_rank.result.report.failed:
-        raise FailedOnRank(on_rank.result or on_rank.failure)
-    return on_rank.result
-
-
 class _OnRank:
-    """A plugin of the pytest on a rank: it makes one test without fixtures, and takes its report."""
+    """A plugin of a pytest that collects nothing: its process forks ranks, which run one test each."""
 
-    def __init__(self, job: SimpleNamespace, start: Callable[[], None]) -> None:
-        self.job, self.start = job, start
-        self.result: _Result | None = None
-        self.failure = "pytest did not run the test: its messages are on stderr"
+    pipe: Connection
+    folder: Path
+    result: _Result | None = None
 
-    def pytest_configure(self, config: pytest.Config) -> None:
-        vars(config.option).update(self.job.options)
+    def __init__(self, config: pytest.Config, modules: list[str], transformer_engine: bool | str) -> None:
+        self.modules, self.transformer_engine = modules, transformer_engine
+        self.options = {name: config.getoption(name) for name in _OPTIONS}
+        self.command = [f"-c{os.devnull}", f"--rootdir={config.rootpath}", "--noconftest", "-s"]
+        self.command += [f"-pno:{name}" for name in ("terminal", "faulthandler", "cacheprovider")]
+        self.command += [f"-W{text}" for text in config.getoption("pythonwarnings") or ()]
+        for name in _INI:
+            with suppress(ValueError):  # a release of pytest does not have the setting
+                value = config.getini(name)
+                text = "\n".join(value) if isinstance(value, list) else str(value)
+                self.command.append(f"-o{name}={text}")
+
+    def serve(self, pipe: Connection, folder: Path) -> None:
+        self.pipe, self.folder = pipe, folder
+        pytest.main(self.command, plugins=[self])
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Import modules, and fork ranks for each test, until the user's pytest ends."""
+        vars(session.config.option).update(self.options)
         # Some releases highlight asserts by the writer of the terminal.
         writer = SimpleNamespace(_highlight=lambda source, *lexer, **options: source)
-        config.pluginmanager.register(type("Reporter", (), {"_tw": writer})(), "terminalreporter")
+        session.config.pluginmanager.register(type("Reporter", (), {"_tw": writer})(), "terminalreporter")
+        layers = self.transformer_engine
+        with warnings.catch_warnings(), suppress(MegatronRLPatchesError):  # ranks raise it, too
+            warnings.simplefilter("ignore")  # of what is not installed
+            with cpu_backend(transformer_engine=layers) if layers else nullcontext():
+                for name in self.modules:
+                    with suppress(ImportError):
+                        import_module(name)
+        if sys.dont_write_bytecode:  # or else each rank would rewrite the asserts of its test again
+            sys.dont_write_bytecode, sys.pycache_prefix = False, str(self.folder)
+        gc.freeze()  # what is imported is no garbage: collections in forks take a fraction of the time
+        with suppress(EOFError):
+            while True:
+                directory, (work, size, timeout, env) = self.pipe.recv()
+                os.chdir(directory)
+                work = partial(self._run, session, work) if isinstance(work, SimpleNamespace) else work
+                self.pipe.send(run_on_ranks(work, size, timeout, env, ForkContext()))
+        os._exit(0)
 
-    def pytest_collection(self, session: pytest.Session) -> bool:
-        session.items = []
-        try:
-            pytest.register_assert_rewrite(*self.job.rewritten - sys.modules.keys())
-            item = self._item(session)
-            self.start()
-            session.items.append(item)
-        except BaseException:
-            self.failure = traceback.format_exc()
-        return True
-
-    def _item(self, session: pytest.Session) -> pytest.Function:
-        path, classes, name = self.job.place
-        parent: Any = pytest.Module.from_parent(session, path=path)
-        for of_class in classes:
-            parent = pytest.Class.from_parent(parent, name=of_class)
-        item: pytest.Function = pytest.Function.from_parent(parent, name=name)  # imports the module
-        for node in item.listchain():  # the process that starts the ranks has judged the marks
-            node.own_markers.clear()
-        for filters in self.job.filters:
-            item.add_marker(pytest.mark.filterwarnings(*filters))
-        item.fixturenames.clear()
-        item.funcargs.update({name: pickle.loads(value) for name, value in self.job.values.items()})
-        vars(item.instance or SimpleNamespace()).update(pickle.loads(self.job.attributes))
-        return item
+    def _run(self, session: pytest.Session, job: SimpleNamespace, start: Callable[[], None]) -> Any:
+        """Run a test. What it prints is in files, also if the rank dies."""
+        for descriptor, stream in enumerate([sys.stdout, sys.stderr] if job.output else [], 1):
+            file = f"{job.output}/{stream.name.strip('<>')} on rank {os.environ['RANK']}"
+            os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), descriptor)
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        with nullcontext() if job.backend is None else cpu_backend(**job.backend):
+            pytest.register_assert_rewrite(*job.rewritten - sys.modules.keys())
+            path, classes, name = job.place
+            parent: Any = pytest.Module.from_parent(session, path=path)
+            for of_class in classes:
+                parent = pytest.Class.from_parent(parent, name=of_class)
+            item: pytest.Function = pytest.Function.from_parent(parent, name=name)  # imports the module
+            for node in item.listchain():  # the user's pytest has judged the marks
+                node.own_markers.clear()
+            item.own_markers += job.filters
+            item.fixturenames.clear()
+            item.funcargs.update({name: pickle.loads(value) for name, value in job.values.items()})
+            vars(item.instance or SimpleNamespace()).update(pickle.loads(job.attributes))
+            start()
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+        return self.result
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage) -> None:
         print(warning_message.category.__name__, warning_message.message, sep=": ", file=sys.stderr)
@@ -346,5 +346,5 @@ class _OnRank:
             error = b""
             with suppress(Exception):
                 error = pickle.dumps(call.excinfo and call.excinfo.value)
-            self.result = _Result(report, error)
+            self.result = _Result(report, error, report.failed)
         return report

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
-import sys
-import tempfile
 import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
-from importlib import import_module
-from multiprocessing import get_start_method
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext, ForkContext, ForkServerContext, SpawnContext
+from multiprocessing.context import ForkContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInputError, MegatronRLPatchesError
-from .cpu_backend import cpu_backend
 from .rank_pool import STARTED, Outcome, RankPool, send
 
 #: For so long ranks may take to start: to import what they need.
@@ -57,9 +50,6 @@ def spawn_ranks(
     runs do not disturb each other. No process outlives the call, or a caller that is killed, except one that
     a rank has started in a session of its own before the rank died.
 
-    After ``multiprocessing.set_start_method("forkserver")``, and without ``env``, a rank is a fork of a
-    process that has imported the modules of ``set_forkserver_preload([...])`` once.
-
     Args:
         function: a picklable function, and so are its arguments and results. As with any spawned process, a
             script that calls this needs ``if __name__ == "__main__":``.
@@ -75,11 +65,8 @@ def spawn_ranks(
     for name, value in (env or {}).items():
         if not (isinstance(name, str) and isinstance(value, str)):
             raise InvalidInputError(f"env has {name!r}: {value!r}; expected a string for a string")
-    # Forks get their variables after the imports, which is too late for those of the caller.
-    forked = not env and get_start_method(allow_none=True) == "forkserver"
-    context = ForkServerContext() if forked else SpawnContext()
     work = partial(call, pickle.dumps((function, args, kwargs)))
-    outcome = run_on_ranks(work, world_size, timeout, env or {}, context)
+    outcome = run_on_ranks(work, world_size, timeout, env or {}, SpawnContext())
     return [pickle.loads(result) for result in results_of(outcome, timeout)]
 
 
@@ -96,18 +83,17 @@ def run_on_ranks(
     size: int,
     timeout: float,
     env: Mapping[str, str],
-    context: BaseContext,
+    context: SpawnContext | ForkContext,
 ) -> Outcome:
     """Call ``work(start)`` on ranks, and return what became of them.
 
     A rank calls ``start()`` when it has imported what it needs: it waits for the others, and initializes
-    ``torch.distributed``. The time begins then.
+    ``torch.distributed``. The time begins then. A result may be a failure: its ``is_failure`` is true.
     """
-    with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
-        serve = partial(_serve, work, timeout / 2)
-        with closing(RankPool(size, Path(folder), serve, context, {"OMP_NUM_THREADS": "1", **env})) as pool:
-            pool.start()
-            return pool.wait(timeout, _START_SECONDS)
+    serve = partial(_serve, work, timeout / 2)
+    with closing(RankPool(size, serve, context, {"OMP_NUM_THREADS": "1", **env})) as pool:
+        pool.start()
+        return pool.wait(timeout, _START_SECONDS)
 
 
 def _serve(work: Any, collective_timeout: float, pipe: Connection, folder: Path) -> None:
@@ -129,9 +115,8 @@ def _serve(work: Any, collective_timeout: float, pipe: Connection, folder: Path)
         pipe.send(STARTED)
 
     try:
-        send(pipe, work(start), False)
-    except FailedOnRank as error:
-        send(pipe, error.args[0], True)
+        result = work(start)
+        send(pipe, result, getattr(result, "is_failure", False))
     except BaseException:
         send(pipe, traceback.format_exc(), True)
     pipe.send(None)
@@ -151,56 +136,3 @@ def results_of(outcome: Outcome, timeout: float) -> list[Any]:
     for rank, stacks in outcome.stacks.items():
         message += f"\n--- rank {rank}, still running, was here ---\n{stacks}"
     raise RanksFailed(message, failed)
-
-
-class FailedOnRank(Exception):
-    """Has one argument, which the rank sends as its failure in place of a traceback."""
-
-
-class ForkServer:
-    """A process that has imported modules and forks ranks, so that these start in a fraction of a second.
-
-    Args:
-        modules: what it imports; a module that is not installed is left out.
-        transformer_engine: the option of ``cpu_backend()``, with which it imports them.
-        env: environment variables of the process, from its start.
-    """
-
-    def __init__(
-        self, modules: Sequence[str], transformer_engine: bool | str, env: Mapping[str, str]
-    ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="server-", ignore_cleanup_errors=True)
-        work, variables = partial(_fork_ranks, modules, transformer_engine), {"OMP_NUM_THREADS": "1", **env}
-        self._pool = RankPool(1, Path(self._folder.name), work, SpawnContext(), variables)
-        self._pool.start()
-
-    def run(self, *arguments: Any) -> Outcome:
-        """Call :func:`run_on_ranks` there, with forks, in the folder and on the path of the caller."""
-        pipe = self._pool.ranks[0].pipe
-        try:
-            pipe.send((sys.path, os.getcwd(), arguments))
-            outcome: Outcome = pipe.recv()
-        except (EOFError, OSError) as error:
-            raise RanksFailed("the process that forks ranks has died; its messages are on stderr") from error
-        return outcome
-
-    def close(self) -> None:
-        """End the process and its ranks."""
-        self._pool.close()
-        self._folder.cleanup()
-
-
-def _fork_ranks(modules: Sequence[str], version: bool | str, pipe: Connection, folder: Path) -> None:
-    with ExitStack() as block, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is not installed
-        with suppress(MegatronRLPatchesError):  # ranks raise it, too, where they enter the block
-            block.enter_context(cpu_backend(transformer_engine=version) if version else nullcontext())
-        for name in modules:
-            with suppress(ImportError):
-                import_module(name)
-    gc.freeze()  # what is imported is no garbage: collections in forks take a fraction of the time
-    with suppress(EOFError):  # at the end
-        while True:
-            sys.path[:], directory, (work, size, timeout, env) = pipe.recv()
-            os.chdir(directory)
-            pipe.send(run_on_ranks(work, size, timeout, env, ForkContext()))

@@ -19,7 +19,6 @@ from megatron_rl_patches.engine import installer
 from megatron_rl_patches.engine.api import activate_from_environment
 from megatron_rl_patches.engine.records import ApplyCall
 from megatron_rl_patches.engine.settings import VARIABLE, variable_of
-from megatron_rl_patches.testing import spawn_ranks
 from tests.worlds.program import run_program
 
 from .conftest import PATCHED, PLAIN, Engine, Framework, patch_of
@@ -246,9 +245,9 @@ def _verify() -> list[str]:
     return messages
 
 
-def test_ranks_that_agree_and_ranks_that_differ() -> None:
+def test_ranks_that_agree_and_ranks_that_differ(ranks: Any) -> None:
     """The latter are named on every rank."""
-    [message], *others = spawn_ranks(_verify, 3, timeout=60)
+    [message], *others = ranks(_verify, 3, timeout=60)
     assert others == [[message]] * 2
     place = r"slime\.backends\.megatron_utils\.model\.train"
     by_rank = r"not selected on rank 1; absent \(code \w+\) on rank 0, 2"
