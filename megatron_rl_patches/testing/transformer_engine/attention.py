@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import distributed
-from .base import TransformerEngineBaseModule
-from .distributed import positions_of
+from . import base
+from .base import TransformerEngineBaseModule, positions_of
 from .refusals import check_options, is_at_least, refuse, require
 
 _CAUSAL = ("causal", "causal_bottom_right")
@@ -231,7 +230,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         q, k, v = qkv
         hidden = self._hidden(len(q), len(k), lengths, batch).to(q.device)
         if self.cp_size > 1:
-            k, v = (distributed.enter(x, self.cp_group, True) for x in (k, v))
+            k, v = (base.enter(x, self.cp_group, True) for x in (k, v))
         repeat = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
         scores_hst = torch.einsum("shd,thd->hst", q.float(), k.float()) * self.softmax_scale

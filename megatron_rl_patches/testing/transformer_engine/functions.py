@@ -13,8 +13,7 @@ from torch.nn.functional import gelu, relu, silu
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from .base import activation_dtype
-from .distributed import positions_of
+from .base import activation_dtype, positions_of
 from .refusals import check_options, refuse, refused, require
 
 

@@ -18,8 +18,13 @@ from packaging.version import InvalidVersion, Version
 from ...errors import MegatronRLPatchesError
 from . import functions, refusals
 from .attention import DotProductAttention
-from .base import TransformerEngineBaseModule, add_to_main_grad, get_dummy_wgrad
-from .distributed import CudaRNGStatesTracker, checkpoint
+from .base import (
+    CudaRNGStatesTracker,
+    TransformerEngineBaseModule,
+    add_to_main_grad,
+    checkpoint,
+    get_dummy_wgrad,
+)
 from .layers import GroupedLinear, LayerNorm, LayerNormLinear, Linear, RMSNorm
 
 _NAME = "transformer_engine"
