@@ -266,8 +266,6 @@ class _Result(NamedTuple):
 class _OnRank:
     """A plugin of a pytest that collects nothing: its process forks ranks, which run one test each."""
 
-    pipe: Connection
-    folder: Path
     result: _Result | None = None
 
     def __init__(self, config: pytest.Config, modules: list[str], transformer_engine: bool | str) -> None:
@@ -283,7 +281,7 @@ class _OnRank:
                 self.command.append(f"-o{name}={text}")
 
     def serve(self, pipe: Connection, folder: Path) -> None:
-        self.pipe, self.folder = pipe, folder
+        self.pipe, self.folder, self.filters = pipe, folder, [*warnings.filters]
         pytest.main(self.command, plugins=[self])
 
     @pytest.hookimpl(trylast=True)
@@ -302,6 +300,7 @@ class _OnRank:
                         import_module(name)
         if sys.dont_write_bytecode:  # or else each rank would rewrite the asserts of its test again
             sys.dont_write_bytecode, sys.pycache_prefix = False, str(self.folder)
+        warnings.filters[:] = self.filters  # type: ignore[index]  # pytest sets its own around each test
         gc.freeze()  # what is imported is no garbage: collections in forks take a fraction of the time
         with suppress(EOFError):
             while True:
@@ -323,11 +322,11 @@ class _OnRank:
             parent: Any = pytest.Module.from_parent(session, path=path)
             for of_class in classes:
                 parent = pytest.Class.from_parent(parent, name=of_class)
-            item: pytest.Function = pytest.Function.from_parent(parent, name=name)  # imports the module
+            info = SimpleNamespace(argnames=job.values, names_closure=[], name2fixturedefs={})
+            item: Any = pytest.Function.from_parent(parent, name=name, fixtureinfo=info)  # imports the module
             for node in item.listchain():  # the user's pytest has judged the marks
                 node.own_markers.clear()
             item.own_markers += job.filters
-            item.fixturenames.clear()
             item.funcargs.update({name: pickle.loads(value) for name, value in job.values.items()})
             vars(item.instance or SimpleNamespace()).update(pickle.loads(job.attributes))
             start()
