@@ -218,7 +218,6 @@ def _serve(
     stack_file: Path,
     work: Callable[[connection.Connection, Path], None],
 ) -> None:
-    """Work in the process of a rank."""
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, args=(stack_file.parent,), daemon=True).start()
     os.environ.clear()

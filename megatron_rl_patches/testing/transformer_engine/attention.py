@@ -24,7 +24,6 @@ _QKV = tuple[Tensor, Tensor, Tensor]
 
 def _mask_and_window(name: str, window: tuple[int, int] | None) -> tuple[str, tuple[int, int]]:
     """Return a mask's name, and how far back and ahead a query sees, -1 for all, as the real one does."""
-    name = name.replace(",", "_").replace("causal_padding", "padding_causal")
     is_causal, (left, right) = "causal" in name, window or (-1, -1)
     if (left, right) == (-1, 0):  # the window of a causal mask
         right = -1
@@ -158,7 +157,6 @@ class DotProductAttention(TransformerEngineBaseModule):
         return out.flatten(-2), largest_h
 
     def _check(self, qkv: _QKV, batch: _Batch) -> None:
-        """Refuse what the real one refuses."""
         self._check_group()
         if batch.core_attention_bias_type not in ("no_bias", "post_scale_bias"):
             refuse(f"core_attention_bias_type {batch.core_attention_bias_type!r}")

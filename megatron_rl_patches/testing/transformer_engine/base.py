@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import Parameter
 
-from .refusals import check_options, refuse, require
+from .refusals import check_options, require
 
 
 class CudaRNGStatesTracker:
@@ -36,7 +36,6 @@ class CudaRNGStatesTracker:
         self.states_ = states
 
     def add(self, name: str, seed: int) -> None:
-        """Add a state that a seed makes."""
         if seed in self.seeds_ or name in self.states_:
             raise RuntimeError(f"state {name!r} with seed {seed}: the name or the seed is there already")
         self.seeds_.add(seed)
@@ -64,8 +63,6 @@ def checkpoint(
     **kwargs: Any,
 ) -> Any:
     """Call the function again in the backward pass, with the states that the tracker has now."""
-    if {"context_fn", "determinism_check", "debug"} & kwargs.keys():
-        refuse("context_fn, determinism_check or debug of checkpoint()")
     tracker = get_rng_state_tracker() if get_rng_state_tracker else CudaRNGStatesTracker()
     first: dict[str, Any] | None = None
 
@@ -219,7 +216,6 @@ class LinearBase(TransformerEngineBaseModule):
         self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
 
     def _fork(self) -> Any:
-        """Draw from the state of the tracker of random numbers."""
         return nullcontext() if self._tracker is None else self._tracker().fork(*self._tracker_names)
 
     def _add_product(self, suffix: str = "") -> None:
