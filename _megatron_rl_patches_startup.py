@@ -3,6 +3,8 @@
 `megatron_rl_patches_startup.pth` calls `main()` at the start of every interpreter of the environment
 in which `MEGATRON_RL_PATCHES` is set.  Most of those processes never import Megatron, so nothing is
 imported here at module level, and neither wrapt nor the package itself before a framework is.
+
+PYTEST_DONT_REWRITE: or else pytest would warn that it cannot rewrite asserts of a module that is imported.
 """
 
 _ROOTS = ("megatron", "slime", "vime", "miles", "verl", "nemo_rl", "areal")

@@ -3,6 +3,8 @@
 Importing this package loads neither torch nor megatron. ``apply()`` puts the patches in place, before or
 after the frameworks are imported; the environment variable ``MEGATRON_RL_PATCHES=1`` does the same
 with no code change.
+
+PYTEST_DONT_REWRITE: pytest would warn if it were imported before pytest, as it has a plugin of pytest.
 """
 
 from __future__ import annotations

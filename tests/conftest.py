@@ -1,4 +1,3 @@
-import multiprocessing
 import os
 import signal
 import warnings
@@ -17,10 +16,6 @@ from tests import layers, recording, releases
 settings.register_profile("repository", deadline=None, derandomize=True)
 settings.load_profile("repository")
 
-# Ranks are forked from a process that has imported these; imports would take half of the suite's time.
-_MODULES = ("tests.layers", "tests.references.tiny_gpt", "megatron.core.dist_checkpointing", "torch._dynamo")
-multiprocessing.set_forkserver_preload(["pytest", *_MODULES])
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     recording.add_option(parser)
@@ -38,10 +33,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what is ``nightly``."""
+    """Mark as slow what is ``nightly``; give ranks the layers of their test, and new interpreters."""
     for item in items:
         if item.get_closest_marker("nightly"):
             item.add_marker("slow")
+        if item.get_closest_marker("ranks"):
+            item.add_marker(pytest.mark.filterwarnings("default"))  # Megatron warns a lot
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            if params.get("layers") == "transformer_engine":
+                item.add_marker(pytest.mark.ranks(transformer_engine=True))
+            if item.get_closest_marker("frameworks"):  # checkouts come with a Megatron of their own
+                item.add_marker(pytest.mark.ranks(fresh=True))
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:
@@ -51,9 +53,3 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import_module("tests.references.tiny_gpt")
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    # Checkouts of frameworks come with a Megatron of their own, so these ranks import everything anew.
-    method = "spawn" if item.get_closest_marker("frameworks") else "forkserver"
-    multiprocessing.set_start_method(method, force=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import platform
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -17,15 +16,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from multiprocessing.context import SpawnContext
-from pathlib import Path
 
 from ..common.lazy import require_megatron
 from ..common.messages import is_rank_0
 from ..doctor import examine_startup
 from ..engine.settings import VARIABLE, variable_of
 from ..errors import MegatronRLPatchesError
-from ..testing import RanksFailed, cpu_backend
-from ..testing.ranks import call_on_ranks
+from ..testing import cpu_backend
+from ..testing.ranks import RanksFailed, results_of, run_on_ranks
 
 _say: Callable[[str], None] = partial(print, flush=True)
 _TRAIN_FUNCTION = "megatron_rl_patches.demo.program:train"
@@ -62,14 +60,14 @@ def run_demo(*, rollouts: int, ranks: int, seed: int, without_patches: bool = Fa
     _say(f"starting {ranks} rank{'s' if ranks > 1 else ''} with {VARIABLE}={variables[VARIABLE]}")
     _say("importing torch and megatron-core takes 5 to 30 seconds …")
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="demo-") as folder:
-        program = partial(_run_program, rollouts, seed)
-        context = SpawnContext()  # each rank is a new interpreter, in which patches start as in any program
-        try:
-            error, *_ = call_on_ranks(program, ranks, Path(folder), _PATIENCE_SECONDS, variables, context)
-        except RanksFailed as root_cause:
-            print(f"{root_cause}\nthe demo failed: see the root cause above", file=sys.stderr)
-            return 1
+    program = partial(_run_program, rollouts, seed)
+    context = SpawnContext()  # each rank is a new interpreter, in which patches start as in any program
+    try:
+        outcome = run_on_ranks(program, ranks, _PATIENCE_SECONDS, variables, context)
+        error, *_ = results_of(outcome, _PATIENCE_SECONDS)
+    except RanksFailed as root_cause:
+        print(f"{root_cause}\nthe demo failed: see the root cause above", file=sys.stderr)
+        return 1
     if not without_patches:
         _say(f"{rollouts} rollouts, one train() call each: {time.monotonic() - started:.0f} seconds in all")
         return 0
@@ -81,8 +79,11 @@ def run_demo(*, rollouts: int, ranks: int, seed: int, without_patches: bool = Fa
     return 0
 
 
-def _run_program(rollouts: int, seed: int) -> str | None:
-    """Run the program on this rank and report progress on rank 0; return the error that patches avoid."""
+def _run_program(rollouts: int, seed: int, start: Callable[[], None]) -> str | None:
+    """Run the program on this rank and report progress on rank 0; return the error that patches avoid.
+
+    ``start`` is not called: the program initializes ``torch.distributed`` itself.
+    """
     import torch.distributed
 
     # Otherwise every rank prints warnings of Megatron and torch about optional packages and deprecated names.

@@ -17,7 +17,7 @@ import torch
 from ..common.chunks import bucket_groups
 from ..reentry import finite_step
 from .mock_ddp import MockDDP
-from .mock_modules import MockProcessGroup, is_patched
+from .mock_modules import is_patched
 
 
 def _config() -> Any:
@@ -62,9 +62,6 @@ class MockOptimizer:
     def _record(self, name: str, *args: Any, **kwargs: Any) -> None:
         self.calls.append(name)
 
-    _constant = staticmethod(lambda value, *unused, **options: value)
-    has_grad_norm_group = partialmethod(_constant, False)
-    grads_states_parallel_group_is_shared = partialmethod(_constant, True)
     # Nothing but their calls is observable here.
     reload_model_params = partialmethod(_record, "reload_model_params")
     prepare_model_params_for_param_sync = partialmethod(_record, "prepare_model_params_for_param_sync")
@@ -82,9 +79,6 @@ class MockOptimizer:
         return [param.main_grad for param in self.get_parameters()]  # type: ignore[attr-defined]
 
     get_main_grads_for_grad_norm = get_grads_for_grad_norm
-
-    def get_grad_stats_parallel_group(self) -> MockProcessGroup:
-        return MockProcessGroup()
 
     def get_loss_scale(self) -> torch.Tensor:
         return torch.ones(1)

@@ -19,7 +19,7 @@ from ..errors import InvalidInputError
 from .cpu_backend import cpu_backend
 from .ranks import spawn_ranks
 from .tiny_models import TinyModel
-from .transformer_engine.distributed import positions_of
+from .transformer_engine.base import positions_of
 
 Sample = Mapping[str, Any]
 #: Gradients that differ by less than this are the same: float32 leaves a tenth of it.

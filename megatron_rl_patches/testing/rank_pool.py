@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection, parent_process
+from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,10 @@ from typing import Any, NamedTuple
 _environ_lock = threading.Lock()
 # Other ranks may go on for so long after the first failure, so that those that fail alike are reported, too.
 _GRACE_SECONDS = 2.0
+#: What a rank may send when all ranks are ready to work.
+STARTED = "started"
+#: Lines of stacks that say nothing about a test.
+_MACHINERY = r'^(  File ".*/(_pytest|pluggy|multiprocessing|megatron_rl_patches/testing)/.* in |Exten).*\n'
 #: What gloo and torch's store say to a rank whose peer has died or left.
 _LOST_CONNECTION = re.compile(r"[Cc]onnection (was likely )?(closed|reset|refused)|Broken pipe")
 
@@ -38,12 +43,14 @@ class Outcome:
         died: ranks whose process ended, with what is known of it.
         stacks: ranks that were cut off, with the stacks of their threads.
         failed_at: when ranks first sent a failure, or died.
+        started_at: when a rank first sent ``STARTED``.
     """
 
     sent: list[tuple[int, Any]] = field(default_factory=list)
     died: dict[int, str] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
     failed_at: dict[int, float] = field(default_factory=dict)
+    started_at: float | None = None
 
     @property
     def went_well(self) -> bool:
@@ -86,6 +93,9 @@ class _Rank(NamedTuple):
                 message = self.pipe.recv()
                 if message is None:
                     return True
+                if message == STARTED:
+                    outcome.started_at = outcome.started_at or time.monotonic()
+                    continue
                 moment, value, is_failure = message
                 outcome.sent.append((self.number, value))
                 if is_failure:
@@ -96,11 +106,15 @@ class _Rank(NamedTuple):
             self.process.join(1.0)
             code = self.process.exitcode
             what = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
-            outcome.died[self.number] = f"died with {what}, no traceback\n{self.stack_file.read_text()}"
+            outcome.died[self.number] = f"died with {what}, no traceback\n{self.stacks()}"
             outcome.failed_at.setdefault(self.number, time.monotonic())
         return has_ended
 
     def stacks(self) -> str:
+        """Return the stacks that the rank has written, without what starts and runs ranks."""
+        return re.sub(_MACHINERY, "", self.stack_file.read_text(), flags=re.MULTILINE)
+
+    def stacks_now(self) -> str:
         """Make the rank write the stacks of its threads, and return them."""
         with suppress(ProcessLookupError):
             os.kill(self.process.pid or 0, signal.SIGUSR1)
@@ -108,7 +122,7 @@ class _Rank(NamedTuple):
         while not self.stack_file.stat().st_size and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(0.02)
-        return self.stack_file.read_text() or "(starting)"
+        return self.stacks() or "(starting)"
 
     def kill(self) -> None:
         self.pipe.close()
@@ -127,23 +141,25 @@ class RankPool:
     """The processes of ``size`` ranks.
 
     Attributes:
-        folder: for the files of the ranks.
-        work: called in each rank as ``work(pipe, folder)``, after which the rank ends; the folder is new, and
-            the same for all ranks. It calls :func:`send` for each value, and sends ``None`` when it is done.
-        context: how processes are started. All contexts but forks pickle ``work``.
+        work: called in each rank as ``work(pipe, folder)``, after which the rank ends; the folder is the
+            same for all ranks, and goes with them. It calls :func:`send` for each value, and sends ``None``
+            when it is done.
+        context: how processes are started: anew, with a pickled ``work``, or as forks.
         env: environment variables of the ranks, besides those inherited and those that torchrun sets.
     """
 
     size: int
-    folder: Path
     work: Callable[[connection.Connection, Path], None]
-    context: Any
+    context: SpawnContext | ForkContext
     env: Mapping[str, str] = field(default_factory=dict)
     ranks: list[_Rank] = field(default_factory=list, init=False)
 
-    def wait(self, timeout: float) -> Outcome:
-        """Wait until all ranks are done, and cut off those that are not done in time."""
-        deadline = time.monotonic() + timeout
+    def wait(self, timeout: float, start_timeout: float = 0.0) -> Outcome:
+        """Wait until all ranks are done, and cut off those that are not done in time.
+
+        The time begins when a rank has sent ``STARTED``, after ``start_timeout`` at last.
+        """
+        deadline = time.monotonic() + start_timeout + timeout
         running = list(self.ranks)
         outcome = Outcome()
         while running and (now := time.monotonic()) < deadline:
@@ -151,9 +167,11 @@ class RankPool:
             ends = [end for rank in running for end in (rank.pipe, rank.process.sentinel)]
             connection.wait(ends, deadline - now)
             running = [rank for rank in running if not rank.is_done(outcome)]
+            if start_timeout and outcome.started_at:
+                start_timeout, deadline = 0.0, outcome.started_at + timeout
             if outcome.failed_at:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        outcome.stacks.update({rank.number: rank.stacks() for rank in running})
+        outcome.stacks.update({rank.number: rank.stacks_now() for rank in running})
         if not outcome.went_well:
             self.close()
         return outcome
@@ -162,28 +180,27 @@ class RankPool:
         """End the ranks, and the processes that they have started."""
         for rank in self.ranks:
             rank.kill()
+            shutil.rmtree(rank.stack_file.parent, ignore_errors=True)
         self.ranks = []
 
     def start(self) -> None:
-        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         sys.stdout.flush()
         sys.stderr.flush()
         with _environ_lock:
             inherited = dict(os.environ)
-        method = self.context.get_start_method()
+        is_fork = self.context.get_start_method() == "fork"
         own = {**group_variables(self.size, _free_port()), **self.env}
         for number in range(self.size):
             own |= {"RANK": str(number), "LOCAL_RANK": str(number)}
             ours, theirs = self.context.Pipe()
             stack_file = folder / f"stacks{number}"
             stack_file.touch()
-            arguments = (theirs, {**inherited, **own}, self.folder, stack_file, self.work)
+            arguments = (theirs, {**inherited, **own}, stack_file, self.work)
             process = self.context.Process(target=_serve, args=arguments, name=f"rank {number}")
-            # A new interpreter needs its variables from the start. A fork gets them when it serves: the
-            # server of forks, which may start now, belongs to the whole program.
-            needed = own if method == "spawn" else {}
-            # A fork of this process would keep the lock.
-            with nullcontext() if method == "fork" else _environ_lock:
+            # A new interpreter needs its variables from the start. A fork would keep the lock.
+            needed = {} if is_fork else own
+            with nullcontext() if is_fork else _environ_lock:
                 try:
                     os.environ.update(needed)
                     process.start()
@@ -198,13 +215,11 @@ class RankPool:
 def _serve(
     pipe: connection.Connection,
     variables: Mapping[str, str],
-    folder: Path,
     stack_file: Path,
     work: Callable[[connection.Connection, Path], None],
 ) -> None:
-    """Work in the process of a rank."""
     os.setpgid(0, 0)
-    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(stack_file.parent,), daemon=True).start()
     os.environ.clear()
     os.environ.update(variables)
     with open(stack_file, "a") as stacks:

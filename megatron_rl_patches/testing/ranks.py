@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import pickle
-import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from datetime import timedelta
 from functools import partial
-from multiprocessing import get_start_method
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext, ForkServerContext, SpawnContext
+from multiprocessing.context import ForkContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInputError, MegatronRLPatchesError
-from .rank_pool import RankPool, send
+from .rank_pool import STARTED, Outcome, RankPool, send
+
+#: For so long ranks may take to start: to import what they need.
+_START_SECONDS = 300.0
 
 
 class RanksFailed(MegatronRLPatchesError):
@@ -49,16 +50,12 @@ def spawn_ranks(
     runs do not disturb each other. No process outlives the call, or a caller that is killed, except one that
     a rank has started in a session of its own before the rank died.
 
-    After ``multiprocessing.set_start_method("forkserver")``, and without ``env``, a rank is a fork of a
-    process that has imported the modules of ``set_forkserver_preload([...])`` once. The module
-    ``megatron_rl_patches.testing.preload`` imports Megatron, with the stand-in of TransformerEngine.
-
     Args:
         function: a picklable function, and so are its arguments and results. As with any spawned process, a
             script that calls this needs ``if __name__ == "__main__":``.
         world_size: how many ranks to start.
         args: positional arguments of the function, as ``kwargs`` are its keyword arguments.
-        timeout: seconds for the whole run; a collective gives up after half of it.
+        timeout: seconds from when all ranks have started; a collective gives up after half of it.
         env: environment variables, set from the start of the interpreter, besides those inherited.
 
     Raises:
@@ -68,50 +65,68 @@ def spawn_ranks(
     for name, value in (env or {}).items():
         if not (isinstance(name, str) and isinstance(value, str)):
             raise InvalidInputError(f"env has {name!r}: {value!r}; expected a string for a string")
-    payload = pickle.dumps((function, args, kwargs))
-    # Forks get their variables after the imports, which is too late for those of the caller.
-    forked = not env and get_start_method(allow_none=True) == "forkserver"
-    with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
-        call = partial(_call_in_a_group, payload, f"file://{folder}/rendezvous", timeout / 2)
-        context = ForkServerContext() if forked else SpawnContext()
-        variables = {"OMP_NUM_THREADS": "1", **(env or {})}
-        results = call_on_ranks(call, world_size, Path(folder), timeout, variables, context)
-    return [pickle.loads(result) for result in results]
+    work = partial(call, pickle.dumps((function, args, kwargs)))
+    outcome = run_on_ranks(work, world_size, timeout, env or {}, SpawnContext())
+    return [pickle.loads(result) for result in results_of(outcome, timeout)]
 
 
-def _call_in_a_group(payload: bytes, rendezvous: str, collective_timeout: float) -> bytes:
-    import torch.distributed
-
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    limit = timedelta(seconds=collective_timeout)
-    torch.distributed.init_process_group("gloo", rendezvous, limit, rank=rank, world_size=size)
-    # A rank that is done at once would close connections that another rank is still making.
-    torch.distributed.barrier()
+def call(payload: bytes, start: Callable[[], None]) -> bytes:
+    """Call a pickled function on a rank, and return its pickled result."""
     function, args, kwargs = pickle.loads(payload)
+    start()
     # Pickled here, since a pipe would share the memory of tensors with a process that is about to end.
     return pickle.dumps(function(*args, **kwargs))
 
 
-def call_on_ranks(
-    function: Callable[[], Any],
+def run_on_ranks(
+    work: Callable[[Callable[[], None]], Any],
     size: int,
-    folder: Path,
     timeout: float,
     env: Mapping[str, str],
-    context: BaseContext,
-) -> list[Any]:
-    """Call a function on ranks without a process group, and return what each returned, by rank.
+    context: SpawnContext | ForkContext,
+) -> Outcome:
+    """Call ``work(start)`` on ranks, and return what became of them.
 
-    Raises:
-        RanksFailed: a rank raised, died, or was not done in time.
+    A rank calls ``start()`` when it has imported what it needs: it waits for the others, and initializes
+    ``torch.distributed``. The time begins then. A result may be a failure: its ``is_failure`` is true.
     """
-    with closing(RankPool(size, folder, partial(_send_result, function), context, env)) as pool:
+    serve = partial(_serve, work, timeout / 2)
+    with closing(RankPool(size, serve, context, {"OMP_NUM_THREADS": "1", **env})) as pool:
         pool.start()
-        outcome = pool.wait(timeout)
+        return pool.wait(timeout, _START_SECONDS)
+
+
+def _serve(work: Any, collective_timeout: float, pipe: Connection, folder: Path) -> None:
+    """Send what a rank returns, or the traceback of what it raises as a failure."""
+
+    def start() -> None:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store: Any = dist.FileStore(str(folder / "rendezvous"), size)  # type: ignore[attr-defined]
+        store.set(f"ready {rank}", "")
+        store.wait([f"ready {number}" for number in range(size)], timedelta(seconds=_START_SECONDS))
+        limit = timedelta(seconds=collective_timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+        # A rank that is done at once would close connections that another rank is still making.
+        dist.barrier()
+        pipe.send(STARTED)
+
+    try:
+        result = work(start)
+        send(pipe, result, getattr(result, "is_failure", False))
+    except BaseException:
+        send(pipe, traceback.format_exc(), True)
+    pipe.send(None)
+
+
+def results_of(outcome: Outcome, timeout: float) -> list[Any]:
+    """Return what the ranks have sent, by rank, or raise :class:`RanksFailed`."""
     sent = dict(outcome.sent) | outcome.died
     if outcome.went_well:
-        return [sent[rank] for rank in range(size)]
+        return [sent[rank] for rank in sorted(sent)]
     if failed := outcome.failed:
         message = f"rank {failed[0]} failed" + (" first" if len(failed) > 1 else "")
     else:
@@ -121,12 +136,3 @@ def call_on_ranks(
     for rank, stacks in outcome.stacks.items():
         message += f"\n--- rank {rank}, still running, was here ---\n{stacks}"
     raise RanksFailed(message, failed)
-
-
-def _send_result(function: Callable[[], Any], pipe: Connection, folder: Path) -> None:
-    """Send what the function returns, or the traceback of what it raises as a failure."""
-    try:
-        send(pipe, function(), False)
-    except BaseException:
-        send(pipe, traceback.format_exc(), True)
-    pipe.send(None)

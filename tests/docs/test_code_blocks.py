@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import megatron_rl_patches
+from megatron_rl_patches.testing import TinyModel
 from tests.docs import pages
 from tests.docs.pages import ROOT, Block
 from tests.docs.test_examples import run
@@ -68,11 +69,12 @@ def test_every_block_is_followed_and_no_entry_is_left_over() -> None:
 
 
 @pytest.mark.slow
-@on_ranks(1, timeout=200, tp=1)
+@on_ranks(1, timeout=200)
 def test_python_of_pages_and_docstrings(tmp_path: Path) -> None:
     """The blocks of each page in one namespace, each example of a docstring in its own, every dotted name."""
     from tests.docs import stand_ins
 
+    TinyModel().initialize()
     os.chdir(tmp_path)
     stand_ins.save_teachers(tmp_path)
     failures = {}
@@ -109,8 +111,6 @@ def test_tests_that_pages_show(tmp_path: Path) -> None:
     loop, model = ROOT / "tests" / "references" / "tiny_gpt.py", Path(__file__).with_name("my_model.py")
     files = {"__init__": "", "loop": loop.read_text(), "model": model.read_text()}
     files = {f"my_rl/{name}.py": text for name, text in files.items()}
-    [conftest] = [block for block in PROGRAMS if block.head == "# conftest.py"]
-    files["conftest.py"] = conftest.code
     for block in TESTS:
         stem = re.sub(r"\W", "_", block.page.removesuffix(".md"))
         files[f"test_{stem}_{block.line}.py"] = block.code

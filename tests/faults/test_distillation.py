@@ -121,7 +121,7 @@ def check_a_wrong_id_of_one_context_parallel_rank() -> None:
             losses.make_distillation_loss_func(layout, batch, **options)(logits)
 
 
-@on_ranks(2, megatron=False, timeout=60)
+@on_ranks(2, cpu_backend=False, timeout=60)
 def test_what_one_rank_alone_finds_wrong_is_an_error_on_all(tmp_path: Path) -> None:
     check_names_and_folders_of_teachers(tmp_path)
     check_logits_that_are_made_on_the_last_stage()

@@ -28,7 +28,7 @@ from megatron_rl_patches import applied
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import TeacherPool
 from megatron_rl_patches.reentry import recovery
-from megatron_rl_patches.testing import RanksFailed
+from megatron_rl_patches.testing import RanksFailed, cpu_backend
 from tests.ranks import on_ranks
 from tests.real.faults import STAGES, Trainee, counting_updates, fault, interrupt
 from tests.real.test_reentry import SETTINGS
@@ -140,7 +140,7 @@ def test_interrupted_again_while_cleaning_up() -> None:
         trainee.assert_as_undisturbed()
 
 
-@on_ranks(2)
+@cpu_backend()
 def _terminated() -> None:
     """Rank 1 ends in the middle of a step, while rank 0 waits for its gradients."""
     with applied("reentrant-train", settings=SETTINGS):
@@ -151,10 +151,10 @@ def _terminated() -> None:
         trainee.train()
 
 
-def test_terminated_in_a_step() -> None:
+def test_terminated_in_a_step(ranks: Any) -> None:
     # Collectives would give up after 60 seconds, and the peer of a rank that is gone has two.
     with pytest.raises(RanksFailed) as failed:
-        _terminated()
+        ranks(_terminated, 2)
     assert failed.value.ranks == (1, 0)
     assert "died with signal SIGTERM, no traceback" in str(failed.value)
 

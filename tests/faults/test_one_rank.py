@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_patches import applied
-from megatron_rl_patches.testing import RanksFailed, TinyModel
+from megatron_rl_patches.testing import RanksFailed, TinyModel, cpu_backend
 from tests.ranks import by_speed, on_ranks
 from tests.real import test_loss_func
 from tests.real.faults import PLACES, STAGES, Trainee, counting_updates, steps_done
@@ -132,7 +132,7 @@ def _new_model(options: TinyModel, folder: Path, name: str) -> str:
     return whole
 
 
-@on_ranks(2, timeout=90)
+@cpu_backend()
 def _mismatch(folder: Path) -> None:
     with applied("reentrant-train", settings=SETTINGS), short_lived_groups(folder, "groups"):
         trainee = Trainee(TinyModel())
@@ -142,10 +142,10 @@ def _mismatch(folder: Path) -> None:
         trainee.train(1)
 
 
-def test_a_lone_retry_with_overlapped_gather_is_never_silent(tmp_path: Path) -> None:
+def test_a_lone_retry_with_overlapped_gather_is_never_silent(ranks: Any, tmp_path: Path) -> None:
     """Its entry is a collective, which the peer takes for one of the step's."""
     with pytest.raises(RanksFailed) as failed:
-        _mismatch(folder=tmp_path)
+        ranks(_mismatch, 2, tmp_path, timeout=90)
     assert sorted(failed.value.ranks) == [0, 1], failed.value
 
 

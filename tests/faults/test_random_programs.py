@@ -242,7 +242,7 @@ def test_on_one_rank() -> None:
     check_all(1, range(PROGRAMS[1][0]), programs.OPERATIONS, 1, failed_before=True)
 
 
-@on_ranks(2, megatron=False, timeout=180)
+@on_ranks(2, cpu_backend=False, timeout=180)
 def test_on_two_ranks() -> None:
     check_all(2, range(PROGRAMS[2][0]), QUICK, 1, failed_before=True)
 
@@ -250,7 +250,7 @@ def test_on_two_ranks() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("nightly", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("ranks", PROGRAMS)
-@on_ranks(lambda ranks: ranks, megatron=False, timeout=480)
+@on_ranks(lambda ranks: ranks, cpu_backend=False, timeout=480)
 def test_more(ranks: int, nightly: bool) -> None:
     # One rank alone without a graph has no backward, and the others would wait: with ordinary logits, too.
     left_out = (*programs.RESHAPING, "past the graph") if ranks > 1 else ()

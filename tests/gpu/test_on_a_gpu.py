@@ -32,6 +32,7 @@ IS_DRY = bool(os.environ.get("GPU_DRY_RUN"))
 #: Cases of the rehearsal in which nothing waits; one divergence of many, since each takes long to compile.
 LEFT_OUT = {*WAITS, *DIVERGENCES} - {"jensen_shannon"}
 WITHOUT_WAITS = [case for case in cases.LOSSES if case not in LEFT_OUT]
+VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 DEVICE = torch.device("cpu" if IS_DRY else "cuda")
 
 pytestmark = [
@@ -233,8 +234,7 @@ def test_a_product_is_added_in_float32_without_a_second_sum() -> None:
     assert relative_error(total[:512].cpu(), expected, expected.abs().max()) < 1e-6
 
 
-# Variables make the rank a fresh process: one that is forked could not use the GPU.
-@on_ranks(1, megatron=False, env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+@on_ranks(1, cpu_backend=False, fresh=True, env=VARIABLES)
 def test_rollouts_equal_one_uninterrupted_run() -> None:
     with gpu_or_cpu() as device:
         assert device == DEVICE.type

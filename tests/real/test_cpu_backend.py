@@ -49,7 +49,7 @@ def test_models_of_one_layout_share_process_groups() -> None:
 
 
 @pytest.mark.parametrize("import_first", [False, True])
-@on_ranks(1, megatron=False)
+@on_ranks(1, cpu_backend=False)
 def test_gaps_of_megatron_are_filled_meanwhile(import_first: bool) -> None:
     """The router of experts expects TransformerEngine's name to exist, and optimizers a fused Adam."""
     names = [f"megatron.core.{name}" for name in ("transformer.moe.moe_utils", "optimizer", "utils")]

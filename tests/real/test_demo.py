@@ -73,7 +73,7 @@ def test_without_patches_the_second_train_fails(
     assert re.search(failed, out, re.MULTILINE)
     assert out.endswith(f"\n{launch._EXPLANATION}\n")
     assert err == ""
-    monkeypatch.setattr(launch, "call_on_ranks", lambda *args: [None])
+    monkeypatch.setattr(launch, "results_of", lambda *args: [None])
     out, err = run(capfd, code=1, without_patches=True)
     assert "did not appear" in err and launch._EXPLANATION not in out
 

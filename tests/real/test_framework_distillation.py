@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_rl_patches.frameworks.distillation_loss import layout_of, opd_loss
 from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer
 from megatron_rl_patches.losses import FullDistribution, OutputHead, deferred_logits, mix_teachers
+from megatron_rl_patches.testing import TinyModel
 from tests.ranks import on_ranks
 from tests.unit.losses.sequences.cp_reference import Case
 
@@ -47,8 +48,9 @@ def _dense(student: list[Tensor], teachers: list[list[Tensor]], top_k: int | str
 
 
 @pytest.mark.parametrize("top_k", [K, "full"])
-@on_ranks(4, tp=2, cp=2)
+@on_ranks(4)
 def test_scores_loss_and_gradient_are_the_dense_ones(top_k: int | str) -> None:
+    TinyModel(tp=2, cp=2).initialize()
     cp_rank = parallel_state.get_context_parallel_rank()
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     args = SimpleNamespace(rollout_temperature=TEMPERATURE, allgather_cp=False, opd_top_k=top_k)

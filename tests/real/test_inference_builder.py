@@ -120,7 +120,7 @@ def test_is_a_policy_without_what_trains_it(layout: str) -> None:
     assert all(bool(score.isfinite().all()) for score in scores)
 
 
-@on_ranks(1, megatron=False)
+@on_ranks(1, cpu_backend=False)
 def test_on_the_meta_device_without_cuda() -> None:
     """Not in ``cpu_backend``: as somebody calls it who counts the parameters of a model on a laptop."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

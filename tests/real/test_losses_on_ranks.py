@@ -33,7 +33,7 @@ OF_RANKS = {
 
 
 @pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
-@on_ranks(lambda tp_size: tp_size, megatron=False)
+@on_ranks(lambda tp_size: tp_size, cpu_backend=False)
 def test_ranks(tp_size: int) -> None:
     group = dist.new_group(list(range(tp_size)))
     for check_these in CHECKS:
@@ -186,7 +186,7 @@ CHECKS += [check_selection, check_bytes, check_padding]
 # whether this rank holds a storage that can be overwritten.
 
 
-@on_ranks(2, megatron=False, timeout=60)
+@on_ranks(2, cpu_backend=False, timeout=60)
 def test_one_rank_cannot_overwrite_its_logits() -> None:
     rank = dist.get_rank()
     whole, tokens = table.random_logits(columns=40).requires_grad_(), table.random_targets(columns=40)
@@ -201,7 +201,7 @@ def test_one_rank_cannot_overwrite_its_logits() -> None:
     torch.testing.assert_close(leaf.grad, whole.grad.chunk(2, dim=1)[rank])
 
 
-@on_ranks(2, megatron=False)
+@on_ranks(2, cpu_backend=False)
 def test_one_rank_compiles() -> None:
     """It cuts blocks and sums in another way. Ids that one side rules out need a second pass on all ranks."""
     with (
@@ -264,7 +264,7 @@ def _check_wrong_groups(cp2: dist.ProcessGroup, cp4: dist.ProcessGroup) -> None:
     assert calls == []
 
 
-@on_ranks(4, megatron=False)
+@on_ranks(4, cpu_backend=False)
 def test_gathering_on_real_ranks() -> None:
     assert any(0 in layout.local_lengths for case in _cases(4) for layout in case.layouts())
     assert any(not sum(layout.local_lengths) for case in _cases(4) for layout in case.layouts())
@@ -276,7 +276,7 @@ def test_gathering_on_real_ranks() -> None:
     _check_wrong_groups(cp2, cp4)
 
 
-@on_ranks(2, megatron=False)
+@on_ranks(2, cpu_backend=False)
 def test_backward_does_not_wait_for_ranks_without_gradient() -> None:
     # Rank 0 holds nothing but prompt, rank 1 the response.
     layout = Case((12,), (4,), cp_size=2, scheme="all-gather").layout(dist.get_rank())

@@ -108,6 +108,11 @@ def of_nothing(microbatch: Microbatch, logits: torch.Tensor) -> Any:
     return 0 * logits.sum(), {}
 
 
+@pytest.fixture(autouse=True)
+def _forks(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "spawn_ranks", ranks)
+
+
 ONLY_CP = {"CP 2": SPLITS["CP 2"]}
 ONE_RANK = {name: SPLITS[name] for name in ("2 microbatches", "uneven microbatches")}
 

@@ -16,7 +16,7 @@ from megatron.core import dist_checkpointing, parallel_state
 
 from megatron_rl_patches import Settings, applied, inference, losses
 from megatron_rl_patches.testing import TinyModel, cpu_backend, spawn_ranks
-from megatron_rl_patches.testing.transformer_engine.distributed import positions_of
+from megatron_rl_patches.testing.transformer_engine.base import positions_of
 from tests.references.tiny_gpt import inference_model
 
 TRAIN = "megatron_rl_patches.demo.program:train"

@@ -27,7 +27,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.utils import get_model_config
 
 from megatron_rl_patches.testing import TinyModel
-from megatron_rl_patches.testing.transformer_engine.distributed import positions_of
+from megatron_rl_patches.testing.transformer_engine.base import positions_of
 
 VOCABULARY, SEQUENCE, BATCH, HIDDEN, LAYERS, HEADS = TinyModel.vocab_size, TinyModel.seq_length, 2, 32, 4, 4
 

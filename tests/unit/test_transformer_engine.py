@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -41,23 +41,19 @@ def _marks(parameter: torch.nn.Parameter) -> tuple[object, ...]:
 def test_it_is_in_place_inside_of_the_block_alone(monkeypatch: MonkeyPatch) -> None:
     with cpu_backend(transformer_engine="2.8.0"):
         assert find_spec("transformer_engine") and find_spec("transformer_engine.pytorch.ops")
-        assert metadata.version("transformer-engine") == "2.8.0"
         te = import_module("transformer_engine")
         assert te.__version__ == "2.8.0" and te.pytorch.module.Linear is te.pytorch.Linear
         with pytest.raises(ModuleNotFoundError):
             import_module("transformer_engine.pytorch.cross_entropy")
         with cpu_backend(), cpu_backend(transformer_engine=True), cpu_backend(transformer_engine="2.8"):
-            assert metadata.version("transformer-engine") == "2.8.0"
+            assert import_module("transformer_engine") is te
         for other, message in (("2.9.0", r"stands for 2\.8\.0"), ("newest", "'newest'; expected a version")):
             with pytest.raises(MegatronRLPatchesError, match=message), cpu_backend(transformer_engine=other):
                 pass
     assert find_spec("transformer_engine") is None
-    assert not [finder for finder in sys.meta_path if "transformer_engine" in type(finder).__module__]
     assert not [name for name in sys.modules if name.startswith("transformer_engine")]
-    with pytest.raises(metadata.PackageNotFoundError):
-        metadata.version("transformer-engine")
     with cpu_backend(transformer_engine=True):
-        assert metadata.version("transformer-engine") == refusals.DEFAULT
+        assert import_module("transformer_engine").__version__ == refusals.DEFAULT
         monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
     assert find_spec("transformer_engine")  # it stays if Megatron was imported with it
     with cpu_backend(transformer_engine=True):
@@ -240,23 +236,23 @@ def test_activations_and_a_checkpoint(te: Any) -> None:
     torch.testing.assert_close(x.grad * x, dropped)
 
 
-@pytest.mark.parametrize(("adam_w", "dtype"), [(True, torch.float), (False, torch.float), (True, torch.half)])
-def test_fused_adam_counts_its_steps_in_the_group(te: Any, adam_w: bool, dtype: torch.dtype) -> None:
-    parameter, expected = (torch.nn.Parameter(torch.ones(3, dtype=x)) for x in (dtype, torch.float))
+@pytest.mark.parametrize("adam_w", [True, False])
+def test_fused_adam_counts_its_steps_in_the_group(te: Any, adam_w: bool) -> None:
+    parameter, expected = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     # Megatron sets the rate later, and may save and load moments before the first step.
     options = {"lr": None, "weight_decay": 0.1, "adam_w_mode": adam_w, "bias_correction": True}
     fused = te.optimizers.FusedAdam([parameter], **options)
-    if dtype == torch.float:
-        fused.state[parameter].update(exp_avg=torch.zeros(3), exp_avg_sq=torch.zeros(3))
+    fused.state[parameter].update(exp_avg=torch.zeros(3), exp_avg_sq=torch.zeros(3))
     fused.param_groups[0]["lr"] = 1e-3
     reference = (torch.optim.AdamW if adam_w else torch.optim.Adam)([expected], weight_decay=0.1)
     for _ in range(3):
         fused.load_state_dict(fused.state_dict())
-        expected.grad = torch.tensor([1.0, -2.0, 0.5])
-        parameter.grad = expected.grad.to(dtype)
+        parameter.grad, expected.grad = (torch.tensor([1.0, -2.0, 0.5]) for _ in range(2))
         assert fused.step(lambda: 0.5) == 0.5
         reference.step()
-    assert dtype == torch.half or (torch.equal(parameter, expected) and parameter[0] != 1)
+    assert torch.equal(parameter, expected) and parameter[0] != 1
     moments = {name: x for name, x in reference.state[expected].items() if name != "step"}
     torch.testing.assert_close(fused.state[parameter], moments, rtol=0, atol=0)
     assert fused.param_groups[0]["step"] == 3
+    with pytest.raises(MegatronRLPatchesError, match=r"no FusedAdam of parameters in torch\.float16"):
+        te.optimizers.FusedAdam([torch.nn.Parameter(torch.ones(3).half())]).step()

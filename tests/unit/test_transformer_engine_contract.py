@@ -14,7 +14,7 @@ import torch
 
 from megatron_rl_patches.errors import MegatronRLPatchesError
 from megatron_rl_patches.testing import cpu_backend
-from megatron_rl_patches.testing.transformer_engine import distributed, refusals
+from megatron_rl_patches.testing.transformer_engine import base, refusals
 from megatron_rl_patches.testing.transformer_engine.refusals import RefusedInput
 
 #: Release that the stand-in stands for -> where it is in a checkout of TransformerEngine.
@@ -125,7 +125,7 @@ _WRONG = dict.fromkeys(("bias_correction", "set_grad_none", "bottom_right_diagon
 def te(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the stand-in of a release."""
     monkeypatch.delitem(sys.modules, "megatron.core", raising=False)  # that other tests have imported
-    monkeypatch.setattr(distributed, "enter", lambda x, group, is_split: torch.cat([x, x]))
+    monkeypatch.setattr(base, "enter", lambda x, group, is_split: torch.cat([x, x]))
     with cpu_backend(transformer_engine=request.param):
         yield import_module("transformer_engine.pytorch")
 

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import distributed
-from .base import TransformerEngineBaseModule
-from .distributed import positions_of
+from . import base
+from .base import TransformerEngineBaseModule, positions_of
 from .refusals import check_options, is_at_least, refuse, require
 
 _CAUSAL = ("causal", "causal_bottom_right")
@@ -25,7 +24,6 @@ _QKV = tuple[Tensor, Tensor, Tensor]
 
 def _mask_and_window(name: str, window: tuple[int, int] | None) -> tuple[str, tuple[int, int]]:
     """Return a mask's name, and how far back and ahead a query sees, -1 for all, as the real one does."""
-    name = name.replace(",", "_").replace("causal_padding", "padding_causal")
     is_causal, (left, right) = "causal" in name, window or (-1, -1)
     if (left, right) == (-1, 0):  # the window of a causal mask
         right = -1
@@ -159,7 +157,6 @@ class DotProductAttention(TransformerEngineBaseModule):
         return out.flatten(-2), largest_h
 
     def _check(self, qkv: _QKV, batch: _Batch) -> None:
-        """Refuse what the real one refuses."""
         self._check_group()
         if batch.core_attention_bias_type not in ("no_bias", "post_scale_bias"):
             refuse(f"core_attention_bias_type {batch.core_attention_bias_type!r}")
@@ -231,7 +228,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         q, k, v = qkv
         hidden = self._hidden(len(q), len(k), lengths, batch).to(q.device)
         if self.cp_size > 1:
-            k, v = (distributed.enter(x, self.cp_group, True) for x in (k, v))
+            k, v = (base.enter(x, self.cp_group, True) for x in (k, v))
         repeat = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
         scores_hst = torch.einsum("shd,thd->hst", q.float(), k.float()) * self.softmax_scale

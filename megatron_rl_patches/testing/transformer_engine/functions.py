@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,8 +13,7 @@ from torch.nn.functional import gelu, relu, silu
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from .base import activation_dtype
-from .distributed import positions_of
+from .base import activation_dtype, positions_of
 from .refusals import check_options, refuse, refused, require
 
 
@@ -158,7 +157,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam, or AdamW in ``adam_w_mode``, whose moments and computations are in float32.
+    """Adam, or AdamW in ``adam_w_mode``, of parameters in float32, as Megatron's main parameters are.
 
     The count of steps is in the group of parameters; torch has one for each parameter.
     """
@@ -185,25 +184,16 @@ class FusedAdam(torch.optim.Optimizer):
         for group in (group for group in self.param_groups if group["params"]):
             group["step"] = group.get("step", 0) + 1
             for parameter, name in product(group["params"], _MOMENTS):
+                if parameter.dtype != torch.float32:
+                    refuse(f"FusedAdam of parameters in {parameter.dtype}")
                 if name not in self.state[parameter]:
-                    self.state[parameter][name] = torch.zeros_like(parameter, dtype=torch.float32)
+                    self.state[parameter][name] = torch.zeros_like(parameter)
             updated = [parameter for parameter in group["params"] if parameter.grad is not None]
+            grads = [parameter.grad for parameter in updated]
             moments = [[self.state[parameter][name] for parameter in updated] for name in _MOMENTS]
-            values, grads = ([x.float() for x in of] for of in (updated, [x.grad for x in updated]))
             steps = [torch.tensor(group["step"] - 1.0) for _ in updated]
             beta1, beta2 = group["betas"]
             options: dict[str, Any] = {name: group[name] for name in ("lr", "eps", "weight_decay")}
             options |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
-            self._update(values, grads, *moments, [], steps, **options)
-            for parameter, value in zip(updated, values, strict=True):
-                parameter.copy_(value)
+            self._update(updated, grads, *moments, [], steps, **options)
         return loss
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Load, and leave moments in float32; torch would give them the type of their parameter."""
-        super().load_state_dict(state_dict)
-        both = state_dict["param_groups"], self.param_groups
-        numbers, parameters = (chain(*(group["params"] for group in groups)) for groups in both)
-        for number, parameter in zip(numbers, parameters, strict=True):
-            for name, value in state_dict["state"].get(number, {}).items():
-                self.state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.metadata import Distribution, DistributionFinder
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -18,37 +16,18 @@ from packaging.version import InvalidVersion, Version
 from ...errors import MegatronRLPatchesError
 from . import functions, refusals
 from .attention import DotProductAttention
-from .base import TransformerEngineBaseModule, add_to_main_grad, get_dummy_wgrad
-from .distributed import CudaRNGStatesTracker, checkpoint
+from .base import (
+    CudaRNGStatesTracker,
+    TransformerEngineBaseModule,
+    add_to_main_grad,
+    checkpoint,
+    get_dummy_wgrad,
+)
 from .layers import GroupedLinear, LayerNorm, LayerNormLinear, Linear, RMSNorm
 
 _NAME = "transformer_engine"
-_in_place: _Finder | None = None
+_in_place: dict[str, ModuleType] = {}
 _blocks = 0  # number of ``with stand_in()`` blocks that are open
-
-
-class _Distribution(Distribution):
-    def read_text(self, filename: str) -> str | None:
-        if filename != "METADATA":
-            return None
-        return f"Metadata-Version: 2.1\nName: transformer-engine\nVersion: {refusals.current}\n"
-
-    def locate_file(self, path: Any) -> Any:
-        return path
-
-
-class _Finder(MetaPathFinder):
-    """Answers ``importlib.metadata.version("transformer-engine")``. Modules are in ``sys.modules``."""
-
-    def __init__(self, modules: dict[str, ModuleType]) -> None:
-        self.modules = modules
-
-    def find_spec(self, *args: object, **kwargs: object) -> None:
-        return None  # without this method, Python 3.11 warns at every import
-
-    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Sequence[Distribution]:
-        name = (context.name if context else None) or ""
-        return [_Distribution()] if name.lower().replace("_", "-") == "transformer-engine" else []
 
 
 @contextmanager
@@ -64,12 +43,11 @@ def stand_in(requested: str | None = None) -> Iterator[None]:
         release = Version(requested or refusals.current)
     except InvalidVersion as error:
         raise MegatronRLPatchesError(f'{error}; expected a version, such as "{refusals.DEFAULT}"') from None
-    if _in_place is None:
+    if not _in_place:
         _check_absence()
         refusals.current = requested or refusals.DEFAULT
-        _in_place = _Finder(_new_modules())
-        sys.modules.update(_in_place.modules)
-        sys.meta_path.append(_in_place)
+        _in_place = _new_modules()
+        sys.modules.update(_in_place)
     elif release != Version(refusals.current):
         raise MegatronRLPatchesError(
             f"The stand-in of TransformerEngine stands for {refusals.current} in this process, not for "
@@ -81,12 +59,11 @@ def stand_in(requested: str | None = None) -> Iterator[None]:
     finally:
         _blocks -= 1
         # Functions of Megatron import from TransformerEngine when they are called.
-        if _in_place is not None and _blocks == 0 and "megatron.core" not in sys.modules:
-            for name, module in _in_place.modules.items():
+        if _blocks == 0 and "megatron.core" not in sys.modules:
+            for name, module in _in_place.items():
                 if sys.modules.get(name) is module:
                     del sys.modules[name]
-            sys.meta_path.remove(_in_place)
-            _in_place, refusals.current = None, refusals.DEFAULT
+            _in_place, refusals.current = {}, refusals.DEFAULT
 
 
 def _check_absence() -> None:
@@ -99,8 +76,8 @@ def _check_absence() -> None:
         raise MegatronRLPatchesError(
             "megatron.core was imported before the stand-in of TransformerEngine was in place, and decided "
             "then that there is none. Import megatron inside cpu_backend(transformer_engine=True) first. "
-            "The file of a function for spawn_ranks may import it at its top if ranks are forks of a server "
-            "that has preloaded megatron_rl_patches.testing.preload: see docs/testing.md."
+            "A file of tests may import it at its top if they have @pytest.mark.ranks(..., "
+            "transformer_engine=True): see docs/testing.md."
         )
 
 

@@ -130,8 +130,6 @@ class _Norm(ResettableModule):
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.sequence_parallel = sequence_parallel
         size: Any = hidden_size if normalized_shape is None else normalized_shape
-        if not isinstance(size, int):
-            size = size[0] if len(size) == 1 else refuse(f"norms of the shape {size}")
         self._add_norm("", size, isinstance(self, LayerNorm), zero_centered_gamma)
         self._initialize()
 

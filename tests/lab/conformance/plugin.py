@@ -137,10 +137,7 @@ class _Conductor:
             return None
         items = session.items
         work = partial(_run_tests, session)
-        with (
-            tempfile.TemporaryDirectory(prefix="megatron-tests-", ignore_cleanup_errors=True) as folder,
-            closing(RankPool(self.options.ranks, Path(folder), work, ForkContext())) as pool,
-        ):
+        with closing(RankPool(self.options.ranks, work, ForkContext())) as pool:
             gc.freeze()  # or else each fork's first collection would copy most of the memory that they share
             for _, numbers in groupby(range(len(items)), key=lambda number: items[number].path):
                 for number in numbers:

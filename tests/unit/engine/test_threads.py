@@ -20,7 +20,7 @@ from megatron_rl_patches.engine.api import activate_from_environment
 from megatron_rl_patches.engine.records import ApplyCall
 from megatron_rl_patches.engine.settings import VARIABLE, variable_of
 from megatron_rl_patches.reentry import reentrant_train
-from megatron_rl_patches.testing import MockDDP, spawn_ranks
+from megatron_rl_patches.testing import MockDDP
 from tests.worlds.program import run_program
 
 from .conftest import PATCHED, PLAIN, Engine, Framework, patch_of
@@ -255,9 +255,9 @@ def _verify() -> list[str]:
     return messages
 
 
-def test_ranks_that_agree_and_ranks_that_differ() -> None:
+def test_ranks_that_agree_and_ranks_that_differ(ranks: Any) -> None:
     """The latter are named on every rank, and those that do not come on the others."""
-    [absent, message], [other], last = spawn_ranks(_verify, 3, timeout=60)
+    [absent, message], [other], last = ranks(_verify, 3, timeout=60)
     assert last == [absent, message] and other == message
     assert absent == "rank 1 has begun no guarded train(): apply the patches there"
     by_rank = r"absent \(code \w+\) on rank 1; not selected on rank 0, 2"

@@ -1,4 +1,4 @@
-"""spawn_ranks: results, failures, hangs, and that nothing is left behind."""
+"""Ranks, anew and as forks: results, failures, hangs, and that nothing is left behind."""
 
 import os
 import pickle
@@ -7,11 +7,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,7 +24,9 @@ from megatron_rl_patches import MegatronRLPatchesError
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.testing import RanksFailed, spawn_ranks
 from megatron_rl_patches.testing.rank_pool import Outcome
-from megatron_rl_patches.testing.ranks import call_on_ranks
+from megatron_rl_patches.testing.ranks import results_of, run_on_ranks
+
+Ranks = Callable[..., list[Any]]
 
 
 def on_a_rank(offset: int, *, scale: int = 1) -> tuple[int, int, int, dict[str, str]]:
@@ -38,12 +41,6 @@ def on_a_rank(offset: int, *, scale: int = 1) -> tuple[int, int, int, dict[str, 
     threading.Thread(target=waiting_for_godot).start()
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "INHERITED", "GIVEN")
     return int(total), dist.get_world_size(), child(True), {name: os.environ[name] for name in names}
-
-
-def one_rank_raises() -> None:
-    if dist.get_rank() == 1:
-        raise LookupError("the root cause")
-    dist.all_reduce(torch.zeros(1))
 
 
 def waiting_for_godot() -> None:
@@ -81,9 +78,7 @@ def test_results_come_by_rank(monkeypatch: MonkeyPatch) -> None:
     assert alive(pid for _, _, pid, _ in results) == []
 
 
-def test_threads_run_ranks_at_the_same_time_and_variables_stay_those_of_the_caller(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_threads_run_ranks_at_once_and_variables_stay_those_of_the_caller(monkeypatch: MonkeyPatch) -> None:
     start = SpawnProcess.start
 
     def start_slowly(process: SpawnProcess) -> None:
@@ -95,8 +90,8 @@ def test_threads_run_ranks_at_the_same_time_and_variables_stay_those_of_the_call
     monkeypatch.setattr(SpawnProcess, "start", start_slowly)
 
     def run(size: int) -> list[str]:
-        env = {"TAG": str(size)}
-        return call_on_ranks(partial(os.getenv, "TAG", ""), size, tmp_path, 240, env, SpawnContext())
+        tag = partial(os.getenv, "TAG")  # which gets a function as the default, too
+        return results_of(run_on_ranks(tag, size, 240, {"TAG": str(size)}, SpawnContext()), 240)
 
     before = dict(os.environ)
     with ThreadPoolExecutor(2) as threads:
@@ -107,41 +102,27 @@ def test_threads_run_ranks_at_the_same_time_and_variables_stay_those_of_the_call
     assert dict(os.environ) == before
 
 
-def test_the_root_cause_comes_first() -> None:
-    with pytest.raises(RanksFailed, match="rank 1 failed") as error:
-        spawn_ranks(one_rank_raises, 2, timeout=240)
-    assert isinstance(error.value, MegatronRLPatchesError)
-    assert error.value.ranks[0] == 1
-    message = str(error.value)
-    copy = pickle.loads(pickle.dumps(error.value))
-    assert (type(copy), str(copy), copy.ranks) == (RanksFailed, message, error.value.ranks)
-    first_traceback = message.split("--- rank ")[1]
-    assert "LookupError: the root cause" in first_traceback and "in one_rank_raises" in first_traceback
-
-
-def test_a_timeout_tells_where_the_rank_hangs_and_leaves_no_process(tmp_path: Path) -> None:
-    spawn_ranks(os.getpid, 1, timeout=240)  # which imports what later ranks need
-    begin = time.monotonic()
-    spawn_ranks(os.getpid, 2, timeout=240)
-    patience = round(3 * (time.monotonic() - begin) + 2)  # so long ranks take at most, on a busy machine
+def test_a_timeout_tells_where_the_rank_hangs_and_leaves_no_process(ranks: Ranks, tmp_path: Path) -> None:
     file = tmp_path / "pids"
-    with pytest.raises(RanksFailed, match=f"no result after {patience} s; still running: rank 1") as error:
-        spawn_ranks(stuck_with_children, 2, str(file), timeout=patience)
+    with pytest.raises(RanksFailed, match="no result after 5 s; still running: rank 1") as error:
+        ranks(stuck_with_children, 2, str(file), timeout=5)
     assert "in waiting_for_godot" in str(error.value)
     assert error.value.ranks == ()
     assert alive(map(int, file.read_text().split())) == []
 
 
-def test_a_death_comes_before_the_failures_that_it_causes() -> None:
+def test_a_death_comes_before_the_failures_that_it_causes(ranks: Ranks) -> None:
     """The connections of a process end before it does, so another rank may fail first."""
     lost = "RuntimeError: [transport/tcp/pair.cc] Connection closed by peer"
     times = {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}
     outcome = Outcome(sent=[(0, lost), (1, "ValueError: the cause")], failed_at=times, died={2: "", 3: ""})
     assert outcome.failed == [1, 2, 3, 0]  # one that only left, as watchdogs do, comes after the cause
     with pytest.raises(RanksFailed, match="rank 1 failed first") as error:
-        spawn_ranks(one_rank_dies, 2, timeout=240)
+        ranks(one_rank_dies, 2, timeout=240)
     first = str(error.value).split("--- rank ")[1]
     assert "Segmentation fault" in first and "in one_rank_dies" in first
+    copy = pickle.loads(pickle.dumps(error.value))
+    assert (str(copy), copy.ranks[0]) == (str(error.value), 1) and isinstance(copy, MegatronRLPatchesError)
 
 
 def test_nothing_outlives_a_caller_that_is_killed(tmp_path: Path) -> None:
@@ -161,15 +142,3 @@ def test_nothing_outlives_a_caller_that_is_killed(tmp_path: Path) -> None:
         caller.kill()
     assert alive(map(int, pids)) == []
     assert list(temporary.iterdir()) == []
-
-
-def test_the_server_of_forks_has_no_variables_of_ranks() -> None:
-    code = (
-        "import multiprocessing, os\n"
-        "from megatron_rl_patches.testing import spawn_ranks\n"
-        "multiprocessing.set_start_method('forkserver')\n"
-        "print(spawn_ranks(os.getenv, 2, 'RANK'))\n"
-        "with multiprocessing.Pool(1) as pool:\n"
-        "    print(pool.apply(os.getenv, ('RANK',)))"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], timeout=240) == b"['0', '1']\nNone\n"
