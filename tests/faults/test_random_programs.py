@@ -238,6 +238,7 @@ def check_all(
         check(program, group, may_be_refused=False)
 
 
+@on_ranks(1, cpu_backend=False)  # it initializes a group
 def test_on_one_rank() -> None:
     check_all(1, range(PROGRAMS[1][0]), programs.OPERATIONS, 1, failed_before=True)
 
