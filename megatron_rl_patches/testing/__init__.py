@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from .mock_modules import MockBucketGroup as MockBucketGroup
     from .mock_modules import MockConfig as MockConfig
     from .mock_modules import MockDDPConfig as MockDDPConfig
-    from .mock_modules import MockFloat16Module as MockFloat16Module
     from .mock_modules import MockModule as MockModule
     from .mock_optimizer import MockOptimizer as MockOptimizer
     from .normalization import SPLITS as SPLITS
@@ -30,13 +29,7 @@ __getattr__, __dir__, _lazy = lazy_names(
     __name__,
     {
         ".mock_ddp": ["MockDDP"],
-        ".mock_modules": [
-            "MockBucketGroup",
-            "MockConfig",
-            "MockDDPConfig",
-            "MockFloat16Module",
-            "MockModule",
-        ],
+        ".mock_modules": ["MockBucketGroup", "MockConfig", "MockDDPConfig", "MockModule"],
         ".mock_optimizer": ["MockOptimizer"],
         ".normalization": ["SPLITS", "Microbatch", "NormalizationReport", "Split", "check_normalization"],
         ".tiny_models": ["TinyModel", "tiny_model"],

@@ -47,8 +47,8 @@ class MockDDP(_BaseDataParallel):
         buffers, expert_parallel_buffers: for each dtype, ``params`` and their flat memory: ``grad_data``, of
             which every ``main_grad`` is a view, and ``param_data``, with a distributed optimizer alone.
         calls: names and keyword arguments of the methods that were called on it, in order.
-        stale_forwards: how many forward passes, of the chunk or of modules in it, have called a module whose
-            own parameters were not gathered.
+        stale_forwards: how many forward passes of modules have used parameters that were not gathered; each
+            module in the chunk with such parameters of its own counts.
 
     Raises:
         InvalidInputError: ``config`` is a module: the order of arguments is that of the real class.
@@ -80,7 +80,6 @@ class MockDDP(_BaseDataParallel):
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.stale_forwards = 0
         self.force_all_reduce = False
-        self.overlap_param_gather_with_optimizer_step = False
         self.use_forward_hook = (
             self.ddp_config.use_distributed_optimizer and self.ddp_config.overlap_param_gather
         )
@@ -91,11 +90,8 @@ class MockDDP(_BaseDataParallel):
         self.bucket_groups, self.buffers = self._divide(one_group, False)  # type: ignore[assignment]
         for param in self.param_to_bucket_group:
             param.register_post_accumulate_grad_hook(self._accumulate)  # type: ignore[no-untyped-call]
-        self._outermost: torch.nn.Module | None = None  # the module whose forward pass runs
-        self._is_counted = False
         for module in self.module.modules():
-            module.register_forward_pre_hook(self._enter)
-            module.register_forward_hook(self._leave, always_call=True)
+            module.register_forward_pre_hook(self._count)
         self.remove_forward_pre_hook_handles: dict[torch.nn.Module, Any] = {}
         if self.use_forward_hook:
             self._install_hooks()
@@ -130,29 +126,19 @@ class MockDDP(_BaseDataParallel):
         return SimpleNamespace(params=params, grad_data=grads, param_data=param_data)
 
     def _install_hooks(self) -> None:
-        for module in self.module.modules():  # each hook gathers before ``_enter`` looks
+        for module in self.module.modules():  # each hook gathers before ``_count`` looks
             handle = module.register_forward_pre_hook(self._pre_hook, prepend=True)
             self.remove_forward_pre_hook_handles[module] = handle
 
     def _pre_hook(self, module: torch.nn.Module, *unused: Any) -> None:
         assert self.use_forward_hook, "Should use pre-hook only when overlap_param_gather is True"
-        skip_next = self.ddp_config.align_param_gather or self.overlap_param_gather_with_optimizer_step
         for param in module.parameters(recurse=False):
             if param in self.param_to_bucket_group:
-                self.param_to_bucket_group[param].finish_param_sync(skip_next_bucket_dispatch=skip_next)
+                self.param_to_bucket_group[param].finish_param_sync(self.ddp_config.align_param_gather)
 
-    def _enter(self, module: torch.nn.Module, *unused: Any) -> None:
-        """Count a forward pass once if a module in it has parameters that are stale."""
-        if self._outermost is None:
-            self._outermost, self._is_counted = module, False
+    def _count(self, module: torch.nn.Module, *unused: Any) -> None:
         groups = map(self.param_to_bucket_group.get, module.parameters(recurse=False))
-        if not self._is_counted and any(group is not None and group.is_stale for group in groups):
-            self.stale_forwards += 1
-            self._is_counted = True
-
-    def _leave(self, module: torch.nn.Module, *unused: Any) -> None:
-        if self._outermost is module:
-            self._outermost = None
+        self.stale_forwards += any(group is not None and group.is_stale for group in groups)
 
     def _accumulate(self, param: torch.nn.Parameter) -> None:
         """Move a gradient to ``main_grad`` and tell the bucket group, as Megatron's hook does."""
@@ -171,6 +157,7 @@ class MockDDP(_BaseDataParallel):
     broadcast_params = partialmethod(_record, "broadcast_params")
     free_overlap_buffers = partialmethod(_record, "free_overlap_buffers")
     offload_grad_buffers = partialmethod(_record, "offload_grad_buffers")
+    reset_param_sync_dispatch_state = partialmethod(_record, "reset_param_sync_dispatch_state")
     restore_grad_buffers = partialmethod(_record, "restore_grad_buffers")
     set_is_first_microbatch = partialmethod(_record, "set_is_first_microbatch")
     set_symmetric_ar = partialmethod(_record, "set_symmetric_ar")
@@ -219,8 +206,6 @@ class MockDDP(_BaseDataParallel):
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         self._record("start_param_sync", force_sync=force_sync, force_dispatch=force_dispatch)
-        if self.overlap_param_gather_with_optimizer_step and not (force_sync or force_dispatch):
-            return
         for group in bucket_groups(self):
             group.start_param_sync(force_sync=force_sync)
 
@@ -245,11 +230,6 @@ class MockDDP(_BaseDataParallel):
         self._record("scale_gradients", scaling_factor=scaling_factor)
         for buffer in self.buffers + self.expert_parallel_buffers:  # type: ignore[operator]
             buffer.grad_data *= scaling_factor
-
-    def reset_param_sync_dispatch_state(self) -> None:
-        self._record("reset_param_sync_dispatch_state")
-        for group in bucket_groups(self):
-            group.param_gather_dispatched = False
 
     def state_dict(self, *, prefix: str = "", keep_vars: bool = False, destination: Any = None) -> Any:
         """Return the state of the module, under names without a prefix for DDP, as Megatron does."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,24 +38,8 @@ class MockDDPConfig:
 class MockProcessGroup:
     """A process group of this rank alone: there is nobody to communicate with."""
 
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
-@dataclass
-class MockHandle:
-    """What an asynchronous collective returns. Waiting switches off a mark, unless that was set meanwhile."""
-
-    group: MockBucketGroup
-    mark: str
-    is_outdated: bool = False
-
-    def wait(self) -> None:
-        if not self.is_outdated:
-            setattr(self.group, self.mark, False)
+    size = staticmethod(lambda: 1)
+    rank = staticmethod(lambda: 0)
 
 
 class MockModule(torch.nn.Module):
@@ -84,14 +70,6 @@ class MockModule(torch.nn.Module):
             child(*args, **kwargs)
 
 
-class MockFloat16Module(MockModule):
-    """The wrapper that sits between DDP and the model in half precision."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-
 class MockBucketGroup:
     """Stands for ``_ParamAndGradBucketGroup``, which keeps track of outstanding collectives.
 
@@ -99,9 +77,7 @@ class MockBucketGroup:
     and ``is_unreduced``, true from a backward pass until a reduction that began later is done.
     """
 
-    def __init__(
-        self, params: Sequence[torch.nn.Parameter], ddp_config: Any, process_group: MockProcessGroup
-    ) -> None:
+    def __init__(self, params: Sequence[torch.nn.Parameter], ddp_config: Any, process_group: Any) -> None:
         self.params = set(params)
         self.ddp_config = ddp_config
         if ddp_config.use_distributed_optimizer:
@@ -113,17 +89,18 @@ class MockBucketGroup:
         self.per_param_grad_ready_counts: dict[torch.nn.Parameter, int] = {}
         self.is_last_microbatch = True
         self.is_first_batch = True
-        self.param_gather_handle: MockHandle | None = None
+        # What an asynchronous collective returns. Waiting switches off a mark, unless that was set meanwhile.
+        self.param_gather_handle: SimpleNamespace | None = None
         self.param_gather_dispatched = False
-        self.grad_reduce_handle: MockHandle | None = None
+        self.grad_reduce_handle: SimpleNamespace | None = None
         self.is_stale = False
         self.is_unreduced = False
 
-    def mark(self, name: str, handle: MockHandle | None) -> None:
+    def mark(self, name: str, handle: SimpleNamespace | None) -> None:
         """Set a mark, which a collective that is in flight does not switch off."""
         setattr(self, name, True)
         if handle is not None:
-            handle.is_outdated = True
+            handle.wait = lambda: None
 
     def reset(self) -> None:
         self.is_unreduced = False
@@ -143,7 +120,7 @@ class MockBucketGroup:
             self.param_gather_handle = None
             return
         if self.ddp_config.overlap_param_gather and not force_sync:
-            self.param_gather_handle = MockHandle(self, "is_stale")
+            self.param_gather_handle = SimpleNamespace(wait=partial(setattr, self, "is_stale", False))
         else:
             self.is_stale = False
         self.param_gather_dispatched = True
@@ -166,7 +143,7 @@ class MockBucketGroup:
         message = "Should not have multiple communication calls outstanding at once"
         assert self.grad_reduce_handle is None, message
         if self.ddp_config.overlap_grad_reduce:
-            self.grad_reduce_handle = MockHandle(self, "is_unreduced")
+            self.grad_reduce_handle = SimpleNamespace(wait=partial(setattr, self, "is_unreduced", False))
         else:
             self.is_unreduced = False
 

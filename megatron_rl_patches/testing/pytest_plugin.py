@@ -53,11 +53,6 @@ def pytest_configure(config: pytest.Config) -> None:
     rewritten -= {"megatron_rl_patches", "_megatron_rl_patches_startup"}
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    for server in config.stash.get(_servers, {}).values():
-        server.close()
-
-
 @pytest.fixture(name="cpu_backend")
 def _cpu_backend() -> Iterator[None]:
     """Runs the test inside ``cpu_backend()``."""
@@ -207,6 +202,7 @@ def _fork(config: pytest.Config, transformer_engine: bool | str, fresh: bool, *r
         modules = [] if fresh else [*config.getini("ranks_preload"), *_MODULES]
         work = _OnRank(config, modules, transformer_engine).serve
         server = RankPool(1, work, SpawnContext(), {"OMP_NUM_THREADS": "1", **env, **_WITHOUT})
+        config.add_cleanup(server.close)
         server.start()
     servers[key] = server
     for old in [*servers][:-3]:  # the latest is the last, and each has some hundred MB

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection, parent_process
 from multiprocessing.context import ForkContext, SpawnContext
@@ -187,41 +187,34 @@ class RankPool:
         folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         sys.stdout.flush()
         sys.stderr.flush()
-        with _environ_lock:
-            inherited = dict(os.environ)
-        is_fork = self.context.get_start_method() == "fork"
         own = {**group_variables(self.size, _free_port()), **self.env}
         for number in range(self.size):
             own |= {"RANK": str(number), "LOCAL_RANK": str(number)}
             ours, theirs = self.context.Pipe()
             stack_file = folder / f"stacks{number}"
             stack_file.touch()
-            arguments = (theirs, {**inherited, **own}, stack_file, self.work)
+            arguments = (theirs, stack_file, self.work)
             process = self.context.Process(target=_serve, args=arguments, name=f"rank {number}")
-            # A new interpreter needs its variables from the start. A fork would keep the lock.
-            needed = {} if is_fork else own
-            with nullcontext() if is_fork else _environ_lock:
+            with _environ_lock:
+                before = dict(os.environ)
                 try:
-                    os.environ.update(needed)
+                    os.environ.update(own)
                     process.start()
                 finally:
-                    for name in needed.keys() - inherited.keys():
+                    for name in own.keys() - before.keys():
                         os.environ.pop(name, None)
-                    os.environ.update({name: inherited[name] for name in needed.keys() & inherited.keys()})
+                    os.environ.update({name: before[name] for name in own.keys() & before.keys()})
             theirs.close()
             self.ranks.append(_Rank(number, process, ours, stack_file))
 
 
 def _serve(
-    pipe: connection.Connection,
-    variables: Mapping[str, str],
-    stack_file: Path,
-    work: Callable[[connection.Connection, Path], None],
+    pipe: connection.Connection, stack_file: Path, work: Callable[[connection.Connection, Path], None]
 ) -> None:
+    if _environ_lock.locked():  # in a fork, by the thread that has made it
+        _environ_lock.release()
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, args=(stack_file.parent,), daemon=True).start()
-    os.environ.clear()
-    os.environ.update(variables)
     with open(stack_file, "a") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks)

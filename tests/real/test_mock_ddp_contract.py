@@ -273,7 +273,6 @@ def _is_stale(ddp_class: Any, name: str, hooked: bool, gathers: bool) -> bool:
         ddp.start_param_sync(force_sync=True)
     output = FORWARDS[name](ddp, x)
     if ddp_class is MockDDP:
-        assert ddp.stale_forwards < 2
         return bool(ddp.stale_forwards)
     for group in ddp.bucket_groups:
         group.start_param_sync(force_sync=True)

@@ -4,8 +4,6 @@
 """
 
 import re
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -268,38 +266,21 @@ def test_layers_on_one_rank() -> None:
 @pytest.mark.slow
 @on_ranks(2, transformer_engine=True)
 def test_dropout_is_the_same_in_recomputations() -> None:
-    """Both checkpoints restore the states of Megatron's tracker, and TransformerEngine's those of its own."""
     tiny_model(**LAYOUTS["TP 2"]).initialize()
-    group = parallel_state.get_tensor_model_parallel_group()
     rates = {"attention_dropout": 0.2, "hidden_dropout": 0.1}
 
-    def checkpointed(block: Any, x: torch.Tensor) -> Any:
-        tracker = tensor_parallel.get_cuda_rng_tracker
-        return extension.te_checkpoint(lambda y: block(y, None), False, tracker, group, x)
-
-    def run(has_their_tracker: bool, options: dict[str, Any], call: Callable[..., Any]) -> list[Any]:
-        seeded = {"te_rng_tracker": has_their_tracker, "force_reset_rng": True}
-        tensor_parallel.model_parallel_cuda_manual_seed(3, **seeded)
+    def run(**options: Any) -> list[Any]:
+        tensor_parallel.model_parallel_cuda_manual_seed(3, force_reset_rng=True)
         block = build("dense", TE, "TP 2", initializes=False, **options).decoder
         x = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(5), requires_grad=True)
-        y = call(block, x)
+        y = block(x, None)
         y.square().sum().backward()
         after = torch.rand(1) + sum(torch.cuda.get_rng_state().float())
         return [y.detach(), x.grad, *(p.grad for p in block.parameters()), after]
 
-    def plain(block: Any, x: torch.Tensor) -> Any:
-        return block(x, None)
-
-    expected = run(False, rates, plain)
-    for has_their_tracker in (False, True):
-        for call in (plain, checkpointed):
-            assert all(map(torch.equal, run(has_their_tracker, rates, call), expected))
-    assert all(map(torch.equal, run(False, rates | RECOMPUTE, plain), expected))
-    # Newer releases then ask for states of CUDA graphs, which a generator of the CPU does not have.
-    is_refused = hasattr(tensor_parallel.random, "is_graph_safe_cuda_rng_tracker")
-    with pytest.raises(NotImplementedError, match="graphsafe_get_state") if is_refused else nullcontext():
-        assert all(map(torch.equal, run(True, rates | RECOMPUTE, plain), expected))
-    assert not torch.equal(run(False, {}, plain)[0], expected[0])
+    expected = run(**rates)
+    assert all(map(torch.equal, run(**rates, **RECOMPUTE), expected))
+    assert not torch.equal(run()[0], expected[0])
 
 
 @pytest.mark.slow

@@ -232,7 +232,7 @@ def normalization() -> tuple[bool, list[str], float]:
 
 def mocks() -> list[testing.MockBucketGroup]:
     module = testing.MockModule(testing.MockModule(params=1), testing.MockModule(params=1, expert=True))
-    chunk, config = testing.MockFloat16Module(module), testing.MockDDPConfig(overlap_grad_reduce=False)
-    ddp = testing.MockDDP(testing.MockConfig(), config, chunk, overlap_param_gather=True)
+    config = testing.MockDDPConfig(overlap_grad_reduce=False)
+    ddp = testing.MockDDP(testing.MockConfig(), config, module, overlap_param_gather=True)
     print(testing.MockOptimizer([ddp]).calls)
     return ddp.bucket_groups

@@ -68,7 +68,6 @@ REFUSED: dict[str, Any] = {
     "packed int64": heads(_T, call=_PACKED | {"cu_seqlens_q": _EDGES.long()}),
     "packed beyond all tokens": heads(_T, call=_PACKED | {"cu_seqlens_kv": _EDGES + 6}),
     "packed offsets, until 2.12": heads(_T, call=_PACKED, softmax_type="off-by-one"),
-    "packed maxima, until 2.11": heads(_T, call=_PACKED, return_max_logit=True),
     "cut by another kind": heads(_S, cut="ring"),
     "cut window": heads(_S, window_size=(2, 0), cut="p2p"),
     "cut a2a, packed, until 2.10": heads(_T, call=_PACKED, cut="a2a"),
@@ -100,7 +99,7 @@ _GROUPED += " use_grouped_tensor!>2.19 delay_wgrad_compute!"
 _NORM = "eps sequence_parallel params_dtype zero_centered_gamma hidden_size"
 _GQA = "num_gqa_groups attention_dropout qkv_format attn_mask_type window_size sequence_parallel tp_size"
 _GQA += " tp_group get_rng_state_tracker layer_number attention_type cp_group cp_global_ranks cp_stream"
-_GQA += " cp_comm_type softmax_scale softmax_type return_max_logit bottom_right_diagonal!>2.12 name>2.16"
+_GQA += " cp_comm_type softmax_scale softmax_type return_max_logit! bottom_right_diagonal!>2.12 name>2.16"
 _ADAM = "lr betas eps weight_decay adam_w_mode amsgrad! bias_correction! capturable! master_weights!"
 _ADAM += " exp_avg_dtype! exp_avg_sq_dtype! master_weight_dtype! use_decoupled_grad! store_param_remainders!"
 _ADAM += " set_grad_none!"

@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from . import base
@@ -72,8 +71,6 @@ def _without_extra_state(module: Any, keys: Any) -> None:
 class DotProductAttention(TransformerEngineBaseModule):
     """Attention, in which groups of queries may share keys."""
 
-    _peaks: list[Tensor]  # the largest scores of each head, by sample
-
     def __init__(
         self,
         num_attention_heads: int,
@@ -93,14 +90,12 @@ class DotProductAttention(TransformerEngineBaseModule):
         cp_comm_type: str = "p2p",
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
-        return_max_logit: bool = False,
         **others: Any,
     ) -> None:
         super().__init__(tp_size, tp_group)
         check_options("DotProductAttention", others)
         self.attn_mask_type, self.window_size = _mask_and_window(attn_mask_type, window_size)
         self.qkv_format, self._dropout = qkv_format, attention_dropout
-        self._return_max_logit = return_max_logit
         # Ranks that have different tokens draw from states that differ anyway.
         self._tracker = None if sequence_parallel else get_rng_state_tracker
         self._channels = (kv_channels,) * 2 if isinstance(kv_channels, int) else (*kv_channels,)
@@ -129,11 +124,8 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     def forward(
         self, query_layer: Any, key_layer: Any, value_layer: Any, attention_mask: Any = None, **arguments: Any
-    ) -> Any:
-        """Return ``[..., heads * channels]`` of queries, keys and values ``[..., heads, channels]``.
-
-        With ``return_max_logit`` the largest score of each head is the second result.
-        """
+    ) -> Tensor:
+        """Return ``[..., heads * channels]`` of queries, keys and values ``[..., heads, channels]``."""
         own = {name: getattr(self, name) for name in ("qkv_format", "attn_mask_type", "window_size")}
         passed = {name: arguments.pop(name) for name in arguments.keys() & _FIELDS}
         check_options("DotProductAttention.forward", arguments)
@@ -142,19 +134,13 @@ class DotProductAttention(TransformerEngineBaseModule):
         batch = _Batch(*mask_and_window, attention_mask=attention_mask, **values)
         qkv = query_layer, key_layer, value_layer
         self._check(qkv, batch)
-        self._peaks = []
         if batch.qkv_format == "thd":
             out = self._packed(qkv, batch)
         else:
             dim = batch.qkv_format.index("b")
             samples = enumerate(zip(*(x.unbind(dim) for x in qkv), strict=True))
             out = torch.stack([self._attend(sample, batch, index) for index, sample in samples], dim)
-        if not self._return_max_logit:
-            return out.flatten(-2)
-        largest_h = torch.stack(self._peaks).amax(0)
-        if self.cp_size > 1:
-            dist.all_reduce(largest_h, dist.ReduceOp.MAX, group=self.cp_group)
-        return out.flatten(-2), largest_h
+        return out.flatten(-2)
 
     def _check(self, qkv: _QKV, batch: _Batch) -> None:
         self._check_group()
@@ -180,7 +166,6 @@ class DotProductAttention(TransformerEngineBaseModule):
                 ("padding" in mask_type, f"a packed batch has attn_mask_type {mask_type!r}"),
                 ({*types} == {torch.int32}, f"cu_seqlens_q and cu_seqlens_kv of a packed batch are {types}"),
                 (not has_offset or is_at_least("2.12"), "packed softmax offsets"),
-                (not self._return_max_logit or is_at_least("2.11"), "packed max_logit"),
             )
         if self.cp_size == 1:
             return
@@ -240,8 +225,6 @@ class DotProductAttention(TransformerEngineBaseModule):
             hidden = hidden if mask is None else hidden | mask
             scores_hst = scores_hst if bias is None else scores_hst + bias[min(index, len(bias) - 1)]
         scores_hst = scores_hst.masked_fill(hidden, -math.inf)
-        if self._return_max_logit:
-            self._peaks.append(scores_hst.detach().amax((1, 2)))
         if self.softmax_offset is not None:  # one more key, whose value is zero
             offset_hs1 = self.softmax_offset.float()[:, None, None].expand(-1, len(q), 1)
             scores_hst = torch.cat([scores_hst, offset_hs1], -1)

@@ -1,4 +1,4 @@
-"""What layers share: random states, recomputation, ranks, parameters and their marks, gradients of weights.
+"""What layers share: ranks, parameters and their marks, gradients of weights.
 
 Sequences lie along the first dimension. Communication is Megatron's, which must not be imported before the
 stand-in is in place.
@@ -6,79 +6,16 @@ stand-in is in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import Parameter
 
 from .refusals import check_options, require
-
-
-class CudaRNGStatesTracker:
-    """Named states of the generator of random numbers."""
-
-    def __init__(self) -> None:
-        self.states_: dict[str, Tensor] = {}
-        self.seeds_: set[int] = set()
-
-    def reset(self) -> None:
-        self.states_, self.seeds_ = {}, set()
-
-    def get_states(self) -> dict[str, Tensor]:
-        return dict(self.states_)
-
-    def set_states(self, states: dict[str, Tensor]) -> None:
-        self.states_ = states
-
-    def add(self, name: str, seed: int) -> None:
-        if seed in self.seeds_ or name in self.states_:
-            raise RuntimeError(f"state {name!r} with seed {seed}: the name or the seed is there already")
-        self.seeds_.add(seed)
-        self.states_[name] = torch.Generator().manual_seed(seed).get_state()
-
-    @contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Draw from the state in the context."""
-        before = torch.cuda.get_rng_state()
-        torch.cuda.set_rng_state(self.states_[name])
-        try:
-            yield
-        finally:
-            self.states_[name] = torch.cuda.get_rng_state()
-            torch.cuda.set_rng_state(before)
-
-
-def checkpoint(
-    function: Callable[..., Any],
-    *args: Any,
-    distribute_saved_activations: bool = False,
-    get_rng_state_tracker: Callable[[], Any] | None = None,
-    tp_group: Any = None,
-    use_reentrant: bool = True,
-    **kwargs: Any,
-) -> Any:
-    """Call the function again in the backward pass, with the states that the tracker has now."""
-    tracker = get_rng_state_tracker() if get_rng_state_tracker else CudaRNGStatesTracker()
-    first: dict[str, Any] | None = None
-
-    def call(*inputs: Any) -> Any:
-        nonlocal first
-        now = tracker.get_states()
-        if first is None:
-            first = now
-            return function(*inputs, **kwargs)
-        tracker.set_states(first)
-        try:
-            return function(*inputs, **kwargs)
-        finally:
-            tracker.set_states(now)
-
-    return torch.utils.checkpoint.checkpoint(call, *args, use_reentrant=use_reentrant)
 
 
 def positions_of(rank: int, size: int, rows: int) -> Tensor:

@@ -1,56 +1,17 @@
-"""Functions of TransformerEngine: activations, permutations, rotary embeddings; and ``FusedAdam``."""
+"""Functions of TransformerEngine: permutations, rotary embeddings; and ``FusedAdam``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, relu, silu
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from .base import activation_dtype, positions_of
-from .refusals import check_options, refuse, refused, require
-
-
-class FusibleOperation(torch.nn.Module):
-    """The base class of TransformerEngine's fusible operations."""
-
-
-class Sequential(FusibleOperation):
-    """Fuses operations in the real one."""
-
-    __init__ = refused("fused operations (use_transformer_engine_op_fuser)")
-
-
-# --- activations (``use_te_activation_func``)
-
-
-class _Activation(FusibleOperation):
-    function: Callable[[Tensor], Tensor]
-    gated: bool
-
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.to(activation_dtype(x.dtype))
-        if not self.gated:
-            return self.function(x)
-        first, second = x.chunk(2, -1)
-        return self.function(first) * second
-
-
-_PLAIN: dict[str, Any] = {"ReLU": relu, "GELU": partial(gelu, approximate="tanh"), "SiLU": silu}
-_GATED = {"ReGLU": relu, "GEGLU": _PLAIN["GELU"], "SwiGLU": silu}
-ACTIVATIONS = {
-    name: type(name, (_Activation,), {"function": staticmethod(function), "gated": name in _GATED})
-    for name, function in {**_PLAIN, **_GATED}.items()
-}
+from .base import positions_of
+from .refusals import check_options, refuse, require
 
 # --- permutations (``moe_permute_fusion``), after which rows of the same expert lie together
 

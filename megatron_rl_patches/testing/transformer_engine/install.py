@@ -16,13 +16,7 @@ from packaging.version import InvalidVersion, Version
 from ...errors import MegatronRLPatchesError
 from . import functions, refusals
 from .attention import DotProductAttention
-from .base import (
-    CudaRNGStatesTracker,
-    TransformerEngineBaseModule,
-    add_to_main_grad,
-    checkpoint,
-    get_dummy_wgrad,
-)
+from .base import TransformerEngineBaseModule, add_to_main_grad, get_dummy_wgrad
 from .layers import GroupedLinear, LayerNorm, LayerNormLinear, Linear, RMSNorm
 
 _NAME = "transformer_engine"
@@ -100,14 +94,18 @@ def _named(*values: Any) -> dict[str, Any]:
     return {value.__name__: value for value in values}
 
 
+def _refused(feature: str, names: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), refusals.refused(feature))
+
+
 def _contents() -> dict[str, dict[str, Any]]:
     """Return names and values of each module; parents come before their children."""
-    rope, tracker = _named(functions.apply_rotary_pos_emb), _named(CudaRNGStatesTracker, checkpoint)
+    rope, distributed = _named(functions.apply_rotary_pos_emb), _named(refusals.CudaRNGStatesTracker)
+    distributed |= _refused("checkpoint(), which Megatron calls for FP8 and FP4 alone", "checkpoint")
     linear = _named(Linear, LayerNormLinear, GroupedLinear, LayerNorm, RMSNorm)
     contexts = ("fp8_autocast", "fp8_model_init", "autocast", "quantized_model_init")
     formats = ("fp8", "mxfp8", "nvfp4", "fp8_block_scaling")
-    padding = ("Fp8Padding", "Fp8Unpadding")
-    router = ("fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss")
+    router = "fused_topk_with_score_function fused_compute_score_for_moe_aux_loss fused_moe_aux_loss"
     fp8 = {
         **_named(refusals.FP8GlobalStateManager),
         **dict.fromkeys(contexts, refusals.fp8_autocast),
@@ -117,16 +115,19 @@ def _contents() -> dict[str, dict[str, Any]]:
         "attention": _named(DotProductAttention) | rope,
         "attention.rope": rope,
         # FP8 alone has something to do in recomputations.
-        "distributed": tracker | {"activation_recompute_forward": lambda *args, **kwargs: nullcontext()},
+        "distributed": distributed | {"activation_recompute_forward": lambda *args, **kwargs: nullcontext()},
         "float8_tensor": {"Float8Tensor": refusals.QuantizedTensor},
         "fp8": fp8,
         "quantization": fp8,
         "module": linear,
         "module.base": _named(TransformerEngineBaseModule, get_dummy_wgrad),
-        "ops": _named(functions.FusibleOperation, functions.Sequential) | functions.ACTIVATIONS,
+        "ops": {
+            **_refused("fused operations (use_transformer_engine_op_fuser)", "FusibleOperation Sequential"),
+            **_refused("activations (use_te_activation_func)", "ReLU GELU SiLU ReGLU GEGLU SwiGLU"),
+        },
         "permutation": {name: value for name, value in vars(functions).items() if name.startswith("moe_")},
         "optimizers": _named(functions.FusedAdam) | {"FusedSGD": torch.optim.SGD},
-        "router": dict.fromkeys(router, refusals.refused("fused router (moe_router_fusion)")),
+        "router": _refused("fused router (moe_router_fusion)", router),
         "tensor": _named(refusals.QuantizedTensor),
     }
     return {
@@ -136,9 +137,9 @@ def _contents() -> dict[str, dict[str, Any]]:
         f"{_NAME}.pytorch": {
             **linear,
             **fp8,
-            **tracker,
+            **distributed,
             **_named(DotProductAttention),
-            **dict.fromkeys(padding, refusals.refused(f"padding for FP8 ({', '.join(padding)})")),
+            **_refused("padding for FP8 (Fp8Padding, Fp8Unpadding)", "Fp8Padding Fp8Unpadding"),
         },
         **{f"{_NAME}.pytorch.{name}": values for name, values in pytorch.items()},
         # Of apex: with it, Megatron's own layers add gradients of weights to main_grad, too.

