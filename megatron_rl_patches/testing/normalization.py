@@ -1,19 +1,13 @@
-"""Compare the gradients of one global batch that is cut into microbatches and ranks in several ways.
-
-The real schedule, ``DistributedDataParallel`` and ``finalize_model_grads`` run on a tiny GPT, on gloo ranks.
-"""
+"""Compare the gradients of one global batch that is cut into microbatches and ranks in several ways."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import InvalidInputError
 from .cpu_backend import cpu_backend
@@ -22,8 +16,6 @@ from .tiny_models import TinyModel
 from .transformer_engine.base import positions_of
 
 Sample = Mapping[str, Any]
-#: Gradients that differ by less than this are the same: float32 leaves a tenth of it.
-_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -57,8 +49,8 @@ class Split:
                 "least if it is not even; pass another number of samples"
             )
         size = len(batch) // count if self.even else 1
-        ends = [*range(0, size * count, size), len(batch)]
-        pieces = [batch[start:end] for start, end in pairwise(ends)]
+        last = size * (count - 1)
+        pieces = [*(batch[start : start + size] for start in range(0, last, size)), batch[last:]]
         return [pieces[i : i + self.microbatches] for i in range(0, count, self.microbatches)]
 
 
@@ -105,8 +97,8 @@ class NormalizationReport:
 
     @property
     def different(self) -> list[str]:
-        """The splits whose gradient is not that of the undivided batch."""
-        return [name for name, difference in self.differences.items() if not difference < _TOLERANCE]
+        """The splits whose difference is 1e-4 or more: float32 leaves a tenth of that."""
+        return [name for name, difference in self.differences.items() if not difference < 1e-4]
 
     @property
     def same(self) -> bool:
@@ -128,21 +120,20 @@ def check_normalization(
 ) -> NormalizationReport:
     """Say whether the gradient of a global batch is the same, however the batch is cut.
 
-    Each split runs on the CPU with the same weights, and its gradient after ``finalize_model_grads`` is
-    compared with that of the undivided batch: one microbatch on one rank. Call it in a unit test, outside of
-    ranks, and assert ``report.same``.
+    Each split runs on gloo ranks on the CPU: a tiny GPT, with the same weights each time, in Megatron's DDP,
+    schedule and ``finalize_model_grads``. Its gradient is compared with that of the undivided batch, which
+    is one microbatch on one rank. Call this in a unit test, outside of ranks, and assert ``report.same``.
 
     Args:
-        loss_func: a module-level function ``(microbatch, logits) -> (loss, metrics)`` or
-            ``(loss, num_tokens, metrics)``, of which Megatron's schedule gets ``partial(loss_func,
-            microbatch)``. It finds its process groups in ``parallel_state``. Logits are ``[1, rows,
-            vocabulary]`` in float32, packed as Megatron's ``thd``. Only under context parallelism is there
-            padding: of each sample, to a multiple of ``2 * cp``, of which a rank has a piece from either end.
-            The vocabulary has 32 ids, or as many as the tokens of the batch need.
+        loss_func: a module-level function ``(microbatch, logits) -> (loss, metrics)`` or ``(loss, num_tokens,
+            metrics)``, of which Megatron's schedule gets ``partial(loss_func, microbatch)``. It finds its
+            process groups in ``parallel_state``. Logits are float32 ``[1, rows, vocabulary]``, packed as
+            Megatron's ``thd``, for 32 ids or as many as the tokens need. Only under context parallelism are
+            samples padded: each to a multiple of ``2 * cp``, of which a rank has a piece from either end.
         batch: samples, each with the int64 ``tokens`` ``[total_length]``, the ``loss_mask``
             ``[response_length]`` of the response that ends it, and whatever else the loss function reads.
         splits: names and splits to compare. A split of four ranks is ``Split(dp=2, cp=2)``.
-        calculate_per_token_loss: as in the model's config, and in :class:`Microbatch`.
+        calculate_per_token_loss: as in the model's config.
         timeout: seconds for the ranks of one size.
 
     Raises:
@@ -151,21 +142,26 @@ def check_normalization(
         RanksFailed: the function raised, or the ranks hang.
     """
     _check(batch, splits)
-    by_ranks: dict[int, list[Split]] = {}
-    for split in (Split(), *splits.values()):
-        by_ranks.setdefault(split.dp * split.cp, []).append(split)
-    gradients: dict[Split, Tensor] = {}
-    for ranks, chosen in by_ranks.items():
-        arguments = loss_func, batch, chosen, calculate_per_token_loss
-        gradients |= spawn_ranks(_gradients, ranks, *arguments, timeout=timeout)[0]
+    tiny = TinyModel(
+        vocab_size=max(32, *(1 + int(sample["tokens"].max()) for sample in batch)),
+        # One size for all splits, as weights depend on it: the longest sample with the padding of any split.
+        seq_length=max(len(sample["tokens"]) for sample in batch) + 2 * max(s.cp for s in splits.values()),
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+        use_distributed_optimizer=False,  # leaves whole gradients on every rank
+        config={"calculate_per_token_loss": calculate_per_token_loss},
+    )
+    chosen, gradients = [Split(), *splits.values()], dict[Split, torch.Tensor]()
+    for ranks in {split.dp * split.cp for split in chosen}:
+        of_size = [split for split in chosen if split.dp * split.cp == ranks]
+        gradients |= spawn_ranks(_gradients, ranks, loss_func, batch, of_size, tiny, timeout=timeout)[0]
     whole = gradients[Split()]
     norm = whole.norm()
-    if not 0 < norm < math.inf:
-        raise InvalidInputError(
-            f"the gradient of the undivided batch has the norm {norm:g}; pass a batch with a loss"
-        )
-    differences = {name: (gradients[split] - whole).norm() / norm for name, split in splits.items()}
-    return NormalizationReport({name: difference.item() for name, difference in differences.items()})
+    if not 0 < norm < float("inf"):
+        message = f"the gradient of the undivided batch has the norm {norm:g}; pass a batch with a loss"
+        raise InvalidInputError(message)
+    errors = {name: float((gradients[split] - whole).norm() / norm) for name, split in splits.items()}
+    return NormalizationReport(errors)
 
 
 def _check(batch: Sequence[Sample], splits: Mapping[str, Split]) -> None:
@@ -188,63 +184,36 @@ def _check(batch: Sequence[Sample], splits: Mapping[str, Split]) -> None:
 
 
 def _gradients(
-    loss_func: Callable[..., Any], batch: Sequence[Sample], splits: Sequence[Split], per_token: bool
-) -> dict[Split, Tensor]:
+    loss_func: Callable[..., Any], batch: Sequence[Sample], splits: Sequence[Split], tiny: TinyModel
+) -> dict[Split, torch.Tensor]:
     """Return on a rank the whole gradient of each split, float64 ``[parameters]``."""
     with cpu_backend():
-        from megatron.core import parallel_state
-        from megatron.core.distributed import finalize_model_grads
+        from megatron.core import distributed, parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.core.utils import get_model_config
+
+        def forward_step(microbatches: Iterator[Microbatch], chunk: Any) -> tuple[torch.Tensor, Any]:
+            microbatch, logits, cp = next(microbatches), [], split.cp
+            for sample in microbatch.samples:  # each alone, as packed attention needs TransformerEngine
+                padding = -len(sample["tokens"]) % (2 * cp) if cp > 1 else 0
+                tokens_s = torch.nn.functional.pad(sample["tokens"], (0, padding))
+                rank = parallel_state.get_context_parallel_rank()
+                positions_s = positions_of(rank, cp, len(tokens_s) // cp)
+                logits.append(chunk(tokens_s[None, positions_s], positions_s[None], None))
+            return torch.cat(logits, dim=1), partial(loss_func, microbatch)
 
         gradients = {}
         for split in splits:
-            tiny = TinyModel(
-                cp=split.cp,
-                vocab_size=max(32, 1 + max(int(sample["tokens"].max()) for sample in batch)),
-                seq_length=max(_padded(len(sample["tokens"]), 2 * split.cp) for sample in batch),
-                overlap_grad_reduce=False,
-                overlap_param_gather=False,
-                use_distributed_optimizer=False,  # leaves whole gradients on every rank
-                config={"calculate_per_token_loss": per_token},
-            )
-            model, _ = tiny.build()
-            get_model_config(model[0]).finalize_model_grads_func = finalize_model_grads
+            [model], _ = replace(tiny, cp=split.cp).build()
+            model.config.finalize_model_grads_func = distributed.finalize_model_grads
             mine = split.cut(batch)[parallel_state.get_data_parallel_rank()]
-            model[0].zero_grad_buffer()
+            step = len(mine), split, tiny.config["calculate_per_token_loss"]
             get_forward_backward_func()(
-                forward_step_func=partial(_forward_step, loss_func),
-                data_iterator=(Microbatch(part, batch, len(mine), split, per_token) for part in mine),
+                forward_step_func=forward_step,
+                data_iterator=(Microbatch(samples, batch, *step) for samples in mine),
                 model=model,
                 num_microbatches=len(mine),
                 seq_length=1,
                 micro_batch_size=1,
             )
-            main_grads = [parameter.main_grad for parameter in model[0].parameters()]
-            gradients[split] = torch.cat([gradient.double().flatten() for gradient in main_grads])
+            gradients[split] = torch.cat([p.main_grad.double().flatten() for p in model.parameters()])
         return gradients
-
-
-def _forward_step(
-    loss_func: Callable[..., Any], microbatches: Iterator[Microbatch], chunk: torch.nn.Module
-) -> tuple[Tensor, Any]:
-    microbatch = next(microbatches)
-    return _packed_logits(chunk, microbatch), partial(loss_func, microbatch)
-
-
-def _packed_logits(chunk: torch.nn.Module, microbatch: Microbatch) -> Tensor:
-    """Return logits of packed samples; each runs alone, as packed attention needs TransformerEngine."""
-    from megatron.core import parallel_state
-
-    cp, rank, logits = microbatch.split.cp, parallel_state.get_context_parallel_rank(), []
-    for sample in microbatch.samples:
-        length = _padded(len(sample["tokens"]), 2 * cp if cp > 1 else 1)
-        tokens_s = torch.nn.functional.pad(sample["tokens"], (0, length - len(sample["tokens"])))
-        positions_s = positions_of(rank, cp, length // cp)
-        mask_ss = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-        logits.append(chunk(tokens_s[None, positions_s], positions_s[None], mask_ss))
-    return torch.cat(logits, dim=1)
-
-
-def _padded(length: int, multiple: int) -> int:
-    return math.ceil(length / multiple) * multiple

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,29 +11,22 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
 )
-from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.transformer import TransformerConfig, transformer_layer, utils
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from ..errors import InvalidInputError
 from .transformer_engine.attention import DotProductAttention
 from .transformer_engine.layers import normalized
 
-#: Layers of a hybrid model, repeated: attention, experts, attention, MLP.
-_HYBRID_PATTERN = "*E*-"
 
-
-def layer_of(
-    config: TransformerConfig, transformer_engine: bool, has_experts: bool = True
-) -> tuple[ModuleSpec, Any]:
+def layer_of(config: TransformerConfig, transformer_engine: bool) -> tuple[ModuleSpec, Any]:
     """Return the spec of a layer of a ``GPTModel``, and the class of norms.
 
     Raises:
         InvalidInputError: Megatron was imported without TransformerEngine.
     """
     options = {
-        "num_experts": config.num_moe_experts if has_experts else None,
+        "num_experts": config.num_moe_experts,
         "moe_grouped_gemm": transformer_engine,
         "multi_latent_attention": config.multi_latent_attention,
         "qk_layernorm": config.qk_layernorm,
@@ -65,57 +56,10 @@ def mtp_block(
     config: TransformerConfig, layer: ModuleSpec, transformer_engine: bool, vp_stage: int | None
 ) -> Any:
     """Return the spec of the layers of multi-token prediction of a stage; ``None`` where it has none."""
-    stage = {} if vp_stage is None else {"vp_stage": vp_stage}
-    block = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=transformer_engine, **stage)
+    block = get_gpt_mtp_block_spec(config, layer, transformer_engine, vp_stage)
     for spec in block.layer_specs if block and not transformer_engine else ():
-        norms = ("enorm", "hnorm", "layer_norm")
-        vars(spec.submodules).update(dict.fromkeys(norms, SequenceParallelNorm))
+        vars(spec.submodules).update(dict.fromkeys(("enorm", "hnorm", "layer_norm"), SequenceParallelNorm))
     return block
-
-
-def hybrid_model(config: TransformerConfig, transformer_engine: bool, options: dict[str, Any]) -> Any:
-    """Return a model whose layers are those of Megatron's ``hybrid_stack_spec``, or local ones."""
-    try:
-        models = import_module("megatron.core.models.hybrid.hybrid_model")
-        block = import_module("megatron.core.models.hybrid.hybrid_block")
-    except ModuleNotFoundError:
-        models = import_module("megatron.core.models.mamba.mamba_model")
-        block = import_module("megatron.core.ssm.mamba_block")
-    model_class = getattr(models, "HybridModel", None) or models.MambaModel
-    stack = getattr(block, "HybridStack", None) or block.MambaStack
-    submodules = getattr(block, f"{stack.__name__}Submodules")
-    dense, norm = layer_of(config, transformer_engine, has_experts=False)
-    experts, _ = layer_of(config, transformer_engine)
-    moe_class = getattr(transformer_layer, "MoETransformerLayer", TransformerLayer)
-
-    def part(module: Any, layer: ModuleSpec, *names: str) -> ModuleSpec:
-        """Return the spec of a layer that has only some parts of another one."""
-        parts = {name: getattr(layer.submodules, name) for name in names}
-        return ModuleSpec(module, submodules=TransformerLayerSubmodules(**parts))
-
-    specs = {
-        "attention_layer": part(
-            TransformerLayer, dense, "input_layernorm", "self_attention", "self_attn_bda"
-        ),
-        "mlp_layer": part(MLPLayer, dense, "pre_mlp_layernorm", "mlp", "mlp_bda"),
-        "moe_layer": part(moe_class, experts, "pre_mlp_layernorm", "mlp", "mlp_bda"),
-    }
-    pattern = (_HYBRID_PATTERN * config.num_layers)[: config.num_layers]
-    if not hasattr(submodules, "moe_layer"):  # up to megatron-core 0.15
-        del specs["moe_layer"]
-        pattern = pattern.replace("E", "-")
-    if config.mtp_num_layers:
-        specs["mtp_block_spec"] = mtp_block(config, dense, transformer_engine, options.get("vp_stage"))
-        pattern += "/*E" * config.mtp_num_layers
-    unified = "hybrid_layer_pattern" in inspect.signature(model_class).parameters
-    options["hybrid_layer_pattern" if unified else "hybrid_override_pattern"] = pattern
-    # The stack itself would add a norm of TransformerEngine after its last layer.
-    params = {} if transformer_engine else {"post_layer_norm": False}
-    model = model_class(config, ModuleSpec(stack, params, submodules(**specs)), **options)
-    if params and options["post_process"]:
-        model.decoder.final_norm = norm(config, config.hidden_size, config.layernorm_epsilon)
-        model.decoder.post_layer_norm = True
-    return model
 
 
 class GatheredAttention(DotProductAttention):
@@ -130,16 +74,14 @@ class GatheredAttention(DotProductAttention):
     def __init__(
         self, config: TransformerConfig, layer_number: int, attn_mask_type: Any, *args: Any, **options: Any
     ) -> None:
-        dropout, width = options.get("attention_dropout"), config.kv_channels
-        has_window = getattr(utils, "is_layer_window_attention", lambda size, *of_layer: size is not None)
-        skipped = getattr(config, "window_attn_skip_freq", None)
+        width = config.kv_channels
         super().__init__(
             config.num_attention_heads,
             (options.get("k_channels") or width, options.get("v_channels") or width),
             num_gqa_groups=config.num_query_groups,
-            attention_dropout=config.attention_dropout if dropout is None else dropout,
+            attention_dropout=config.attention_dropout,
             attn_mask_type=attn_mask_type.name,
-            window_size=config.window_size if has_window(config.window_size, skipped, layer_number) else None,
+            window_size=config.window_size,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             sequence_parallel=config.sequence_parallel,
             get_rng_state_tracker=tensor_parallel.get_cuda_rng_tracker,

@@ -36,7 +36,6 @@ _KINDS: dict[str, dict[str, Any]] = {
     "mla": _MLA,
     "mla-moe": {**_MLA, **_MOE},
     "mtp": {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1},
-    "hybrid": _MOE,
 }
 LAYERS = ("local", "transformer_engine")
 #: Parameters per bucket: few enough for several buckets per chunk, so that communication overlaps.
@@ -58,8 +57,7 @@ class TinyModel:
 
     Attributes:
         kind: ``"dense"``, ``"moe"`` (four experts), ``"mla"`` (multi-latent attention), ``"mla-moe"`` (both),
-            ``"mtp"`` (one layer of multi-token prediction), or ``"hybrid"`` (a ``HybridModel`` of attention,
-            experts and MLP, which is ``MambaModel`` up to megatron-core 0.17).
+            or ``"mtp"`` (one layer of multi-token prediction).
         layers: ``"local"``, or ``"transformer_engine"`` for those that people train with: experts are grouped
             then. On a CPU they need ``cpu_backend(transformer_engine=True)``.
         tp, pp, cp, ep: sizes of the parallel groups. What is left of the world is data parallel.
@@ -68,7 +66,6 @@ class TinyModel:
         sequence_parallel: as in ``TransformerConfig``.
         bf16: train in bfloat16 with float32 main parameters; float32 otherwise.
         tied: input embedding and output layer share their weight.
-        frozen_head: the output layer is not trained.
         vocab_size, seq_length: of the model, in tokens.
         config: further fields of ``TransformerConfig``, which win over those of the kind.
         lr, seed: the learning rate of Adam, and the seed of the parameters.
@@ -90,7 +87,6 @@ class TinyModel:
     sequence_parallel: bool = False
     bf16: bool = False
     tied: bool = False
-    frozen_head: bool = False
     vocab_size: int = 32
     seq_length: int = 16
     config: dict[str, Any] = field(default_factory=dict)
@@ -118,11 +114,6 @@ class TinyModel:
             "expert_tensor_parallel_size": self.expert_tp,
         }
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the parameters."""
-        return torch.bfloat16 if self.bf16 else torch.float32
-
     def initialize(self) -> None:
         """Seed Megatron's generators; initialize its process groups unless the last call made the same."""
         from megatron.core import parallel_state, tensor_parallel
@@ -146,7 +137,7 @@ class TinyModel:
         """Return a new configuration of the model."""
         from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-        interleaved = self.vpp is not None
+        dtype = torch.bfloat16 if self.bf16 else torch.float32
         fields = {
             "num_layers": 4,
             "hidden_size": 32,
@@ -158,11 +149,11 @@ class TinyModel:
             "qk_layernorm": "mla" in self.kind,
             "sequence_parallel": self.sequence_parallel,
             "bf16": self.bf16,
-            "params_dtype": self.dtype,
-            "pipeline_dtype": self.dtype,
+            "params_dtype": dtype,
+            "pipeline_dtype": dtype,
             # Gloo matches messages by order: the batched form of the interleaved schedule mixes them up.
-            "overlap_p2p_comm": interleaved,
-            "batch_p2p_comm": not interleaved,
+            "overlap_p2p_comm": bool(self.vpp),
+            "batch_p2p_comm": not self.vpp,
         }
         of_kind = MLATransformerConfig if "mla" in self.kind else TransformerConfig
         return of_kind(**(fields | _KINDS[self.kind] | self.config))
@@ -178,12 +169,8 @@ class TinyModel:
         for index in range(count):
             is_first, is_last = stage + index == 0, (stage, index) == (self.pp - 1, count - 1)
             chunk = self.provider(is_first, is_last, config, index if self.vpp else None).cuda()
-            if self.vpp:
-                chunk.vp_stage = index
             for parameter in chunk.parameters():
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-            if self.frozen_head and is_last:
-                chunk.output_layer.requires_grad_(False)
             chunks.append(Float16Module(config, chunk) if self.bf16 else chunk)
         return chunks
 
@@ -203,6 +190,8 @@ class TinyModel:
 
         config = config or self.transformer_config()
         has_te = self.layers == "transformer_engine"
+        layer, norm = tiny_layers.layer_of(config, has_te)
+        layers = [layer] * (config.num_layers // (self.pp * (self.vpp or 1)))
         # Megatron stores learned positions once, and a stage with MTP has an embedding of its own.
         options = {
             "vocab_size": self.vocab_size,
@@ -211,12 +200,8 @@ class TinyModel:
             "share_embeddings_and_output_weights": self.tied,
             "pre_process": pre_process,
             "post_process": post_process,
-            **({} if vp_stage is None else {"vp_stage": vp_stage}),
+            "vp_stage": vp_stage,
         }
-        if self.kind == "hybrid":
-            return tiny_layers.hybrid_model(config, has_te, options)
-        layer, norm = tiny_layers.layer_of(config, has_te)
-        layers = [layer] * (config.num_layers // (self.pp * (self.vpp or 1)))
         if config.mtp_num_layers:
             options["mtp_block_spec"] = tiny_layers.mtp_block(config, layer, has_te, vp_stage)
         return GPTModel(config, TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm), **options)
@@ -244,10 +229,9 @@ class TinyModel:
         for chunk in model:
             chunk.broadcast_params()
         optimizer_config = OptimizerConfig(
-            optimizer="adam",
             lr=self.lr,
             bf16=self.bf16,
-            params_dtype=self.dtype,
+            params_dtype=config.params_dtype,
             use_distributed_optimizer=self.use_distributed_optimizer,
         )
         return model, get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=False)

@@ -132,12 +132,13 @@ def test_a_role_that_a_model_builder_of_megatron_builds(framework: str, kind: st
     from megatron_rl_patches.frameworks.inference_roles import NullOptimizer, freeze_role, inference_role
     from megatron_rl_patches.testing import TinyModel
     from tests.frameworks import real_jobs
+    from tests.references.tiny_hybrid import TinyHybrid
 
     try:
         models = importlib.import_module(f"megatron.training.models.{kind.lower()}")
     except ModuleNotFoundError:
         pytest.skip("this Megatron-LM has no such builder")
-    of = TinyModel(kind={"GPT": "moe", "Hybrid": "hybrid"}[kind], bf16=True)
+    of = {"GPT": TinyModel, "Hybrid": TinyHybrid}[kind](kind="moe", bf16=True)
     of.initialize()
     real_jobs.role_arguments(framework, {"bf16": True})
     config = getattr(models, f"{kind}ModelConfig")(transformer=of.transformer_config())

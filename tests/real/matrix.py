@@ -69,11 +69,13 @@ def tiny(kind: str = "dense", **options: Any) -> TinyModel:
         Skipped: this megatron-core has no such model.
     """
     from megatron_rl_patches.testing import TinyModel
-    from tests.references.tiny_gpt import predicts_in_hybrid_models
+    from tests.references.tiny_hybrid import HAS_MTP, TinyHybrid
 
-    if kind == "hybrid" and "mtp_num_layers" in options.get("config", {}) and not predicts_in_hybrid_models():
+    if kind != "hybrid":
+        return TinyModel(kind=kind, layers=layers.chosen(), **options)
+    if "mtp_num_layers" in options.get("config", {}) and not HAS_MTP:
         pytest.skip("hybrid models of this release have no multi-token prediction")
-    return TinyModel(kind=kind, layers=layers.chosen(), **options)
+    return TinyHybrid(layers=layers.chosen(), **options)
 
 
 def reason(model: str, layout: str) -> str:

@@ -41,15 +41,16 @@ class Layout(NamedTuple):
     allgather_cp: bool = False
 
 
+FROZEN = {"change": lambda chunk: chunk.output_layer.requires_grad_(False)}
 SEQUENCE_PARALLEL = {"tp": 2, "sequence_parallel": True}
 #: Beside those of ``test_models.py``.
 LAYOUTS = {
     "1 rank": Layout(1),
-    "1 rank, frozen": Layout(1, {"frozen_head": True}),
+    "1 rank, frozen": Layout(1, FROZEN),
     "1 rank, fused": Layout(1, fused=True),
     "1 rank, tied, fused, bf16": Layout(1, {"tied": True, "bf16": True}, fused=True),
     "DP 2": Layout(),
-    "TP 2, frozen": Layout(2, {"tp": 2, "frozen_head": True}),
+    "TP 2, frozen": Layout(2, {"tp": 2, **FROZEN}),
     "TP 2, sequence parallel": Layout(2, SEQUENCE_PARALLEL),
     "TP 2, sequence parallel, tied, bf16": Layout(2, {**SEQUENCE_PARALLEL, "tied": True, "bf16": True}),
     "PP 2, deallocated outputs": Layout(2, {"pp": 2, "config": {"deallocate_pipeline_outputs": True}}),

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.runs("losses", ranks=[1, 2])
 
 VOCABULARY = 32
 #: Prompt and response of each sample: their numbers of tokens differ in every split.
-LENGTHS = ((2, 9), (1, 7), (5, 1), (3, 8), (1, 4), (2, 2), (3, 1), (1, 3))
+LENGTHS = ((2, 8), (1, 7), (5, 1), (1, 9), (1, 4), (2, 2), (3, 1), (1, 3))
 #: Samples in which every token is masked.
 MASKED = (3, 7)
 TOPK = 4
@@ -95,11 +95,8 @@ def counted_on_each_cp_rank(microbatch: Microbatch, logits: torch.Tensor) -> Any
     return loss, tokens * microbatch.split.cp, metrics
 
 
-def mean_over(part: str, microbatch: Microbatch, logits: torch.Tensor) -> Any:
-    """Wrong: the mean over a microbatch, or over the means of its samples; Megatron averages either."""
-    if part == "samples":
-        options = losses.PolicyOptions(normalization="sequence")
-        return of_package(options, microbatch, logits, len(microbatch.samples))
+def mean_over_microbatch(microbatch: Microbatch, logits: torch.Tensor) -> Any:
+    """Wrong: the mean over tokens of a microbatch, which Megatron averages."""
     tokens = sum(int(sample["loss_mask"].sum()) for sample in microbatch.samples)
     return of_package(losses.PolicyOptions(), microbatch, logits, max(tokens, 1))
 
@@ -133,16 +130,9 @@ def test_own_losses_weigh_the_same(options: Any, normalization: Any, calculate_p
     assert list(report.differences) == list(SPLITS)
 
 
-@pytest.mark.parametrize(
-    ("part", "different"),
-    [
-        ("microbatch", list(ONE_RANK)),
-        ("samples", ["uneven microbatches"]),  # the others have the same number of samples each
-    ],
-)
-def test_means_over_a_part_of_the_batch(part: str, different: list[str]) -> None:
-    report = check_normalization(partial(mean_over, part), global_batch(), ONE_RANK)
-    assert report.different == different
+def test_means_over_microbatches() -> None:
+    report = check_normalization(mean_over_microbatch, global_batch(), ONE_RANK)
+    assert report.different == list(ONE_RANK)
 
 
 def test_context_parallelism_that_is_forgotten() -> None:
@@ -158,8 +148,8 @@ def test_a_loss_of_nothing() -> None:
 
 def test_cuts() -> None:
     for split, expected in (
-        (Split(dp=2, microbatches=2), [[[11, 8], [6, 11]], [[5, 4], [4, 4]]]),
-        (Split(dp=2, microbatches=2, even=False), [[[11], [8]], [[6], [11, 5, 4, 4, 4]]]),
+        (Split(dp=2, microbatches=2), [[[10, 8], [6, 10]], [[5, 4], [4, 4]]]),
+        (Split(dp=2, microbatches=2, even=False), [[[10], [8]], [[6], [10, 5, 4, 4, 4]]]),
     ):
         cut = [[[len(x["tokens"]) for x in part] for part in of_dp] for of_dp in split.cut(global_batch())]
         assert cut == expected

@@ -239,11 +239,3 @@ def test_a_fused_router_is_refused_on_every_rank(kind: str) -> None:
     message = "moe_router_fusion=True with moe_enable_routing_replay=True"
     with applied("router-replay"), pytest.raises(InvalidInputError, match=message):
         of.chunks(config)
-
-
-def test_nothing_is_walked_where_no_model_has_routers() -> None:
-    block = mock.Mock(spec=["config"], config=mock.Mock(spec=[]))
-    router_replay.end_forward(block)
-    router_replay.end_step([block])
-    router_replay.clear([block])
-    assert router_replay.routers([block]) == []

@@ -12,13 +12,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.extensions import transformer_engine as extension
-from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import MLATransformerConfig, cuda_graphs
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_rl_patches import applied
-from megatron_rl_patches.testing import tiny_layers, tiny_model
+from megatron_rl_patches.testing import tiny_model
 from tests.ranks import everywhere, on_ranks
 from tests.recording import note_differences
 from tests.worlds.model import RECOMPUTE
@@ -29,6 +27,7 @@ SWIGLU: dict[str, Any] = {
     "gated_linear_unit": True,
     "activation_func": torch.nn.functional.silu,
     "add_bias_linear": False,
+    "mtp_num_layers": None,
 }
 _MOE: dict[str, Any] = {
     "moe_router_topk": 2,
@@ -38,11 +37,12 @@ _MOE: dict[str, Any] = {
     "gated_linear_unit": True,
 }
 _NORMS: dict[str, Any] = {"layernorm_zero_centered_gamma": True, "layernorm_epsilon": 1e-2}
-#: The kind of ``tiny_model()``, and further fields of its configuration.
+#: The kind of ``tiny_model()``, and further fields of its configuration. Without its layer of multi-token
+#: prediction, that kind is a dense model with rotary positions.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {}),
-    "grouped queries": ("dense", {"num_query_groups": 2, **SWIGLU}),
-    "fused RoPE": ("dense", {"num_query_groups": 2, **SWIGLU, "apply_rope_fusion": True}),
+    "grouped queries": ("mtp", {"num_query_groups": 2, **SWIGLU}),
+    "fused RoPE": ("mtp", {"num_query_groups": 2, **SWIGLU, "apply_rope_fusion": True}),
     "grouped experts": ("moe", _MOE),
     "grouped experts, fused permutation": ("moe", {**_MOE, "moe_permute_fusion": True}),
     "latent attention": ("mla", SWIGLU),
@@ -72,19 +72,11 @@ def build(case: str, layers: str, layout: str = "1 rank", initializes: bool = Tr
     kind, of_case = CASES[case]
     sizes = LAYOUTS[layout]
     config = {"num_layers": 2, **of_case, **fields}
-    tiny = tiny_model(kind, layers=layers, sequence_parallel="tp" in sizes, config=config, seed=3, **sizes)
+    more: dict[str, Any] = {"sequence_parallel": "tp" in sizes, "vocab_size": 64, "seq_length": 32, "seed": 3}
+    tiny = tiny_model(kind, layers=layers, config=config, **more, **sizes)
     if initializes:
         tiny.initialize()
-    options = tiny.transformer_config()
-    layer, norm = tiny_layers.layer_of(options, layers == TE)
-    model = GPTModel(
-        options,
-        TransformerBlockSubmodules(layer_specs=[layer] * 2, layer_norm=norm),
-        vocab_size=64,
-        max_sequence_length=32,
-        position_embedding_type="learned_absolute" if options.add_bias_linear else "rope",
-        share_embeddings_and_output_weights=False,
-    )
+    model = tiny.provider()
     with torch.no_grad():
         for parameter in model.parameters():  # none of them is 0 or 1, and scores differ
             if parameter.dim() == 1:

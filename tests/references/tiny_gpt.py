@@ -23,7 +23,6 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import multi_token_prediction
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.utils import get_model_config
 
 from megatron_rl_patches.testing import TinyModel
@@ -44,11 +43,6 @@ def trains_mtp_without_labels() -> bool:
     """Return whether this release takes the tokens as labels of multi-token prediction without labels."""
     process = getattr(multi_token_prediction, "process_mtp_loss", None)
     return process is not None and "input_ids" in inspect.signature(process).parameters
-
-
-def predicts_in_hybrid_models() -> bool:
-    """Return whether hybrid models of this release have multi-token prediction."""
-    return "mtp_layer_pattern" in inspect.signature(MultiTokenPredictionBlock).parameters
 
 
 def positions() -> torch.Tensor:

@@ -209,7 +209,7 @@ def on_a_rank(number: int, scale: float = 1.0) -> float:
         described.initialize()
         chunks: list[Any] = described.chunks()
         model, optimizer = described.build()
-        print(chunks, model, optimizer, described.provider, described.dtype)
+        print(chunks, model, optimizer, described.provider)
         return number * scale
 
 
