@@ -157,7 +157,6 @@ class MockDDP(_BaseDataParallel):
     broadcast_params = partialmethod(_record, "broadcast_params")
     free_overlap_buffers = partialmethod(_record, "free_overlap_buffers")
     offload_grad_buffers = partialmethod(_record, "offload_grad_buffers")
-    reset_param_sync_dispatch_state = partialmethod(_record, "reset_param_sync_dispatch_state")
     restore_grad_buffers = partialmethod(_record, "restore_grad_buffers")
     set_is_first_microbatch = partialmethod(_record, "set_is_first_microbatch")
     set_symmetric_ar = partialmethod(_record, "set_symmetric_ar")
@@ -230,6 +229,11 @@ class MockDDP(_BaseDataParallel):
         self._record("scale_gradients", scaling_factor=scaling_factor)
         for buffer in self.buffers + self.expert_parallel_buffers:  # type: ignore[operator]
             buffer.grad_data *= scaling_factor
+
+    def reset_param_sync_dispatch_state(self) -> None:
+        self._record("reset_param_sync_dispatch_state")
+        for group in bucket_groups(self):
+            group.param_gather_dispatched = False
 
     def state_dict(self, *, prefix: str = "", keep_vars: bool = False, destination: Any = None) -> Any:
         """Return the state of the module, under names without a prefix for DDP, as Megatron does."""

@@ -17,7 +17,7 @@ import torch
 from ..common.chunks import bucket_groups
 from ..reentry import finite_step
 from .mock_ddp import MockDDP
-from .mock_modules import is_patched
+from .mock_modules import MockProcessGroup, is_patched
 
 
 def _config() -> Any:
@@ -30,8 +30,7 @@ def _config() -> Any:
 class MockOptimizer:
     """Stands for Megatron's optimizer: a step leaves other ranks' shards of the parameters stale.
 
-    It is a chain of one optimizer, as Megatron's ``ChainedOptimizer`` is for a model without experts, and has
-    the methods of it that frameworks and patches call.
+    It is a chain of one optimizer, as Megatron's ``ChainedOptimizer`` is for a model without experts.
 
     Attributes:
         model_chunks: the chunks whose parameters it updates.
@@ -63,18 +62,32 @@ class MockOptimizer:
     def _record(self, name: str, *args: Any, **kwargs: Any) -> None:
         self.calls.append(name)
 
+    _constant = staticmethod(lambda value, *unused, **options: value)
+    has_grad_norm_group = partialmethod(_constant, False)
+    grads_states_parallel_group_is_shared = partialmethod(_constant, True)
     # Nothing but their calls is observable here.
     reload_model_params = partialmethod(_record, "reload_model_params")
     prepare_model_params_for_param_sync = partialmethod(_record, "prepare_model_params_for_param_sync")
     _copy_main_params_to_param_buffer = partialmethod(_record, "_copy_main_params_to_param_buffer")
-    clip_grad_norm = partialmethod(_record, "clip_grad_norm")
+    save_parameter_state = partialmethod(_record, "save_parameter_state")
+    load_parameter_state = partialmethod(_record, "load_parameter_state")
+    offload_to_cpu = partialmethod(_record, "offload_to_cpu")
+    restore_from_cpu = partialmethod(_record, "restore_from_cpu")
     zero_grad = partialmethod(_record, "zero_grad")
 
     def get_parameters(self) -> list[torch.nn.Parameter]:
         return [param for chunk in self.model_chunks for param in chunk.param_to_bucket_group]
 
-    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
         return [param.main_grad for param in self.get_parameters()]  # type: ignore[attr-defined]
+
+    get_main_grads_for_grad_norm = get_grads_for_grad_norm
+
+    def get_grad_stats_parallel_group(self) -> MockProcessGroup:
+        return MockProcessGroup()
+
+    def get_loss_scale(self) -> torch.Tensor:
+        return torch.ones(1)
 
     def scale_loss(self, loss: Any) -> Any:
         return loss
@@ -85,6 +98,13 @@ class MockOptimizer:
 
     def get_grad_norm(self) -> float | None:
         return self.result[1]
+
+    def clip_grad_norm(self, clip_grad: float) -> float | None:
+        self.calls.append("clip_grad_norm")
+        return self.result[1]
+
+    def count_zeros(self) -> int | None:
+        return self.result[2]
 
     def step_with_ready_grads(self) -> bool:
         self.calls.append("step_with_ready_grads")
@@ -116,7 +136,7 @@ class MockOptimizer:
         num_calls = len(self.calls)
         success = self.step_with_ready_grads()
         del self.calls[num_calls:]
-        return success, norm, self.result[2]
+        return success, norm, self.count_zeros()
 
     def state_dict(self) -> dict[str, Any]:
         return {

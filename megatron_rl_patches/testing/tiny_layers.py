@@ -11,7 +11,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
 )
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from ..errors import InvalidInputError
@@ -74,14 +74,15 @@ class GatheredAttention(DotProductAttention):
     def __init__(
         self, config: TransformerConfig, layer_number: int, attn_mask_type: Any, *args: Any, **options: Any
     ) -> None:
-        width = config.kv_channels
+        width, skipped = config.kv_channels, getattr(config, "window_attn_skip_freq", None)
+        has_window = getattr(utils, "is_layer_window_attention", lambda size, *of_layer: size is not None)
         super().__init__(
             config.num_attention_heads,
             (options.get("k_channels") or width, options.get("v_channels") or width),
             num_gqa_groups=config.num_query_groups,
             attention_dropout=config.attention_dropout,
             attn_mask_type=attn_mask_type.name,
-            window_size=config.window_size,
+            window_size=config.window_size if has_window(config.window_size, skipped, layer_number) else None,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             sequence_parallel=config.sequence_parallel,
             get_rng_state_tracker=tensor_parallel.get_cuda_rng_tracker,

@@ -58,6 +58,7 @@ def test_buckets() -> None:
 def test_optimizer() -> None:
     optimizer = MockOptimizer([MockDDP()])
     assert optimizer.step() == (True, 0.0, None) and optimizer.calls == ["step"]
+    assert optimizer.get_loss_scale().item() == 1.0
     optimizer.param_groups[0]["lr"] = 0.1
     state = optimizer.state_dict()
     optimizer.param_groups[0]["lr"] = 0.2
