@@ -2,7 +2,7 @@
 
 Importing this package loads neither torch nor megatron. ``apply()`` puts the patches in place, before or
 after the frameworks are imported; the environment variable ``MEGATRON_RL_PATCHES=1`` does the same
-with no code change. (PYTEST_DONT_REWRITE: pytest would warn if it came after this package, whose plugin it loads.)
+with no code change. PYTEST_DONT_REWRITE: pytest, which loads its plugin, would warn of an earlier import.
 """
 
 from __future__ import annotations
