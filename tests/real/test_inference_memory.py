@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from megatron_rl_patches import inference
-from megatron_rl_patches.errors import InferenceOnlyError, InvalidInputError
+from megatron_rl_patches.errors import CheckpointError, InferenceOnlyError, InvalidInputError
 from megatron_rl_patches.inference.memory.estimate import OptimizerSettings
 from megatron_rl_patches.inference.models.model import freeze
 from megatron_rl_patches.testing import TinyModel
@@ -181,3 +181,13 @@ def test_a_rank_has_as_many_parameters_as_estimated() -> None:
         estimate = inference.estimate_memory(config, vocab_size=1024) if dist.get_rank() == 0 else None
         stage = everywhere(estimate)[0].stages[parallel_state.get_pipeline_model_parallel_rank()]
         assert stage.dense_parameters + stage.expert_parameters == count, name
+
+
+@on_ranks(1)
+def test_a_checkpoint_of_another_dtype_is_no_teacher(tmp_path: Path) -> None:
+    options = TinyModel()
+    options.initialize()
+    save(tiny_gpt.inference_model(options), tmp_path)
+    pool = inference.TeacherPool(tiny_gpt.inference_model(TinyModel(bf16=True)))
+    with pytest.raises(CheckpointError, match="of another dtype"):
+        pool.add("math", tmp_path)
