@@ -44,8 +44,8 @@ class ReentrantTrainOptions:
             for each rollout, and where one of them raises. Functions that ``reentrant_train`` decorates have
             lines, too, but blocks ``with reentrant_train(...)`` have none.
         verify: at the first guarded ``train()`` wait up to 5 minutes until each rank is there, and compare
-            them with ``verify_ranks()``; if they differ, all stop. ``reentrant_train`` in your own code
-            compares, too, but only after the patch is applied. The variable alone does nothing.
+            them with ``verify_ranks()``; if they differ, all stop. Where the patch is not applied, the option
+            has no effect, and ``reentrant_train`` in your own code compares nothing.
 
     Raises:
         PatchError: a function is named in another way.

@@ -57,7 +57,7 @@ class TrainGuard:
 
     Args:
         model: list of model chunks, or one chunk.
-        optimizer: the ``MegatronOptimizer``, if there is one.
+        optimizer: the ``MegatronOptimizer``, if there is one. Without it, gradients on main parameters stay.
         timers: the framework's ``megatron.core.timers.Timers``, if it uses others than ``config.timers``.
         config: the config that the framework works with, if it is not the chunks' own.
         installs: whether the body installs ``no_sync_func``, which is then cleared at entry. Pass ``False``

@@ -5,6 +5,7 @@ that conditions hold: there are ties, an id is ruled out, tokens count, or anoth
 the head takes at sizes that others have published is counted, as a file beside its page.
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -20,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks import candidates
 from megatron_rl_patches import losses
 from megatron_rl_patches.common.devices import on_device
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
@@ -52,7 +52,7 @@ def materialized(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def stock(logits: Tensor, _: Tensor, rows: Any = slice(None), **__: Any) -> list[Tensor]:
     """Return what slime's own function computes of all rows at temperature 1, at some of them."""
-    function = candidates.SLIME().calculate_log_probs_and_entropy
+    function = importlib.import_module("slime.utils.ppo_utils").calculate_log_probs_and_entropy
     return [x[rows] for x in function(logits, ids(len(logits)), None, with_entropy=True)]
 
 
@@ -93,9 +93,9 @@ def count(setup: Setup, head: str) -> tuple[Recorder, int, int]:
 
 
 def heads() -> dict[str, list[dict[str, str]]]:
-    """Return what each head takes, and the products of deferred logits; stock code needs ``SLIME_DIR``."""
+    """Return what each head takes, and the products of deferred logits; stock code needs slime."""
     memory, products = dict[str, list[dict[str, str]]](), []
-    for setup, head in product(SETUPS, HEADS if "SLIME_DIR" in os.environ else [*HEADS][:-2]):
+    for setup, head in product(SETUPS, HEADS if importlib.util.find_spec("slime") else [*HEADS][:-2]):
         record, inputs, peak = count(setup, head)
         sizes = {"beyond gradients": peak, "with gradients": peak + inputs}
         sizes["with inputs and gradients"] = peak + 2 * inputs
