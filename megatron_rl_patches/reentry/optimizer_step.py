@@ -34,7 +34,7 @@ class OptimizerStep:
 
     Raises:
         MegatronRLPatchesError: other chunks, a method out of turn, or a number of microbatches that does not
-            fit. All ranks raise alike, before any collective, and an open step stays open.
+            fit (InvalidInputError of begin()). All ranks raise alike, before a collective; an open step stays.
     """
 
     def __init__(self, model: Any, optimizer: Any) -> None:
