@@ -34,7 +34,7 @@ class OptimizerStep:
 
     Raises:
         MegatronRLPatchesError: other chunks, a method out of turn, or a number of microbatches that does not
-            fit (InvalidInputError of begin()). All ranks raise alike, before a collective; an open step stays.
+            fit (in begin(): InvalidInputError). All ranks raise alike, before collectives; steps stay open.
     """
 
     def __init__(self, model: Any, optimizer: Any) -> None:
