@@ -30,8 +30,9 @@ apply(settings=Settings(inference_roles=["judge"], warn=False))
 ```
 
 In a variable, write `1` or `0` for a switch, commas between the items of a list, and `name=value` for a pair.
-If a value does not parse, one line says so, and the default is used. [How it
-works](how-it-works.md#activation) says which processes the variables reach.
+If a value does not parse, a process that the variables switch on says so in one line, and uses the default;
+`apply()` raises `PatchError`. [How it works](how-it-works.md#activation) says which processes the variables
+reach.
 
 ## Which patches
 

@@ -26,10 +26,10 @@ _one_thread = threading.Lock()
 _peaks: dict[str, int] = {}  # of scoring since the last line was logged
 
 
-def memory_phases(call: Call, name: str, model: Any = None, optimizer: Any = None) -> Any:
+def memory_phases(options: Any, name: str, model: Any = None, optimizer: Any = None) -> Any:
     """Return a block that measures the memory of a call by phase, if the option asks for it."""
     global _peaks
-    if not call.options.memory_phases:
+    if not options.memory_phases:
         return nullcontext()
     peaks, _peaks = _peaks, _peaks if name == "scoring" else {}
     return inference.MemoryPhases(model, optimizer, name, name != "scoring", peaks)
@@ -37,7 +37,7 @@ def memory_phases(call: Call, name: str, model: Any = None, optimizer: Any = Non
 
 def score(call: Call) -> Any:
     """Score, as a phase of memory."""
-    with memory_phases(call, "scoring"):
+    with memory_phases(call.options, "scoring"):
         return call()
 
 
@@ -61,7 +61,7 @@ def compare_ranks_at_first_call(compare: Callable[[], None], is_wanted: Callable
                 store.wait(keys, PATIENCE)
             except RuntimeError:
                 missing = listed([rank for rank, key in enumerate(keys) if not store.check([key])])
-                problem = f"rank {missing} has begun no guarded train(): apply the patches there"
+                problem = f"rank {missing} has begun no guarded train() with verify switched on: do so there"
                 raise PatchError(problem) from None
             try:
                 compare()
@@ -79,7 +79,7 @@ def train(call: Call, timers: Any = None, installs: bool = True) -> Any:
         check_rollout(call.get("data_iterator"))
     optimizer, config = call.get("optimizer"), call.get("config")
     guarded = guard.TrainGuard(call["model"], optimizer, timers, config, installs, warn)
-    with memory_phases(call, "other", call["model"], optimizer), guarded:
+    with memory_phases(call.options, "other", call["model"], optimizer), guarded:
         return call()
 
 
@@ -114,13 +114,13 @@ def update_verl_actor(call: Call) -> Any:
         function()
     check_verl_rollout(call)
     engine = getattr(getattr(call.instance, "actor", None), "engine", None)
-    with memory_phases(call, "other", getattr(engine, "module", None), getattr(engine, "optimizer", None)):
+    with memory_phases(call.options, "other", *(getattr(engine, n, None) for n in ("module", "optimizer"))):
         return call()
 
 
 def save(call: Call) -> Any:
     """Save, and leave the forward pre-hooks as they were."""
-    with memory_phases(call, "save"), forward_pre_hooks.preserved_hooks(call["model"]):
+    with memory_phases(call.options, "save"), forward_pre_hooks.preserved_hooks(call["model"]):
         return call()
 
 

@@ -40,8 +40,7 @@ def note_parameters(model: Any) -> None:
     for chunk in as_chunks(model):
         for module in chunk.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                counts = _counts(module, name, parameter)
-                if counts is not None:
+                if (counts := _counts(module, name, parameter)) is not None:
                     setattr(parameter, _COUNTS, counts)
 
 

@@ -133,8 +133,7 @@ def history_of(optimizer: Any) -> History:
 
 def summary() -> str:
     """Return how many steps of this process were skipped; empty if none was."""
-    total = _total.taken + _total.skipped
-    return f"{_total.skipped} of {total} steps skipped" if _total.skipped else ""
+    return f"{_total.skipped} of {_total.taken + _total.skipped} steps skipped" if _total.skipped else ""
 
 
 @contextmanager

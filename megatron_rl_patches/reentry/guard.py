@@ -6,6 +6,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
@@ -35,6 +36,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 before_calls: list[Callable[[], None]] = []
 #: What :func:`reentrant_train` has made of functions, and the full names of these.
 decorated: weakref.WeakKeyDictionary[Callable[..., Any], str] = weakref.WeakKeyDictionary()
+#: What is around each call of a decorated function; it gets the guard, which is within.
+around_decorated: Callable[[TrainGuard], AbstractContextManager[Any]] = nullcontext
 
 
 @dataclass(eq=False)
@@ -54,7 +57,7 @@ class TrainGuard:
 
     Args:
         model: list of model chunks, or one chunk.
-        optimizer: the ``MegatronOptimizer``, if there is one.
+        optimizer: the ``MegatronOptimizer``, if there is one. Without it, gradients on main parameters stay.
         timers: the framework's ``megatron.core.timers.Timers``, if it uses others than ``config.timers``.
         config: the config that the framework works with, if it is not the chunks' own.
         installs: whether the body installs ``no_sync_func``, which is then cleared at entry. Pass ``False``
@@ -95,14 +98,10 @@ class TrainGuard:
                     _NOT_INSTALLED.log()
             call.end(failed=False)
             return
-        clean_ups: tuple[Callable[[], None], ...] = (
-            lambda: call.end(failed=True),
-            lambda: router_replay.clear(call.model),
-            lambda: recover(call.model, error),
-        )
-        for clean_up in clean_ups:
+        clean_ups: Any = (call.end, True), (router_replay.clear, call.model), (recover, call.model, error)
+        for clean_up, *arguments in clean_ups:
             try:
-                clean_up()
+                clean_up(*arguments)
             except Exception as failure:
                 # Only a warning, since the caller has to see the exception of the training step.
                 _CLEAN_UP_FAILED.log(failure=one_line(failure))
@@ -150,9 +149,8 @@ def reentrant_train(target: Any, **options: Any) -> Any:
     """
     called = target.func if isinstance(target, functools.partial) else target
     if inspect.isclass(called):
-        raise MegatronRLPatchesError(
-            f"{called.__qualname__} is a class; decorate the method that takes the model chunks as 'model'"
-        )
+        problem = "is a class; decorate the method that takes the model chunks as 'model'"
+        raise MegatronRLPatchesError(f"{called.__qualname__} {problem}")
     if not callable(target) or hasattr(target, "modules"):
         chunks = as_chunks(target)
         for chunk in chunks:
@@ -170,7 +168,9 @@ def reentrant_train(target: Any, **options: Any) -> Any:
     def train(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        with TrainGuard(call.arguments["model"], **{"optimizer": call.arguments.get("optimizer"), **options}):
+        of_call = {"optimizer": call.arguments.get("optimizer"), **options}
+        guard = TrainGuard(call.arguments["model"], **of_call)
+        with around_decorated(guard), guard:
             return target(*args, **kwargs)
 
     body = inspect.unwrap(called)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import weakref
 from contextlib import ExitStack
 from importlib import import_module
+from numbers import Integral
 from typing import Any
 
 from ..common.chunks import as_chunks, bucket_groups, distinct_configs
 from ..common.scopes import replaced
-from ..errors import MegatronRLPatchesError
+from ..errors import InvalidInputError, MegatronRLPatchesError
 from .forward_pre_hooks import synchronize
 from .guard import TrainGuard
 from .recovery import fill_mxfp8_gather_buffer
@@ -33,7 +34,7 @@ class OptimizerStep:
 
     Raises:
         MegatronRLPatchesError: other chunks, a method out of turn, or a number of microbatches that does not
-            fit. All ranks raise alike, before any collective, and an open step stays open.
+            fit (in begin(): InvalidInputError). All ranks raise alike, before collectives; steps stay open.
     """
 
     def __init__(self, model: Any, optimizer: Any) -> None:
@@ -50,15 +51,18 @@ class OptimizerStep:
         Losses are divided by ``num_microbatches``, which counts those of all calls on this rank. Reduction
         overlaps with the last one. With ``config.calculate_per_token_loss`` the number may be left out.
         """
-        is_known = num_microbatches or getattr(self._config, "calculate_per_token_loss", False)
-        _check(is_known, "begin() needs num_microbatches of the whole step: each loss is divided by it")
+        number: Any = num_microbatches
+        is_optional = number is None and getattr(self._config, "calculate_per_token_loss", False)
+        is_count = isinstance(number, Integral) and number is not True and int(number) > 0
+        problem = f"num_microbatches of begin() is {number!r}; expected an integer above 0, of the whole step"
+        _check(is_count or is_optional, problem, InvalidInputError)
         is_free = not any(chunk in step._chunks for step in _open for chunk in self._chunks)
         _check(is_free, "a step of this model is open: call its step() or abort() first")
         with ExitStack() as stack:
             stack.enter_context(TrainGuard(self._chunks, self._optimizer, installs=False))
             stack.callback(_open.discard, self)
             _open.add(self)
-            self._total, self._done, self._tokens = num_microbatches, 0, None
+            self._total, self._done, self._tokens = number, 0, None
             self._optimizer.zero_grad()
             for chunk in self._chunks:
                 chunk.zero_grad_buffer()
@@ -146,11 +150,10 @@ class _Microbatches(int):
         from torch.utils._pytree import tree_map_only
 
         is_division = "div" in getattr(function, "__name__", "")
-        arguments = args, kwargs or {}
-        args, kwargs = tree_map_only(cls, lambda n: n.of_step if is_division else int(n), arguments)
-        return function(*args, **kwargs)
+        args = tree_map_only(cls, lambda n: n.of_step if is_division else int(n), (args, kwargs or {}))
+        return function(*args[0], **args[1])
 
 
-def _check(condition: object, message: str) -> None:
+def _check(condition: object, message: str, error: type[Exception] = MegatronRLPatchesError) -> None:
     if not condition:
-        raise MegatronRLPatchesError(message)
+        raise error(message)

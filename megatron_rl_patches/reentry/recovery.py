@@ -123,8 +123,7 @@ def _close_abandoned_no_sync(error: BaseException) -> None:
     accumulation in the middle of some later batch. A function that is still running has not abandoned its
     contexts: it may accumulate gradients while it handles the exception that ``error`` was raised from.
     """
-    stacks = map(traceback.walk_stack, sys._current_frames().values())
-    running = {frame for stack in stacks for frame, _ in stack}
+    running = {frame for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top)}
     for frame in _frames_of(error):
         if frame in running:
             continue

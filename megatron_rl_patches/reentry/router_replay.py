@@ -47,8 +47,7 @@ def replay_class() -> Any:
 
 def remove_with(router: Any) -> None:
     """Take the router's replay off the list of the process when the router is deleted."""
-    replay = getattr(router, "router_replay", None)
-    if replay is not None:
+    if (replay := getattr(router, "router_replay", None)) is not None:
         weakref.finalize(router, remove, replay).atexit = False
 
 

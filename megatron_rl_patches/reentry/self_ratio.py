@@ -46,7 +46,7 @@ class RatioReport:
 
     def __str__(self) -> str:
         places = [f"{gap:+.2g} at token {token} of sample {sample}" for gap, sample, token in self.worst]
-        worst = f"; worst: {', '.join(places)}" if places else ""
+        worst = f"; worst: {', '.join(places).replace('+nan', 'NaN')}" if places else ""
         causes = f"; what fits: {', '.join(self.causes) or 'no known cause'}" if self.is_off else ""
         return (
             f"{self.mean:.2g} nats on average and {self.largest:.2g} at most, {self.above} of {self.tokens} "
@@ -61,7 +61,7 @@ class SelfRatio:
 
     What is known rules causes out: the configuration of ``model``, chunks in the mode of training;
     ``vocab_size`` without padding; ``top_p`` of the rollout; whether the job ``replays_routes``. For
-    ``limit``, in nats, see :class:`RatioReport`.
+    ``limit``, in nats and above 0, see :class:`RatioReport`.
     """
 
     model: Any = None
@@ -72,6 +72,10 @@ class SelfRatio:
     _added: list[Tensor] = field(default_factory=list, init=False)  # [names, samples], float64
     _prompts: list[int | None] = field(default_factory=list, init=False)
     _has_entropies: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        if not self.limit > 0:
+            raise InvalidInputError(f"limit is {self.limit}; expected nats above 0")
 
     def add(
         self,
@@ -94,8 +98,10 @@ class SelfRatio:
         columns = trained, scored, masks, entropies
         lengths = [[*map(len, values)] for values in columns]
         count, total, longest = len(trained), sum(lengths[0]), max(lengths[0], default=0)
-        if any(each != lengths[0] for each in lengths) or (prompts is not None and len(prompts) != count):
+        if any(each != lengths[0] for each in lengths):
             raise InvalidInputError(f"lengths of trained, scored, masks, entropies differ: {lengths}")
+        if prompts is not None and len(prompts) != count:
+            raise InvalidInputError(f"prompts has {len(prompts)} lengths, expected one per sample: {count}")
         if count * longest > max(_MOST_PADDED, 2 * total):
             for half in slice(count // 2), slice(count // 2, None):
                 self.add(trained[half], scored[half], masks[half], entropies[half], prompts and prompts[half])
@@ -109,8 +115,7 @@ class SelfRatio:
 
         joined = (torch.nn.utils.rnn.pad_sequence([*each], batch_first=True).double() for each in columns)
         # There may be no token, so that one that does not count is appended.
-        joined = (torch.nn.functional.pad(each.detach(), (0, 1)) for each in joined)
-        trained, scored, masks, entropies = joined
+        trained, scored, masks, entropies = (torch.nn.functional.pad(x.detach(), (0, 1)) for x in joined)
         is_finite, counted = trained.isfinite() & scored.isfinite(), masks != 0
         not_finite, counted = counted & ~is_finite & (trained != scored), counted & is_finite
         gap = torch.where(counted, trained - scored, 0.0)
@@ -121,12 +126,12 @@ class SelfRatio:
         first = differs.cumsum(1) == 0  # tokens before the first that differs, so that the sum is its place
         rest, late = counted & ~first, size * (2 * place > place[:, -1:])
         sums = [counted, not_finite, above, differs, first, rest, late, size, gap.expm1(), gap, slope]
-        at = torch.where(not_finite, math.inf, size).argmax(1, keepdim=True)
-        worst = torch.where(not_finite, math.inf, gap).gather(1, at)[:, 0]
+        each_gap = torch.where(not_finite, trained - scored, gap)
+        at = each_gap.abs().argmax(1, keepdim=True)  # NaN, if there is one
         low = torch.where(counted, gap, math.inf).amin(1)
         high = torch.where(counted, gap, -math.inf).amax(1)
         summed = torch.stack([*sums, gap * gap, slope * slope, slope * gap]).sum(2)
-        return torch.cat([summed, torch.stack([low, high, worst, at[:, 0].double()])])
+        return torch.cat([summed, torch.stack([low, high, each_gap.gather(1, at)[:, 0], at[:, 0].double()])])
 
     def report(self) -> RatioReport | None:
         """Return what was added so far, in one read from the device; ``None`` without a token that counts."""
@@ -141,15 +146,16 @@ class SelfRatio:
         low, high = (min(by_sample["low"]), max(by_sample["high"])) if tokens else (0.0, 0.0)
         size, largest = mean["size"], max(high, -low)
         ratio = math.exp(low), 1 + mean["ratio"], math.exp(min(high, 700))
-        samples = enumerate(zip(by_sample["worst"], by_sample["worst_at"], strict=True))
-        worst = sorted(((gap, i, int(at)) for i, (gap, at) in samples if gap), key=lambda each: -abs(each[0]))
+        samples = zip(by_sample["worst"], by_sample["worst_at"], strict=True)
+        worst = [(gap, i, int(at)) for i, (gap, at) in enumerate(samples) if gap]
+        worst.sort(key=lambda each: (each[0] == each[0], -abs(each[0])))  # NaN is the first
         is_off = not_finite > 0 or size > self.limit / 10 or above > counted / 200
         causes = self._causes(by_sample, mean) if is_off else []
         return RatioReport(counted, above, not_finite, size, largest, ratio, worst[:3], causes, is_off)
 
     def _causes(self, by_sample: dict[str, list[float]], mean: dict[str, float]) -> list[str]:
         """Return the causes that neither the configuration nor the numbers rule out, the best fit first."""
-        chunks = as_chunks(self.model)
+        chunks, has_nan = as_chunks(self.model), any(map(math.isnan, by_sample["worst"]))
         configs = distinct_configs(chunks)
 
         def most(*names: str) -> Any:
@@ -178,15 +184,14 @@ class SelfRatio:
         changed = [sample for sample in samples if sample[1]]
         is_rest = len(changed) < len(samples) and all(each[1] > 0.9 * each[2] for each in changed)
         is_late = all(prompt is None or prompt + first >= topk for *_, first, prompt in changed)
-        is_padding = one_sign and not infinite and size < 3 * padding
         vocabulary = f"padded vocabulary, of {logits} logits" if logits else "padded vocabulary"
         temperature = f"temperature, {1 + covariance / (variance or 1):.3g} times as high in scoring"
         causes = (  # how much a cause says, whether it fits, and its name
             (4, is_linear, temperature if self._has_entropies else "temperature"),
             (3, is_noise and rate, f"dropout, at a rate of {rate:g}"),
             (3, changed and topk and is_late, f"sparse attention to the top {topk}"),
-            (3 if padding < math.inf else 1, is_padding, vocabulary),
-            (2 if infinite else 1, is_mask, "mask of top-p or top-k"),
+            (3 if padding < math.inf else 1, one_sign and not infinite and size < 3 * padding, vocabulary),
+            (2 if infinite else 1, is_mask and not has_nan, "mask of top-p or top-k"),
             (2, most("num_moe_experts") and (size**2 < 0.3 * squared or replays), "router replay"),
             (2, changed and is_rest, "changed packing"),
             (1, is_noise and is_rounding and (not chunks or most("bf16", "fp16")), "precision of the head"),

@@ -26,9 +26,7 @@ def clear_installed(model: Model, *configs: Any, keep: Container[Place] = ()) ->
     ``keep`` has the places that are left alone: the id of a config, and the attribute.
     """
     for config in distinct_configs(model, *configs):
-        for attribute in SYNC_FUNCTIONS:
-            if (id(config), attribute) in keep:
-                continue
+        for attribute in (name for name in SYNC_FUNCTIONS if (id(config), name) not in keep):
             functions = getattr(config, attribute, None)
             owners = _owners(functions, SYNC_FUNCTIONS[attribute], model)
             if owners and (attribute == "no_sync_func" or not belongs_to(model, functions, attribute)):

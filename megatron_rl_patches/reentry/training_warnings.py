@@ -83,8 +83,7 @@ class Watch:
         self._other_configs = [config, *(getattr(unwrap(chunk), "config", None) for chunk in model)]
         self._has_stepped, self._sees_steps, self._has_mask = False, optimizer is None, True
         modules = [chunk for chunk in model if hasattr(chunk, "register_forward_pre_hook")]
-        before = self._before_forward
-        self._hooks = [each.register_forward_pre_hook(before, with_kwargs=True) for each in modules]
+        self._hooks = [m.register_forward_pre_hook(self._before_forward, with_kwargs=True) for m in modules]
         with harmless():
             for part in getattr(optimizer, "chained_optimizers", [optimizer]):
                 inner = getattr(part, "optimizer", part)  # of torch, within one of Megatron
@@ -136,8 +135,7 @@ class Watch:
         stepped = getattr(self._optimizer, "model_chunks", None) or self.chunks
         chunks = [chunk for chunk in self.chunks if any(chunk is other for other in stepped)]
         is_elsewhere = any(getattr(config, setting, None) for config in self._other_configs)
-        groups = [group for chunk in chunks for group in bucket_groups(chunk)]
-        groups = [group for group in groups if _data_parallel_size(group) > 1]
+        groups = [group for c in chunks for group in bucket_groups(c) if _data_parallel_size(group) > 1]
         if any(_is_unreduced(group, is_elsewhere) for group in groups):
             which = "another config has one" if is_elsewhere else "no other config has one"
             report(setting, _UNREDUCED, elsewhere=which, ranks=max(map(_data_parallel_size, groups)))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 BASE, DEFERRED = "logits materialized, `lean-loss`", "deferred"
-ALL_KEPT = "deferred, all kept"
+ALL_KEPT, STOCK = "deferred, all kept", "stock code (slime)"
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def estimate_memory(
         teacher_heads: the device also holds all their output layers, as :meth:`.TeacherPool.head` keeps them.
         tokens: of a microbatch, on all context-parallel ranks. ``loss`` is then the peak of its logits and
             loss in training on a GPU at temperature 1, with the output layer's gradients: of ``"stock"`` code
-            (Megatron's, and slime's policy loss of August 2026 with the entropy), and with two patches.
+            (Megatron's, and slime's policy loss of August 2026 with an entropy bonus), and with two patches.
         response_share: of these tokens, above 0 and at most 1. It matters to ``lean-head`` alone.
         described: fields that come before those of the model, and what it lacks of :class:`.GPTArguments`.
 
@@ -196,7 +196,7 @@ def _loss_memory(tokens: int, share: float, fields: _Fields, dtype: str) -> dict
     head += selected * (fields["hidden_size"] * 4 + (of_row if item < 4 else 0))
     head += (selected + rows) * of_row if selected < rows else 0
     head += rows * of_row if fields.get("sequence_parallel") and tensor > 1 else 0  # all hidden states
-    # Beside the logits, slime keeps a softmax, and makes another one for the entropy; lean-loss a gradient.
+    # Beside the logits, slime keeps a softmax, and makes a gradient of the entropy; lean-loss a gradient.
     return {"stock": max(layer, 3 * in_fp32), "lean-loss": max(layer, 2 * in_fp32), "lean-head": head}
 
 

@@ -185,7 +185,7 @@ def memory_report(*, pool: TeacherPool | None = None, optimizer: Any = None) -> 
 _PEAKS = Message(
     "peak memory by phase until {end}, in GiB: {report}",
     "It is what torch had allocated on a CUDA device, or host memory (rss) where phases end.",
-    "Lower the largest one; memory_phases=0 ends these lines.",
+    "Lower the largest one; memory_phases=0 ends these lines, and logs=False those of your own block.",
 )
 _open: list[MemoryPhases] = []  # the blocks that are open in this process
 _reset_peaks: dict[int, dict[str, int]] = {}

@@ -343,8 +343,8 @@ def _each_group(name: str, values: Tensor, groups: Tensor) -> Iterator[tuple[Ten
         kinds = [f"{x.dtype} {list(x.shape)}" for x in (values, groups)]
         expected = "expected real numbers and integers, both [b] for b responses, not on the device meta"
         raise InvalidInputError(f"{name} are {kinds[0]} and groups {kinds[1]}: {expected}")
-    if groups.isnan().any():
-        raise InvalidInputError("groups have NaN, expected an integer for each response")
+    if groups.is_floating_point() and not (groups % 1 == 0).all():
+        raise InvalidInputError(f"groups are {groups.tolist()}; expected an integer for each response")
     for group in set(groups.tolist()):
         members = groups == group
         yield members, values.detach()[members].double()

@@ -5,6 +5,7 @@ that conditions hold: there are ties, an id is ruled out, tokens count, or anoth
 the head takes at sizes that others have published is counted, as a file beside its page.
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -25,7 +26,7 @@ from megatron_rl_patches.common.devices import on_device
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
 from megatron_rl_patches.losses.vocab.output_layer import add_product
 from tests.lab.rehearsal.recorder import Recorder, recording
-from tests.references.heads import ALL_KEPT, BASE, DEFERRED, Setup
+from tests.references.heads import ALL_KEPT, BASE, DEFERRED, STOCK, Setup
 
 SETUPS = (
     Setup(8192, 4096, 151936, torch.bfloat16),
@@ -45,15 +46,27 @@ def keeping_all(hidden: Tensor, weight: Tensor) -> Tensor:
     return losses.deferred_logits(hidden, weight, keep_bytes=keep_bytes)
 
 
-PLAIN_OPERATORS = f"{DEFERRED}, plain operators"
+def materialized(hidden: Tensor, weight: Tensor) -> Tensor:
+    return (hidden @ weight.T).float()  # as Megatron returns them
+
+
+def stock(logits: Tensor, _: Tensor, rows: Any = slice(None), **__: Any) -> list[Tensor]:
+    """Return what slime's own function computes of all rows at temperature 1, at some of them."""
+    function = importlib.import_module("slime.utils.ppo_utils").calculate_log_probs_and_entropy
+    return [x[rows] for x in function(logits, ids(len(logits)), None, with_entropy=True)]
+
+
+PLAIN_OPERATORS, A_QUARTER = f"{DEFERRED}, plain operators", {"rows": slice(0, None, 4)}
 HEADS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = {
-    # In float32, as Megatron returns them.
-    BASE: (lambda hidden, weight: (hidden @ weight.T).float(), {"inplace_backward": True}),
-    f"{BASE}, not in place": (lambda hidden, weight: (hidden @ weight.T).float(), {}),
+    BASE: (materialized, {"inplace_backward": True}),
+    f"{BASE}, not in place": (materialized, {}),
+    f"{BASE}, not in place, a quarter of the rows": (materialized, A_QUARTER),
     DEFERRED: (losses.deferred_logits, {}),
-    f"{DEFERRED}, a quarter of the rows": (losses.deferred_logits, {"rows": slice(0, None, 4)}),
+    f"{DEFERRED}, a quarter of the rows": (losses.deferred_logits, A_QUARTER),
     PLAIN_OPERATORS: (losses.deferred_logits, {"fused": False}),
     ALL_KEPT: (keeping_all, {}),
+    STOCK: (materialized, {}),
+    f"{STOCK}, a quarter of the rows": (materialized, A_QUARTER),
 }
 
 
@@ -66,12 +79,13 @@ def count(setup: Setup, head: str) -> tuple[Recorder, int, int]:
     Return the record, the bytes of the inputs, and those at the peak beyond inputs and gradients.
     """
     make, options = HEADS[head]
+    function = stock if head.startswith(STOCK) else losses.vocab_parallel_log_probs_and_entropy
     with recording() as recorder:
-        hidden, weight = layer(setup.dtype, setup.hidden, rows=setup.rows, vocabulary=setup.vocabulary)
+        hidden, weight = layer(setup.dtype, setup.hidden, rows=setup.rows, columns=setup.vocabulary)
         rows = range(setup.rows)[options.get("rows", slice(None))]
         targets = ids(len(rows))  # which the caller holds until the end
         options = {"temperature": 0.8, **options}
-        values = losses.vocab_parallel_log_probs_and_entropy(make(hidden, weight), targets, **options)
+        values = function(make(hidden, weight), targets, **options)
         sum(value.sum() for value in values).backward()
         assert not recorder.waits
         inputs = hidden.nbytes + weight.nbytes
@@ -79,23 +93,22 @@ def count(setup: Setup, head: str) -> tuple[Recorder, int, int]:
 
 
 def heads() -> dict[str, list[dict[str, str]]]:
-    """Return what each head takes, and the products of deferred logits."""
-    memory, products = [], []
-    for setup, head in product(SETUPS, HEADS):
+    """Return what each head takes, and the products of deferred logits; stock code needs slime."""
+    memory, products = dict[str, list[dict[str, str]]](), []
+    for setup, head in product(SETUPS, HEADS if importlib.util.find_spec("slime") else [*HEADS][:-2]):
         record, inputs, peak = count(setup, head)
         sizes = {"beyond gradients": peak, "with gradients": peak + inputs}
         sizes["with inputs and gradients"] = peak + 2 * inputs
         passes = ", ".join(f"{n} × `{name}`" for name, n in record.row_passes.items())
-        memory.append(
+        memory.setdefault("stock" if head.startswith(STOCK) else "heads", []).append(
             {"set-up": str(setup), "head": head, "products": str(record.products.total())}
             | {"small operations": str(record.small_operations)}
             | {name: f"{n / 2**30:.2f} GiB, {n / setup.logits_bytes:.3f}" for name, n in sizes.items()}
             | {"row passes": passes}
         )
-        for shapes, number in record.products.items() if head == DEFERRED else ():
-            row = {"set-up": str(setup), "products, deferred": shapes, "how often": str(number)}
-            products.append(row)
-    return {"heads": memory, "products": products}
+        for name, number in record.products.items() if head == DEFERRED else ():
+            products.append({"set-up": str(setup), "products, deferred": name, "how often": str(number)})
+    return {**memory, "products": products}
 
 
 def with_64_ids() -> dict[str, dict[str, int]]:
@@ -124,16 +137,11 @@ def with_64_ids() -> dict[str, dict[str, int]]:
 
 
 def layer(
-    dtype: torch.dtype,
-    width: int | None = None,
-    trains: bool = True,
-    rows: int | None = None,
-    vocabulary: int | None = None,
+    dtype: torch.dtype, width: int = HIDDEN, trains: bool = True, rows: int = ROWS, columns: int = VOCABULARY
 ) -> tuple[Tensor, Tensor]:
     """Return hidden states, which train, and the weight of an output layer."""
-    width, options = width or HIDDEN, {"device": GPU, "dtype": dtype}
-    hidden = torch.empty(rows or ROWS, width, requires_grad=True, **options)
-    return hidden, torch.empty(vocabulary or VOCABULARY, width, requires_grad=trains, **options)
+    hidden = torch.empty(rows, width, requires_grad=True, device=GPU, dtype=dtype)
+    return hidden, torch.empty(columns, width, requires_grad=trains, device=GPU, dtype=dtype)
 
 
 def logits_of(hidden: Tensor, weight: Tensor, is_deferred: bool = True) -> Tensor:
@@ -281,6 +289,7 @@ def on_model(dtype: torch.dtype, case: str) -> None:
     getattr(models, case)(dtype)
 
 
+OF_DIVERGENCES = {n: 8 for n in DIVERGENCES if n != "generalized_kl"} | {"reverse_kl": 6, "forward_kl": 6}
 #: What is run, and how many products of all rows and columns it takes, with that of materialized logits and
 #: its two in backward. Small tiles multiply more often in float32, and an old torch twice for ``main_grad``.
 LOSSES: dict[str, tuple[Case, int | None]] = {
@@ -304,13 +313,8 @@ LOSSES: dict[str, tuple[Case, int | None]] = {
     "mixture of top-k": (mixture_of_top_k, 0),
     "log-probs at ids": (at_ids, 3),
     "log-probs at ids, deferred": (partial(at_ids, is_deferred=True), 3),
-    "reverse_kl": (partial(divergence, name="reverse_kl"), 6),
+    **{name: (partial(divergence, name=name), n) for name, n in OF_DIVERGENCES.items()},
     "reverse_kl, ids ruled out": (partial(divergence, name="reverse_kl"), 8),
-    "forward_kl": (partial(divergence, name="forward_kl"), 6),
-    "jensen_shannon": (partial(divergence, name="jensen_shannon"), 8),
-    "skewed_forward_kl": (partial(divergence, name="skewed_forward_kl"), 8),
-    "skewed_reverse_kl": (partial(divergence, name="skewed_reverse_kl"), 8),
-    "importance_weighted_reverse_kl": (partial(divergence, name="importance_weighted_reverse_kl"), 8),
     "host memory": (host_memory, 6),
     "policy loss": (policy, 3),
     "distillation, top-k": (partial(distillation, is_full=False), 3),

@@ -76,7 +76,8 @@ def rehearsed(part: str) -> Any:
 
 
 def texts(counted: dict[str, list[dict[str, str]]], page: str) -> dict[Path, str]:
-    """Return the file and the page with what is counted."""
+    """Return the file and the page with what is counted; where stock code is not there, its old numbers."""
+    counted = json.loads(COUNTED.read_text("utf-8")) | counted
     names = {BASE: "`lean-loss`", DEFERRED: "`lean-head`, no tiles kept", ALL_KEPT: "`lean-head`, all kept"}
     rows = [
         {"set-up": row["set-up"], "patch": names[row["head"]], "products": row["products"]}

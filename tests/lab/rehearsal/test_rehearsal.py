@@ -14,6 +14,7 @@ from tests.lab.rehearsal import stand_ins
 from tests.lab.rehearsal.cases import CASES, DTYPES, LOSSES, MODELS, PLAIN
 
 _ONE_PASS = {"_local_scalar_dense in full_divergence.py:forward": 1}
+_COPY = {**_ONE_PASS, "copy_ in devices.py:copied_to": 1}
 _TIES = {"nonzero in topk.py:finish_tile": 1}
 _RE_ENTRY = {"_local_scalar_dense in recovery.py:_any_rank_was": 3}
 #: Where the CPU waits for the GPU, and how often in the case; README.md has the reasons.
@@ -28,22 +29,17 @@ WAITS: dict[str, dict[str, int]] = {
     "mixture of top-k": {"equal in distributions.py:check_same_indices": 1},
     **dict.fromkeys(("reverse_kl", "forward_kl", "importance_weighted_reverse_kl"), _ONE_PASS),
     "reverse_kl, ids ruled out": _ONE_PASS,
-    "host memory": {**_ONE_PASS, "copy_ in devices.py:copied_to": 1, "_to_copy in devices.py:on_device": 1},
-    "distillation, whole vocabulary": {
-        **_ONE_PASS,
-        "copy_ in devices.py:copied_to": 1,
-        "_to_copy in distillation.py:_full_comparison": 1,
-    },
+    "host memory": {**_COPY, "_to_copy in devices.py:on_device": 1},
+    "distillation, whole vocabulary": {**_COPY, "_to_copy in distillation.py:_full_comparison": 1},
     "tensor parallel": {**_ONE_PASS, **_TIES},
     **dict.fromkeys(("re-entry", "re-entry, another rank broke off"), _RE_ENTRY),
     "TeacherPool": {
-        **_ONE_PASS,
         "_to_copy in model.py:build_inference_model": 19,
         "_local_scalar_dense in teachers.py:_holds_weights": 5,
         "_to_copy in weights.py:checksum": 10,
         "Stream.synchronize in teachers.py:__init__": 7,
         "Stream.synchronize in plan.py:run": 2,
-        "copy_ in devices.py:copied_to": 1,
+        **_COPY,
     },
 }
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl_patches import MegatronRLPatchesError
+from megatron_rl_patches.errors import InvalidInputError, MegatronRLPatchesError
 from megatron_rl_patches.reentry import OptimizerStep
 from megatron_rl_patches.testing import MockConfig, MockDDP, MockOptimizer
 
@@ -41,8 +41,10 @@ def test_methods_out_of_turn_are_refused_and_leave_the_step_open(model: list[Any
     for method in (partial(steps.forward_backward, num_microbatches=1), steps.step):
         with refuses(match=r"no step is open.* call begin\(\) first"):
             method()
-    with refuses(match="needs num_microbatches of the whole step"):
-        steps.begin()
+    for bad in (None, 0, -1, "4", 2.5, True):
+        model[0].config.calculate_per_token_loss = bad is not None  # which needs no number
+        with pytest.raises(InvalidInputError, match=f"begin.. is {bad!r}; expected an integer above 0"):
+            steps.begin(bad)  # type: ignore[arg-type]
     steps.begin(3)
     for other in (steps, others):
         with refuses(match=r"a step of this model is open: call its step\(\) or abort\(\) first"):

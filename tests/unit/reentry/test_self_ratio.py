@@ -54,7 +54,9 @@ def test_microbatches_and_halves_of_them_are_one_step() -> None:
 def test_values_that_are_not_finite(value: float) -> None:
     report = report_of(changed((1, 1, value)), SCORED)
     assert (report.tokens, report.above, report.not_finite, report.is_off) == (5, 1, 1, True)
-    assert (report.mean, report.largest, report.worst) == (0, 0, [(math.inf, 1, 1)])
+    assert (report.mean, report.largest, report.worst) == (0, 0, [(pytest.approx(value, nan_ok=True), 1, 1)])
+    assert ("mask of top-p or top-k" in report.causes) == math.isinf(value)  # which makes no NaN
+    assert f"worst: {'NaN' if math.isnan(value) else f'{value:+}'} at token 1" in str(report)
     assert report_of([torch.full_like(part, value) for part in SCORED], SCORED).not_finite == 5
     assert not report_of(changed((1, 1, value)), SCORED, [torch.ones(3), tensor([1, 0])]).is_off
     both = [tensor([-math.inf, -1.0])]
@@ -95,8 +97,10 @@ def test_nothing_is_read_before_the_report() -> None:
 def test_bad_lengths_and_no_tokens() -> None:
     with pytest.raises(InvalidInputError, match=r"differ: \[\[3, 2\], \[3\], \[3\], \[3, 2\]\]"):
         SelfRatio().add(SCORED, SCORED[:1], SCORED[:1])
-    with pytest.raises(InvalidInputError, match="lengths of"):
+    with pytest.raises(InvalidInputError, match="prompts has 1 lengths, expected one per sample: 2"):
         SelfRatio().add(SCORED, SCORED, prompts=[1])
+    with pytest.raises(InvalidInputError, match="limit is -1; expected nats above 0"):
+        SelfRatio(limit=-1)
     ratio = SelfRatio()
     assert ratio.report() is None
     ratio.add(SCORED, SCORED, [torch.zeros(3), torch.zeros(2)])

@@ -13,10 +13,17 @@ from megatron_rl_patches.inference import estimate_memory
 from megatron_rl_patches.inference.memory import estimate
 from megatron_rl_patches.losses import deferred_logits, vocab_parallel_log_probs_and_entropy
 from megatron_rl_patches.losses.vocab import output_layer
-from tests.references.heads import BASE, DEFERRED
+from tests.references.heads import BASE, DEFERRED, STOCK
 from tests.references.live_bytes import live_bytes
 
 RECORDS = Path(__file__).parents[4] / "docs" / "benchmarks"
+QUARTER, WAYS = (
+    ", a quarter of the rows",
+    {STOCK: "stock", f"{BASE}, not in place": "lean-loss", DEFERRED: "lean-head"},
+)
+MEASURED, COUNTED = (json.loads((RECORDS / name).read_text()) for name in ("head.json", "head_counted.json"))
+RUNS = [row for row in COUNTED["heads"] + COUNTED["stock"] if row["head"].removesuffix(QUARTER) in WAYS]
+RUNS += [row for row in MEASURED["heads"] if row["head"] == STOCK]
 WITHIN = 0.02
 
 
@@ -49,22 +56,15 @@ def test_real_losses_take_what_is_estimated(
     assert live_bytes(step).peak == pytest.approx(estimated(*sizes, dtype, share)[way], rel=WITHIN)
 
 
-def test_recorded_runs_took_what_is_estimated() -> None:
-    """slime's own loss on a CPU, and both patches on fake CUDA tensors, whose tiles have a GPU's sizes."""
-    ways = json.loads((RECORDS / "head.json").read_text())["ways"]
-    [stock] = [float(way["memory"]) for way in ways if "slime" in way["head"]]
-    logits, gradients = 4 * 8192 * 65536, 4 * 256 * (8192 + 65536)
-    peak = estimated(8192, 256, 65536, "fp32")["stock"]
-    assert (peak - gradients) / logits == pytest.approx(stock, rel=WITHIN)
-    ways = {f"{BASE}, not in place": ("lean-loss", 1.0), DEFERRED: ("lean-head", 1.0)}
-    ways[f"{DEFERRED}, a quarter of the rows"] = "lean-head", 0.25
-    heads = json.loads((RECORDS / "head_counted.json").read_text())["heads"]
-    heads = [head for head in heads if head["head"] in ways]
-    for head in heads:
-        way, share = ways[head["head"]]
-        peak = estimated(*map(int, re.findall(r"\d+(?=[],])", head["set-up"])), "bf16", share)[way]
-        assert peak / 2**30 == pytest.approx(float(head["with gradients"].partition(" GiB")[0]), rel=WITHIN)
-    assert len(heads) == 9
+@pytest.mark.parametrize("row", RUNS, ids=lambda row: f"{row['head']}, {row['set-up']}")
+def test_recorded_runs_took_what_is_estimated(row: dict[str, str]) -> None:
+    """slime's own loss on a CPU; and that and both patches on fake CUDA tensors, with the tiles of a GPU."""
+    head, dtype = row["head"].removesuffix(QUARTER), "bf16" if "bfloat16" in row["set-up"] else "fp32"
+    tokens, hidden, vocabulary = sizes = [*map(int, re.findall(r"\d+(?=[],])", row["set-up"]))]
+    peak = estimated(*sizes, dtype, 1.0 if head == row["head"] else 0.25)[WAYS[head]]
+    gradients = estimate.ITEM_SIZES[dtype] * hidden * (tokens + vocabulary)
+    times = float(row.get("memory") or row["beyond gradients"].split()[-1])
+    assert peak == pytest.approx(times * 4 * tokens * vocabulary + gradients, rel=WITHIN)
 
 
 @pytest.mark.usefixtures("one_process")

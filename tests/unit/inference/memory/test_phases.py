@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.inference import MemoryPhases
 from megatron_rl_patches.inference.memory import report
+from megatron_rl_patches.reentry import reentrant_train
 
 GIB, X = 2**30, torch.ones(2)
 
@@ -126,7 +127,10 @@ def test_blocks_are_nested_and_others_see_the_peak_of_all(parts: Parts, caplog: 
             assert torch.cuda.max_memory_allocated(device) == gib * GIB
         torch.cuda.reset_peak_memory_stats()
         assert torch.cuda.max_memory_allocated() == GIB
-    assert torch.cuda.memory_stats is own
+        caplog.clear()
+        assert not (train := reentrant_train(lambda model, optimizer: chunk.use(7)))(*parts)
+    assert torch.cuda.memory_stats is own and not train(*parts)
+    assert re.search('"other": 8.0}.* logs=False those of your own block', *caplog.messages)
 
 
 def test_without_a_device_it_is_resident_memory(monkeypatch: MonkeyPatch, caplog: LogCaptureFixture) -> None:
