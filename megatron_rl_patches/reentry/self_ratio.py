@@ -128,8 +128,7 @@ class SelfRatio:
         sums = [counted, not_finite, above, differs, first, rest, late, size, gap.expm1(), gap, slope]
         each_gap = torch.where(not_finite, trained - scored, gap)
         at = each_gap.abs().argmax(1, keepdim=True)  # NaN, if there is one
-        low = torch.where(counted, gap, math.inf).amin(1)
-        high = torch.where(counted, gap, -math.inf).amax(1)
+        low, high = torch.where(counted, gap, math.inf).amin(1), torch.where(counted, gap, -math.inf).amax(1)
         summed = torch.stack([*sums, gap * gap, slope * slope, slope * gap]).sum(2)
         return torch.cat([summed, torch.stack([low, high, each_gap.gather(1, at)[:, 0], at[:, 0].double()])])
 
@@ -166,7 +165,8 @@ class SelfRatio:
         rate = max([*rates, most("hidden_dropout", "attention_dropout") if training else 0])
         logits = max((attribute_of(chunk, "vocab_size", 0) for chunk in chunks), default=0)
         padding = math.log(logits / self.vocab_size) if logits and self.vocab_size else math.inf
-        replays, topk = self.replays_routes or most("moe_enable_routing_replay"), most("dsa_indexer_topk")
+        replays = self.replays_routes or most("moe_enable_routing_replay", "enable_routing_replay")
+        topk = max([most("dsa_indexer_topk"), *(getattr(module, "index_topk", 0) for module in training)])
 
         same, size, squared = self.limit / 1000, mean["size"], mean["gap_squared"]
         low, high, tokens = min(by_sample["low"]), max(by_sample["high"]), max(sum(by_sample["tokens"]), 1)
@@ -184,8 +184,8 @@ class SelfRatio:
         changed = [sample for sample in samples if sample[1]]
         is_rest = len(changed) < len(samples) and all(each[1] > 0.9 * each[2] for each in changed)
         is_late = all(prompt is None or prompt + first >= topk for *_, first, prompt in changed)
-        vocabulary = f"padded vocabulary, of {logits} logits" if logits else "padded vocabulary"
         temperature = f"temperature, {1 + covariance / (variance or 1):.3g} times as high in scoring"
+        vocabulary = f"padded vocabulary, of {logits} logits" if logits else "padded vocabulary"
         causes = (  # how much a cause says, whether it fits, and its name
             (4, is_linear, temperature if self._has_entropies else "temperature"),
             (3, is_noise and rate, f"dropout, at a rate of {rate:g}"),

@@ -19,7 +19,8 @@ import torch
 from megatron.core import num_microbatches_calculator
 from megatron.core import parallel_state as mpu
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.utils import unwrap_model
 from megatron.training import arguments, checkpointing, global_vars
 
@@ -28,7 +29,7 @@ from tests.frameworks import jobs, loss_jobs
 from tests.frameworks.loss_jobs import SCORES, call, takes_packed_tokens
 from tests.references import tiny_gpt
 
-PROMPT = tiny_gpt.SEQUENCE // 2
+PROMPT, TOP_K = tiny_gpt.SEQUENCE // 2, tiny_gpt.VOCABULARY - 2
 #: The framework's policy loss; the old policy is the uniform one.
 POLICY = {"loss_type": "policy_loss", "advantage_estimator": "grpo", "entropy_coef": 0.01}
 
@@ -55,6 +56,7 @@ class _RolloutJob(_OfCommandLine, jobs.RolloutJob):
 
     def _setup(self) -> tuple[Any, Any, Any]:
         self.options.initialize()
+        self.packed = self.samples  # in a microbatch
         samples = jobs.MICROBATCHES * self.samples * mpu.get_data_parallel_world_size()
         framework = self.homes[0].partition(".")[0]
         self.args = parse_arguments(framework, self.options, samples, **self.flags)
@@ -72,16 +74,17 @@ class _RolloutJob(_OfCommandLine, jobs.RolloutJob):
             args=self.args,
             model=self.model,
             data_iterator=[self._rollout(steps=1)],
-            num_microbatches=[jobs.MICROBATCHES],
+            num_microbatches=[jobs.MICROBATCHES * self.samples // self.packed],
             rollout_id=0,
             store_prefix="old_",
+            use_rollout_top_p_replay=True,
         )
         values: list[torch.Tensor] = returned["old_log_probs"]
         return values
 
     def _rollout(self, steps: int) -> Any:
         numbers = torch.arange(steps * jobs.MICROBATCHES * self.samples)
-        indices = numbers.view(-1, self.samples).tolist()
+        indices = numbers.view(-1, self.packed).tolist()
         return self.module.DataIterator(self._rollout_data(len(numbers)), micro_batch_indices=indices)
 
     def _rollout_data(self, samples: int) -> dict[str, Any]:
@@ -90,8 +93,11 @@ class _RolloutJob(_OfCommandLine, jobs.RolloutJob):
         # Samples that are packed together differ in length.
         tokens = [sample[: len(sample) - 3 * (n % self.samples)] for n, sample in enumerate(tokens)]
         responses = [len(sample) - PROMPT for sample in tokens]
+        nuclei = [(sample[PROMPT:, None] + torch.arange(TOP_K)) % tiny_gpt.VOCABULARY for sample in tokens]
         return {
             "tokens": tokens,
+            "rollout_top_p_token_ids": [ids.flatten() for ids in nuclei],
+            "rollout_top_p_token_offsets": [torch.arange(length + 1) * TOP_K for length in responses],
             "total_lengths": list(map(len, tokens)),
             "response_lengths": responses,
             "loss_masks": [torch.ones(length, dtype=torch.int) for length in responses],
@@ -225,6 +231,25 @@ def parse_arguments(framework: str, model: TinyModel, global_batch_size: int, **
 def local_layers(args: Any, config: Any, vp_stage: int | None) -> Any:
     """Return what miles builds for ``--transformer-impl local`` in the Megatron of its image."""
     return get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+
+
+class _Linear(ColumnParallelLinear):
+    def __init__(self, *sizes: Any, parallel_mode: str, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+
+
+def sparse_layers(args: Any, config: Any, vp_stage: int | None) -> Any:
+    """Return Megatron's sparse attention, without the kernel that rotates both queries and keys."""
+    dsa = importlib.import_module("megatron.core.transformer.experimental_attention_variant.dsa")
+    dsa.hadamard_transform = lambda values, scale: values  # type: ignore[attr-defined]
+    config.experimental_attention_variant, config.dsa_indexer_loss_coeff = "dsa", 0.0
+    config.dsa_indexer_n_heads, config.dsa_indexer_head_dim, config.dsa_indexer_topk = 2, 128, 4
+    layer = get_gpt_layer_local_spec(multi_latent_attention=True, normalization="RMSNorm")
+    of_layer, spec = layer.submodules, type(layer)
+    indexer = dsa.DSAIndexerSubmodules(_Linear, _Linear, of_layer.input_layernorm, _Linear)
+    attention = dsa.DSAttentionSubmodules(spec(dsa.DSAIndexer, submodules=indexer))
+    of_layer.self_attention.submodules.core_attention = spec(dsa.DSAttention, submodules=attention)
+    return layer
 
 
 _FLAGS = (

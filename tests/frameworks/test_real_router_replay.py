@@ -35,10 +35,10 @@ def imported(name: str) -> Any:
             sys.modules[missing.name] = mock.MagicMock()
 
 
-def make_job(job_type: Any, folder: Path) -> tuple[Any, list[Any]]:
+def make_job(job_type: Any, folder: Path, **flags: Any) -> tuple[Any, list[Any]]:
     """Return a job of slime, and a list of what its routers record and read."""
     (folder / "core.yaml").write_text("moe_enable_routing_replay: true")
-    flags = RECOMPUTE | {"use_routing_replay": True, "custom_config_path": folder / "core.yaml"}
+    flags |= RECOMPUTE | {"use_routing_replay": True, "custom_config_path": folder / "core.yaml"}
     job = job_type(flags, kind="moe", overlap_param_gather=False)
     replay = imported("slime.utils.routing_replay")
     replay.RoutingReplay.all_routing_replays.clear()

@@ -68,6 +68,7 @@ def make_engine(*words: str) -> tuple[Any, Any]:
     """
     workers = importlib.import_module("verl.workers.engine_workers")
     hf_config = SimpleNamespace(architectures=["GPT"], model_type="qwen3", hidden_size=tiny_gpt.HIDDEN)
+    hf_config.vocab_size = tiny_gpt.VOCABULARY
     tokenizer = SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=0)
     config, made = read(*words), mock.MagicMock()
     made.return_value.get_dispatch_collect.return_value = {"dispatch_dp_rank": {}, "collect_dp_rank": {}}
@@ -192,6 +193,7 @@ class EngineJob:
             self.engine.module, self.engine.tf_config = model, get_model_config(model[0])
         check_layers(self.engine.module, options)
         self.batches = tiny_gpt.SyntheticData()
+        self.model, self.request = self.engine.module, dict[str, Any]()
         self.tu = importlib.import_module("verl.utils.tensordict_utils")
         self.workers = importlib.import_module("verl.workers.engine_workers")
         self.worker = object.__new__(self.workers.TrainingWorker)
@@ -251,13 +253,14 @@ class EngineJob:
         output = self._call_worker("train_mini_batch", data)
         return {} if output is None else self.tu.get(output, "metrics")
 
-    def scored(self, temperature: float = TEMPERATURE) -> Any:
-        """Return the next batch, whose old log-probs the worker has scored at this temperature."""
+    def scored(self, temperature: float = TEMPERATURE, scoring: Any = contextlib.nullcontext) -> Any:
+        """Return the next batch, whose old log-probs the worker has scored in this context of the job."""
         data = self.batch()
         request = data.clone()
         request["temperature"] = torch.full((SAMPLES,), temperature)
-        self.tu.assign_non_tensor(request, compute_loss=False)
-        scores = self._call_worker("infer_batch", request)["log_probs"].unbind()
+        with scoring(self):
+            self.tu.assign_non_tensor(request, compute_loss=False, **self.request)
+            scores = self._call_worker("infer_batch", request)["log_probs"].unbind()
         parts = zip(scores, data["responses"].unbind(), strict=True)
         log_probs = [of[-len(response) - 1 : -1].float() for of, response in parts]
         data["old_log_probs"] = torch.nested.as_nested_tensor(log_probs, layout=torch.jagged)
@@ -294,9 +297,11 @@ class EngineJob:
             "response_mask": [torch.ones_like(response) for response in responses],
             "old_log_probs": [torch.full(response.shape, log_prob) for response in responses],
             "advantages": [torch.linspace(-1, 1, len(response)) for response in responses],
+            "routed_experts": [torch.arange(2).expand(len(sample), 4, 2) for sample in tokens],
         }
         numbers = {
             "calculate_entropy": True,
+            "enable_routing_replay": self.engine.enable_routing_replay,
             "global_batch_size": SAMPLES,
             "use_dynamic_bsz": False,
             "micro_batch_size_per_gpu": 1,
