@@ -29,7 +29,7 @@ from tests.frameworks import jobs, loss_jobs
 from tests.frameworks.loss_jobs import SCORES, call, takes_packed_tokens
 from tests.references import tiny_gpt
 
-PROMPT, TOP_K = tiny_gpt.SEQUENCE // 2, tiny_gpt.VOCABULARY - 2
+PROMPT, TOP_K = tiny_gpt.SEQUENCE // 2, 30
 #: The framework's policy loss; the old policy is the uniform one.
 POLICY = {"loss_type": "policy_loss", "advantage_estimator": "grpo", "entropy_coef": 0.01}
 
