@@ -9,7 +9,7 @@ from tests.worlds.files import write
 
 pytest_plugins = "pytester"
 TESTS = """
-    import logging, os, time
+    import logging, os, time, urllib.error
     import pytest, torch
     import torch.distributed as dist
     from helper import check_equal
@@ -47,11 +47,9 @@ TESTS = """
             from megatron.core import parallel_state
             tiny_model(tp=2).initialize()
             return parallel_state.get_tensor_model_parallel_world_size() / self.zero
-    class OfTwo(Exception):
-        def __init__(self, one, two): super().__init__(one)
-    @pytest.mark.xfail(raises=OfTwo, strict=True)
+    @pytest.mark.xfail(raises=urllib.error.ContentTooShortError, strict=True)
     @pytest.mark.ranks(1)
-    def test_raises(): raise OfTwo(1, 2)
+    def test_raises(): raise urllib.error.ContentTooShortError("is not", "what pickle calls it with")
     @pytest.mark.ranks(1, transformer_engine=True)
     def test_layers(): import megatron.core.extensions.transformer_engine as te; assert te.HAVE_TE
     @pytest.mark.ranks(1, env={"NAME": "value"}, cpu_backend=False)
@@ -82,21 +80,18 @@ def test_runs_on_ranks(pytester: pytest.Pytester, way: str) -> None:
     pytester.makeconftest("import pytest; pytest.register_assert_rewrite('helper')")
     pytester.makepyfile(helper="def check_equal(a, b): assert a == b", test_ranks=TESTS)
     pytester.syspathinsert()
-    level = "-olog_level=INFO" if way == "flat" else "--log-level=INFO"
-    run = ("--strict-markers", "-rsP", "-Wignore", level, *WAYS[way])
-    result = pytester.runpytest_subprocess(*run, timeout=280)
+    pytester.makeini("[pytest]\nlog_level = INFO")
+    result = pytester.runpytest_subprocess("--strict-markers", "-rsP", "-Wignore", *WAYS[way], timeout=280)
     result.assert_outcomes(passed=4, failed=4, skipped=1, xfailed=2)
     (result.stdout.fnmatch_lines_random if way == "workers" else result.stdout.fnmatch_lines)(SHOWN)
     result.stdout.fnmatch_lines(["*Captured stdout on rank 1 call*", "said by 1"])
-    result.stdout.no_fnmatch_line("*selectors.py*")  # where the thread waits that ends ranks
 
 
 WRONG = [pytest.mark.ranks(count) for count in (0, -1, True, "2", 1.5, lambda n: n // 2, lambda nope: nope)]
-WRONG += [pytest.mark.ranks(1, timeout=timeout) for timeout in (0, "60")]
 WRONG += [
-    pytest.mark.ranks(1, env={"X": 3}),
-    pytest.mark.ranks(1, transformer_engine=True, cpu_backend=False),
+    pytest.mark.ranks(1, **options) for options in ({"timeout": 0}, {"timeout": "60"}, {"env": {"X": 3}})
 ]
+WRONG += [pytest.mark.ranks(1, transformer_engine=True, cpu_backend=False)]
 
 
 @pytest.mark.parametrize("n", [pytest.param(1, marks=mark) for mark in WRONG])
