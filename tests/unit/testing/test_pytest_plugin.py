@@ -38,7 +38,7 @@ TESTS = """
     def test_request(request): pass
     @pytest.mark.ranks(2)
     def test_skips(): pytest.importorskip("no_such_module") if dist.get_rank() else None
-    @pytest.mark.xfail(raises=ZeroDivisionError, strict=True)
+    @pytest.mark.xfail(raises=urllib.error.ContentTooShortError, strict=True)
     @pytest.mark.ranks(lambda count: count)
     class TestOfAClass:
         def setup_method(self): self.zero = 0
@@ -46,10 +46,8 @@ TESTS = """
         def test_xfails(self, count, tiny_model):
             from megatron.core import parallel_state
             tiny_model(tp=2).initialize()
-            return parallel_state.get_tensor_model_parallel_world_size() / self.zero
-    @pytest.mark.xfail(raises=urllib.error.ContentTooShortError, strict=True)
-    @pytest.mark.ranks(1)
-    def test_raises(): raise urllib.error.ContentTooShortError("is not", "what pickle calls it with")
+            assert parallel_state.get_tensor_model_parallel_world_size() == 2 + self.zero
+            raise urllib.error.ContentTooShortError("pickle would call", "it with one of these")
     @pytest.mark.ranks(1, transformer_engine=True)
     def test_layers(): import megatron.core.extensions.transformer_engine as te; assert te.HAVE_TE
     @pytest.mark.ranks(1, env={"NAME": "value"}, cpu_backend=False)
@@ -82,15 +80,13 @@ def test_runs_on_ranks(pytester: pytest.Pytester, way: str) -> None:
     pytester.syspathinsert()
     pytester.makeini("[pytest]\nlog_level = INFO")
     result = pytester.runpytest_subprocess("--strict-markers", "-rsP", "-Wignore", *WAYS[way], timeout=280)
-    result.assert_outcomes(passed=4, failed=4, skipped=1, xfailed=2)
+    result.assert_outcomes(passed=4, failed=4, skipped=1, xfailed=1)
     (result.stdout.fnmatch_lines_random if way == "workers" else result.stdout.fnmatch_lines)(SHOWN)
     result.stdout.fnmatch_lines(["*Captured stdout on rank 1 call*", "said by 1"])
 
 
 WRONG = [pytest.mark.ranks(count) for count in (0, -1, True, "2", 1.5, lambda n: n // 2, lambda nope: nope)]
-WRONG += [
-    pytest.mark.ranks(1, **options) for options in ({"timeout": 0}, {"timeout": "60"}, {"env": {"X": 3}})
-]
+WRONG += [pytest.mark.ranks(1, **x) for x in ({"timeout": 0}, {"timeout": "60"}, {"env": {"X": 3}})]
 WRONG += [pytest.mark.ranks(1, transformer_engine=True, cpu_backend=False)]
 
 

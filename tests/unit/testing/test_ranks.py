@@ -130,8 +130,7 @@ def test_a_death_comes_before_the_failures_that_it_causes(ranks: Ranks) -> None:
 
 CALLER = f"""
 import pytest
-from megatron_rl_patches.testing import spawn_ranks
-from {__name__} import stuck_with_children
+from {__name__} import spawn_ranks, stuck_with_children
 @pytest.mark.ranks(1, fresh=True)
 def test_stuck(): stuck_with_children("pids")
 if __name__ == "__main__": spawn_ranks(stuck_with_children, 1, "pids")
