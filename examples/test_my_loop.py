@@ -1,20 +1,20 @@
-"""Unit tests of a training loop against mocked Megatron: no GPU, no process group, milliseconds.
+"""Unit tests of a training loop against mocked Megatron, in milliseconds; the last one is on two real ranks.
 
-    pip install pytest pytest-mock
+    pip install pytest
     pytest test_my_loop.py      # or, from the root of a clone: pytest examples/test_my_loop.py
 
 `set_up` and `train` stand for your own module. The rest is what you would write in its tests.
 """
 
+import own_loop
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel as DDP
 from megatron.core.distributed import DistributedDataParallelConfig
-from pytest_mock import MockerFixture
 
 import megatron_rl_patches
 from megatron_rl_patches.reentry import reentrant_train
-from megatron_rl_patches.testing import MockConfig, MockDDP, MockOptimizer
+from megatron_rl_patches.testing import MockConfig, MockOptimizer
 
 # --- your module
 
@@ -53,9 +53,9 @@ def train(model, optimizer, rollout):
 
 
 @pytest.fixture
-def model(mocker: MockerFixture):
+def model(mock_ddp):
     """Run your own set-up code, with the mock in place of the class that it imports."""
-    mocker.patch(f"{__name__}.DDP", MockDDP)
+    mock_ddp(f"{__name__}.DDP")
     return set_up([torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))], MockConfig())
 
 
@@ -94,3 +94,12 @@ def test_after_an_exception_the_next_rollout_trains(model):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         train(model, MockOptimizer(model), [torch.ones(2, 3)])
     assert train(model, MockOptimizer(model), ROLLOUT) == 0
+
+
+@pytest.mark.ranks(2)
+def test_own_loop_learns_on_real_ranks(tiny_model):
+    tiny, rank = tiny_model("dense"), torch.distributed.get_rank()
+    model, optimizer = tiny.build()
+    loop = reentrant_train(own_loop.train)
+    losses = [loop(model, optimizer, own_loop.generate(tiny, 10 * n + rank)) for n in range(3)]
+    assert losses[2] < losses[0]

@@ -11,10 +11,11 @@ import gc
 import inspect
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
 from importlib import import_module
@@ -29,14 +30,15 @@ import pytest
 from ..errors import InvalidInputError, MegatronRLPatchesError
 from .cpu_backend import cpu_backend
 from .rank_pool import RankPool
-from .ranks import RanksFailed, call, results_of, run_on_ranks
+from .ranks import RanksFailed, call, check_arguments, results_of, run_on_ranks
 
 _MARKER = "ranks(count, timeout=120, env={}, cpu_backend=True, transformer_engine=False, fresh=False): "
 _MARKER += "run the test on so many gloo ranks"
-_servers, _longrepr = pytest.StashKey[dict[Any, RankPool]](), pytest.StashKey[Any]()
+_servers = pytest.StashKey[dict[Any, RankPool]]()
 #: What ranks have as the process that starts them: options, settings. Its plugins are not loaded again.
-_OPTIONS = ("importmode", "tbstyle", "verbose", "showlocals", "fulltrace")
-_INI = ("markers", "python_files", "filterwarnings", "consider_namespace_packages", "verbosity_assertions")
+_OPTIONS = ("capture", "importmode", "tbstyle", "verbose", "showlocals", "fulltrace")
+_INI = ["markers", "python_files", "filterwarnings", "consider_namespace_packages", "verbosity_assertions"]
+_INI += ["log_level", "log_format", "log_date_format"]
 _WITHOUT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": ""}
 _MODULES = ("megatron_rl_patches.testing.tiny_layers", "torch._dynamo")
 
@@ -102,7 +104,7 @@ def ranks(pytestconfig: pytest.Config) -> Callable[..., list[Any]]:
     ) -> list[Any]:
         __tracebackhide__ = True
         work = partial(call, pickle.dumps((function, args, kwargs)))
-        outcome = _fork(pytestconfig, transformer_engine, False, work, world_size, timeout, env or {})
+        outcome, _ = _fork(pytestconfig, transformer_engine, False, work, world_size, timeout, env or {})
         return [pickle.loads(result) for result in results_of(outcome, timeout)]
 
     return run
@@ -111,11 +113,14 @@ def ranks(pytestconfig: pytest.Config) -> Callable[..., list[Any]]:
 # --- in the process of the user's pytest
 
 
-def _marked(item: pytest.Item) -> dict[str, Any]:
+def _marked(item: Any) -> dict[str, Any]:
     """Return the options of all marks of a test. Those of marks without a count are for other marks."""
     options: dict[str, Any] = {}
     for mark in reversed([*item.iter_markers("ranks")]):  # the closest is the last
-        own = {**mark.kwargs, **dict(zip(["count"], mark.args, strict=False))}
+        try:
+            own = inspect.signature(partial(_run, item)).bind_partial(*mark.args, **mark.kwargs).arguments
+        except TypeError as error:
+            raise InvalidInputError(f"{error}; expected {_MARKER}") from None
         if not own:
             raise InvalidInputError(f"{item.nodeid} has the marker ranks without a number; write ranks(2)")
         options |= own
@@ -129,31 +134,18 @@ pytest_runtest_setup = _marked  # which refuses marks before fixtures run
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    options = _marked(pyfuncitem)
-    if not options:
+    if not (options := _marked(pyfuncitem)):
         return None
-    pyfuncitem.stash[_longrepr] = None
+    # What is raised here has been raised on ranks, or names what is wrong: the report needs no frames of it.
+    pyfuncitem.repr_failure = lambda excinfo: excinfo.getrepr(style="value")  # type: ignore[method-assign]
     for name, value in options.items():
         if callable(value):  # a function of arguments of the test
             parameters = inspect.signature(value).parameters
+            if unknown := parameters.keys() - pyfuncitem.funcargs.keys():
+                raise InvalidInputError(f"{name} of ranks needs an argument {min(unknown)!r} of the test")
             options[name] = value(*(pyfuncitem.funcargs[parameter] for parameter in parameters))
-    try:
-        inspect.signature(_run).bind(pyfuncitem, **options)
-    except TypeError as error:
-        raise InvalidInputError(f"{error}; expected {_MARKER}") from None
     _run(pyfuncitem, **options)
     return True
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show where the test was on its rank, in place of this module."""
-    report = yield
-    if call.when == "call" and call.excinfo and report.longrepr and _longrepr in item.stash:
-        report.longrepr = item.stash[_longrepr] or call.excinfo.getrepr(style="value")
-    return report
 
 
 def _run(
@@ -166,25 +158,32 @@ def _run(
     fresh: bool = False,
 ) -> None:
     """Run the body of a test on ranks, and raise what a rank has raised first."""
-    job = _job(item)
-    job.backend = {"transformer_engine": transformer_engine} if cpu_backend else None
-    with tempfile.TemporaryDirectory(prefix="output-", ignore_cleanup_errors=True) as folder:
-        job.output = "" if item.config.getoption("capture") == "no" else folder
-        outcome = _fork(item.config, transformer_engine, fresh, job, count, timeout, env or {})
-        for file in sorted(Path(folder).iterdir()):
-            if text := file.read_text(errors="replace"):
-                item.add_report_section("call", file.name, text)
+    if transformer_engine and not cpu_backend:
+        raise InvalidInputError("transformer_engine needs the CPU backend; leave out cpu_backend=False")
+    classes = [node.name for node in item.listchain() if isinstance(node, pytest.Class)]
+    hook = item.config.pluginmanager.rewrite_hook
+    job = SimpleNamespace(
+        backend={"transformer_engine": transformer_engine} if cpu_backend else None,
+        rewritten={item.module.__name__, *getattr(hook, "_must_rewrite", ())},
+        place=(item.path, classes, item.originalname),
+        filters=[*item.iter_markers("filterwarnings")],
+        values={name: _pickled(repr(name), item.funcargs[name]) for name in item._fixtureinfo.argnames},
+        attributes=_pickled("an attribute of self", vars(item.instance) if classes else {}),
+    )
+    outcome, output = _fork(item.config, transformer_engine, fresh, job, count, timeout, env or {})
+    for title, text in output.items():
+        item.add_report_section("call", title, text)
     sent: dict[int, Any] = {rank: value for rank, value in sorted(outcome.sent) if isinstance(value, _Result)}
     for rank, result in sent.items():
         for title, text in result.report.sections:  # "Captured log call"
             item.add_report_section("call", f"{title.split()[1]} on rank {rank}", text)
     skipped = [rank for rank, result in sent.items() if result.report.skipped and outcome.went_well]
-    first, *others = outcome.failed or skipped or [-1]
+    first = (outcome.failed or skipped or [-1])[0]
     if first in sent:
-        item.stash[_longrepr] = longrepr = sent[first].report.longrepr
+        longrepr = sent[first].report.longrepr
+        item.repr_failure = lambda excinfo: longrepr  # type: ignore[method-assign]
         if hasattr(longrepr, "addsection"):
-            then = f", then {', '.join(map(str, others))}" if others else ""
-            longrepr.addsection(f"rank {first} of {count} failed first{then}", "")
+            longrepr.addsection(f"ranks {outcome.failed} of {count} failed, in this order", "")
         raise sent[first].raised()
     results_of(outcome, timeout)
 
@@ -194,7 +193,8 @@ def _fork(config: pytest.Config, transformer_engine: bool | str, fresh: bool, *r
 
     It is kept for the next tests, unless ``fresh``: such a process has imported no more than this plugin.
     """
-    *_, env = run
+    _, count, timeout, env = run
+    check_arguments(count, timeout, env)
     variables = [(name, x) for name, x in {**os.environ, **env}.items() if not name.startswith("PYTEST_")]
     key = transformer_engine, fresh and object(), *sys.path, *sorted(variables)
     servers = config.stash[_servers]
@@ -207,10 +207,9 @@ def _fork(config: pytest.Config, transformer_engine: bool | str, fresh: bool, *r
     servers[key] = server
     for old in [*servers][:-3]:  # the latest is the last, and each has some hundred MB
         servers.pop(old).close()
-    pipe = server.ranks[0].pipe
     try:
-        pipe.send((os.getcwd(), run))
-        return pipe.recv()
+        server.ranks[0].pipe.send((os.getcwd(), run))
+        return server.ranks[0].pipe.recv()
     except BaseException as error:
         servers.pop(key).close()
         if isinstance(error, EOFError | OSError):
@@ -218,26 +217,12 @@ def _fork(config: pytest.Config, transformer_engine: bool | str, fresh: bool, *r
         raise
 
 
-def _job(item: pytest.Function) -> SimpleNamespace:
-    """Return what a rank needs to know of the test."""
-    classes = [node.name for node in item.listchain() if isinstance(node, pytest.Class)]
-    names = inspect.signature(item.obj).parameters.keys() & item.funcargs.keys()
-    hook = item.config.pluginmanager.rewrite_hook
-    return SimpleNamespace(
-        rewritten={item.module.__name__, *getattr(hook, "_must_rewrite", ())},
-        place=(item.path, classes, item.originalname),
-        filters=[*item.iter_markers("filterwarnings")],
-        values={name: _pickled(name, item.funcargs[name]) for name in names},
-        attributes=_pickled("self", vars(item.instance) if classes else {}),
-    )
-
-
 def _pickled(name: str, value: Any) -> bytes:
     try:
         return pickle.dumps(value)
     except Exception as error:
-        hint = "fixtures and parameters must be picklable; make other values in the body of the test"
-        raise InvalidInputError(f"{name!r} cannot be sent to ranks: {error}; {hint}") from None
+        hint = "use it in a test without ranks, or make such a value in the body of the test"
+        raise InvalidInputError(f"{name} belongs to pytest's process: {hint} (pickle: {error})") from None
 
 
 # --- in the process that forks ranks, and on ranks
@@ -255,8 +240,14 @@ class _Result(NamedTuple):
 
     def raised(self) -> Any:
         with suppress(Exception):  # not everything can be pickled
-            return pickle.loads(self.error)
-        return (pytest.skip if self.report.skipped else pytest.fail).Exception(str(self))
+            kind, args, attributes = pickle.loads(self.error)
+            error = kind.__new__(kind, *args)  # as its constructor may need others
+            vars(error).update(attributes)
+            return error
+        if isinstance(self.report.longrepr, tuple):  # of a skip
+            reason = self.report.longrepr[2].removeprefix("Skipped: ")
+            return pytest.skip.Exception(reason, _use_item_location=True)
+        return pytest.fail.Exception(str(self))
 
 
 class _OnRank:
@@ -272,9 +263,9 @@ class _OnRank:
         self.command += [f"-W{text}" for text in config.getoption("pythonwarnings") or ()]
         for name in _INI:
             with suppress(ValueError):  # a release of pytest does not have the setting
-                value = config.getini(name)
-                text = "\n".join(value) if isinstance(value, list) else str(value)
-                self.command.append(f"-o{name}={text}")
+                if value := config.getoption(name, None) or config.getini(name):
+                    text = "\n".join(value) if isinstance(value, list) else value
+                    self.command.append(f"-o{name}={text}")
 
     def serve(self, pipe: Connection, folder: Path) -> None:
         self.pipe, self.folder, self.filters = pipe, folder, [*warnings.filters]
@@ -287,9 +278,9 @@ class _OnRank:
         # Some releases highlight asserts by the writer of the terminal.
         writer = SimpleNamespace(_highlight=lambda source, *lexer, **options: source)
         session.config.pluginmanager.register(type("Reporter", (), {"_tw": writer})(), "terminalreporter")
-        layers = self.transformer_engine
         with warnings.catch_warnings(), suppress(MegatronRLPatchesError):  # ranks raise it, too
             warnings.simplefilter("ignore")  # of what is not installed
+            layers = self.transformer_engine
             with cpu_backend(transformer_engine=layers) if layers else nullcontext():
                 for name in self.modules:
                     with suppress(ImportError):
@@ -298,18 +289,23 @@ class _OnRank:
             sys.dont_write_bytecode, sys.pycache_prefix = False, str(self.folder)
         warnings.filters[:] = self.filters  # type: ignore[index]  # pytest sets its own around each test
         gc.freeze()  # what is imported is no garbage: collections in forks take a fraction of the time
-        with suppress(EOFError):
+        with suppress(EOFError, OSError):
             while True:
                 directory, (work, size, timeout, env) = self.pipe.recv()
                 os.chdir(directory)
                 work = partial(self._run, session, work) if isinstance(work, SimpleNamespace) else work
-                self.pipe.send(run_on_ranks(work, size, timeout, env, ForkContext()))
-        os._exit(0)
+                with tempfile.TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True) as self.output:
+                    outcome = run_on_ranks(work, size, timeout, env, ForkContext(), self.output)
+                    files = sorted(Path(self.output).iterdir())
+                    output = {file.name: text for file in files if (text := file.read_text(errors="replace"))}
+                self.pipe.send((outcome, output))
+        signal.pause()  # the user's pytest has ended, and this process is about to be killed
 
     def _run(self, session: pytest.Session, job: SimpleNamespace, start: Callable[[], None]) -> Any:
         """Run a test. What it prints is in files, also if the rank dies."""
-        for descriptor, stream in enumerate([sys.stdout, sys.stderr] if job.output else [], 1):
-            file = f"{job.output}/{stream.name.strip('<>')} on rank {os.environ['RANK']}"
+        captured = self.options["capture"] != "no"
+        for descriptor, stream in enumerate([sys.stdout, sys.stderr] if captured else [], 1):
+            file = f"{self.output}/{stream.name.strip('<>')} on rank {os.environ['RANK']}"
             os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), descriptor)
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         with nullcontext() if job.backend is None else cpu_backend(**job.backend):
@@ -332,14 +328,13 @@ class _OnRank:
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage) -> None:
         print(warning_message.category.__name__, warning_message.message, sep=": ", file=sys.stderr)
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_makereport(
-        self, call: pytest.CallInfo[None]
-    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        report = yield
-        if call.when == "call" or (call.excinfo and self.result is None):
-            error = b""
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> None:
+        self.error: Any = call.excinfo and call.excinfo.value
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or not (report.passed or self.result):
+            pickled = b""
             with suppress(Exception):
-                error = pickle.dumps(call.excinfo and call.excinfo.value)
-            self.result = _Result(report, error, report.failed)
-        return report
+                pickled = pickle.dumps((type(self.error), self.error.args, vars(self.error)))
+            self.result = _Result(report, pickled, report.failed)

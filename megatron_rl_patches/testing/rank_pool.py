@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 # Processes inherit ``os.environ``, and only one thread at a time may change it for them.
 _environ_lock = threading.Lock()
+_Work = Callable[[connection.Connection, Path], None]
 # Other ranks may go on for so long after the first failure, so that those that fail alike are reported, too.
 _GRACE_SECONDS = 2.0
 #: What a rank may send when all ranks are ready to work.
@@ -111,8 +112,10 @@ class _Rank(NamedTuple):
         return has_ended
 
     def stacks(self) -> str:
-        """Return the stacks that the rank has written, without what starts and runs ranks."""
-        return re.sub(_MACHINERY, "", self.stack_file.read_text(), flags=re.MULTILINE)
+        """Return the stacks that the rank has written, without what starts, watches and runs ranks."""
+        threads = self.stack_file.read_text().split("\n\n")
+        text = "\n\n".join(thread for thread in threads if f" in {_end_with_parent.__name__}\n" not in thread)
+        return re.sub(_MACHINERY, "", text, flags=re.MULTILINE)
 
     def stacks_now(self) -> str:
         """Make the rank write the stacks of its threads, and return them."""
@@ -123,17 +126,6 @@ class _Rank(NamedTuple):
             time.sleep(0.02)
         time.sleep(0.02)
         return self.stacks() or "(starting)"
-
-    def kill(self) -> None:
-        self.pipe.close()
-        if self.process.is_alive():
-            _kill_children(self.process.pid or 0)
-        # It leads a process group, in which its children stay if it has died.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid or 0, signal.SIGKILL)
-        self.process.kill()
-        self.process.join()
-        self.process.close()
 
 
 @dataclass
@@ -146,12 +138,14 @@ class RankPool:
             when it is done.
         context: how processes are started: anew, with a pickled ``work``, or as forks.
         env: environment variables of the ranks, besides those inherited and those that torchrun sets.
+        parent: the folder in which the ranks' own is made; by default, that for temporary files.
     """
 
     size: int
-    work: Callable[[connection.Connection, Path], None]
+    work: _Work
     context: SpawnContext | ForkContext
     env: Mapping[str, str] = field(default_factory=dict)
+    parent: str | None = None
     ranks: list[_Rank] = field(default_factory=list, init=False)
 
     def wait(self, timeout: float, start_timeout: float = 0.0) -> Outcome:
@@ -179,14 +173,20 @@ class RankPool:
     def close(self) -> None:
         """End the ranks, and the processes that they have started."""
         for rank in self.ranks:
-            rank.kill()
+            rank.pipe.close()
+            if rank.process.is_alive():
+                _kill_children(rank.process.pid or 0)
+            # It leads a process group, in which its children stay if it has died.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(rank.process.pid or 0, signal.SIGKILL)
+            rank.process.kill()
+            rank.process.join()
+            rank.process.close()
             shutil.rmtree(rank.stack_file.parent, ignore_errors=True)
         self.ranks = []
 
     def start(self) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        sys.stdout.flush()
-        sys.stderr.flush()
+        folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=self.parent))
         own = {**group_variables(self.size, _free_port()), **self.env}
         for number in range(self.size):
             own |= {"RANK": str(number), "LOCAL_RANK": str(number)}
@@ -208,9 +208,7 @@ class RankPool:
             self.ranks.append(_Rank(number, process, ours, stack_file))
 
 
-def _serve(
-    pipe: connection.Connection, stack_file: Path, work: Callable[[connection.Connection, Path], None]
-) -> None:
+def _serve(pipe: connection.Connection, stack_file: Path, work: _Work) -> None:
     if _environ_lock.locked():  # in a fork, by the thread that has made it
         _environ_lock.release()
     os.setpgid(0, 0)
@@ -235,11 +233,10 @@ def send(pipe: connection.Connection, value: Any, is_failure: bool) -> None:
 
 def _end_with_parent(folder: Path) -> None:
     """Remove the folder and end this process group when the parent has ended, which may have been killed."""
-    if (parent := parent_process()) is not None:
-        connection.wait([parent.sentinel])
-        shutil.rmtree(folder, ignore_errors=True)
-        _kill_children(os.getpid())
-        os.killpg(os.getpgrp(), signal.SIGKILL)
+    parent_process().join()  # type: ignore[union-attr]  # a rank has one
+    _kill_children(os.getpid())
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def _kill_children(pid: int) -> None:

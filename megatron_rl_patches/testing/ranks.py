@@ -55,19 +55,28 @@ def spawn_ranks(
             script that calls this needs ``if __name__ == "__main__":``.
         world_size: how many ranks to start.
         args: positional arguments of the function, as ``kwargs`` are its keyword arguments.
-        timeout: seconds from when all ranks have started; a collective gives up after half of it.
+        timeout: seconds from when all ranks have started; a collective does not give up earlier.
         env: environment variables, set from the start of the interpreter, besides those inherited.
 
     Raises:
         RanksFailed: a rank raised, died, or was not done in time.
-        InvalidInputError: a name or a value in ``env`` is no string.
+        InvalidInputError: ``world_size``, ``timeout`` or ``env`` is wrong; no process has started.
     """
-    for name, value in (env or {}).items():
-        if not (isinstance(name, str) and isinstance(value, str)):
-            raise InvalidInputError(f"env has {name!r}: {value!r}; expected a string for a string")
+    check_arguments(world_size, timeout, env or {})
     work = partial(call, pickle.dumps((function, args, kwargs)))
     outcome = run_on_ranks(work, world_size, timeout, env or {}, SpawnContext())
     return [pickle.loads(result) for result in results_of(outcome, timeout)]
+
+
+def check_arguments(count: Any, timeout: Any, env: Any) -> None:
+    """Raise :class:`InvalidInputError` for a number of ranks, a timeout or variables that cannot be used."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise InvalidInputError(f"the number of ranks is {count!r}; expected an int of at least 1")
+    if not isinstance(timeout, int | float) or not 0 < timeout <= 1e6:
+        raise InvalidInputError(f"timeout is {timeout!r}; expected seconds: more than 0, at most a million")
+    for name, value in env.items() if isinstance(env, Mapping) else [(env, None)]:
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise InvalidInputError(f"env has {name!r}: {value!r}; expected a mapping of strings to strings")
 
 
 def call(payload: bytes, start: Callable[[], None]) -> bytes:
@@ -84,14 +93,16 @@ def run_on_ranks(
     timeout: float,
     env: Mapping[str, str],
     context: SpawnContext | ForkContext,
+    parent: str | None = None,
 ) -> Outcome:
     """Call ``work(start)`` on ranks, and return what became of them.
 
     A rank calls ``start()`` when it has imported what it needs: it waits for the others, and initializes
     ``torch.distributed``. The time begins then. A result may be a failure: its ``is_failure`` is true.
     """
-    serve = partial(_serve, work, timeout / 2)
-    with closing(RankPool(size, serve, context, {"OMP_NUM_THREADS": "1", **env})) as pool:
+    # A collective that waits gives up after the deadline, at which the stacks of all ranks are written.
+    serve = partial(_serve, work, _START_SECONDS + timeout)
+    with closing(RankPool(size, serve, context, {"OMP_NUM_THREADS": "1", **env}, parent)) as pool:
         pool.start()
         return pool.wait(timeout, _START_SECONDS)
 
@@ -105,11 +116,8 @@ def _serve(work: Any, collective_timeout: float, pipe: Connection, folder: Path)
 
         torch.set_num_threads(1)
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store: Any = dist.FileStore(str(folder / "rendezvous"), size)  # type: ignore[attr-defined]
-        store.set(f"ready {rank}", "")
-        store.wait([f"ready {number}" for number in range(size)], timedelta(seconds=_START_SECONDS))
-        limit = timedelta(seconds=collective_timeout)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+        place, limit = f"file://{folder}/rendezvous", timedelta(seconds=collective_timeout)
+        dist.init_process_group("gloo", place, rank=rank, world_size=size, timeout=limit)
         # A rank that is done at once would close connections that another rank is still making.
         dist.barrier()
         pipe.send(STARTED)

@@ -96,7 +96,7 @@ def test_training_service() -> None:
 def test_my_loop() -> None:
     """In a folder of the user's own, and from the root of a clone, whose configuration is not for it."""
     for folder, file in (EXAMPLES, "test_my_loop.py"), (ROOT, "examples/test_my_loop.py"):
-        assert "5 passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", file, cwd=folder)
+        assert "6 passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", file, cwd=folder)
 
 
 @pytest.mark.slow

@@ -4,11 +4,12 @@ import sys
 
 import pytest
 
+from megatron_rl_patches.errors import InvalidInputError
 from tests.worlds.files import write
 
 pytest_plugins = "pytester"
 TESTS = """
-    import os, time
+    import logging, os, time, urllib.error
     import pytest, torch
     import torch.distributed as dist
     from helper import check_equal
@@ -25,6 +26,7 @@ TESTS = """
     @pytest.mark.ranks(2)
     def test_fails():
         print("shown for", dist.get_rank())
+        logging.getLogger().info("logged")
         assert {"rank": dist.get_rank()} == {"rank": 0}
     @pytest.mark.ranks(1)
     def test_helper_fails(): check_equal([1, 2], [1, 3])
@@ -36,7 +38,7 @@ TESTS = """
     def test_request(request): pass
     @pytest.mark.ranks(2)
     def test_skips(): pytest.importorskip("no_such_module") if dist.get_rank() else None
-    @pytest.mark.xfail(raises=ZeroDivisionError, strict=True)
+    @pytest.mark.xfail(raises=urllib.error.ContentTooShortError, strict=True)
     @pytest.mark.ranks(lambda count: count)
     class TestOfAClass:
         def setup_method(self): self.zero = 0
@@ -44,7 +46,8 @@ TESTS = """
         def test_xfails(self, count, tiny_model):
             from megatron.core import parallel_state
             tiny_model(tp=2).initialize()
-            return parallel_state.get_tensor_model_parallel_world_size() / self.zero
+            assert parallel_state.get_tensor_model_parallel_world_size() == 2 + self.zero
+            raise urllib.error.ContentTooShortError("pickle would call", "it with one of these")
     @pytest.mark.ranks(1, transformer_engine=True)
     def test_layers(): import megatron.core.extensions.transformer_engine as te; assert te.HAVE_TE
     @pytest.mark.ranks(1, env={"NAME": "value"}, cpu_backend=False)
@@ -53,16 +56,17 @@ TESTS = """
 SHOWN = [
     "*AssertionError: assert {'rank': 1} == {'rank': 0}",
     "*Differing items:*",
-    "*rank 1 of 2 failed first*",
+    "*ranks ?1? of 2 failed, in this order*",
     "*Captured stdout on rank 0 call*",
     "shown for 0",
+    "*Captured log on rank 0 call*",
     "*assert *1, 2* == *1, 3*",
     "*At index 1 diff: 2 != 3*",
     "no result after 2 s; still running: rank 1",
     "*line * in test_hangs",
     "*Captured stdout on rank 1 call*",
     "before the end",
-    "*'request' cannot be sent to ranks: *",
+    "'request' belongs to pytest's process: *",
     "SKIPPED*test_ranks.py:*could not import 'no_such_module'*",
 ]
 WAYS = {"flat": [], "importlib": ["--import-mode=importlib"], "workers": ["-n2", "--timeout=100"]}
@@ -74,10 +78,22 @@ def test_runs_on_ranks(pytester: pytest.Pytester, way: str) -> None:
     pytester.makeconftest("import pytest; pytest.register_assert_rewrite('helper')")
     pytester.makepyfile(helper="def check_equal(a, b): assert a == b", test_ranks=TESTS)
     pytester.syspathinsert()
+    pytester.makeini("[pytest]\nlog_level = INFO")
     result = pytester.runpytest_subprocess("--strict-markers", "-rsP", "-Wignore", *WAYS[way], timeout=280)
     result.assert_outcomes(passed=4, failed=4, skipped=1, xfailed=1)
     (result.stdout.fnmatch_lines_random if way == "workers" else result.stdout.fnmatch_lines)(SHOWN)
     result.stdout.fnmatch_lines(["*Captured stdout on rank 1 call*", "said by 1"])
+
+
+WRONG = [pytest.mark.ranks(count) for count in (0, -1, True, "2", 1.5, lambda n: n // 2, lambda nope: nope)]
+WRONG += [pytest.mark.ranks(1, **x) for x in ({"timeout": 0}, {"timeout": "60"}, {"env": {"X": 3}})]
+WRONG += [pytest.mark.ranks(1, transformer_engine=True, cpu_backend=False)]
+
+
+@pytest.mark.parametrize("n", [pytest.param(1, marks=mark) for mark in WRONG])
+@pytest.mark.xfail(raises=InvalidInputError, strict=True)
+def test_refuses_wrong_options(n: int) -> None:
+    pass
 
 
 QUIET = """

@@ -25,6 +25,7 @@ from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.testing import RanksFailed, spawn_ranks
 from megatron_rl_patches.testing.rank_pool import Outcome
 from megatron_rl_patches.testing.ranks import results_of, run_on_ranks
+from tests.ranks import by_speed
 
 Ranks = Callable[..., list[Any]]
 
@@ -59,8 +60,9 @@ def child(start_new_session: bool) -> int:
 
 def stuck_with_children(pid_file: str) -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
-        Path(pid_file).write_text(f"{os.getpid()} {child(False)} {child(True)}")
+        Path(pid_file).write_text(f"{os.getppid()} {os.getpid()} {child(False)} {child(True)}")
         waiting_for_godot()
+    dist.barrier()
 
 
 def alive(pids: Iterable[int]) -> list[int]:
@@ -97,18 +99,19 @@ def test_threads_run_ranks_at_once_and_variables_stay_those_of_the_caller(monkey
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(run, (2, 3))) == [["2"] * 2, ["3"] * 3]
     assert dict(os.environ) == before
-    with pytest.raises(InvalidInputError, match="env has 'TAG': 3; expected a string"):
+    with pytest.raises(InvalidInputError, match="env has 'TAG': 3; expected a mapping of strings"):
         spawn_ranks(os.getpid, 1, env={"TAG": 3})  # type: ignore[dict-item]
-    assert dict(os.environ) == before
+    with pytest.raises(InvalidInputError, match="the number of ranks is 0"):
+        spawn_ranks(os.getpid, 0)
 
 
-def test_a_timeout_tells_where_the_rank_hangs_and_leaves_no_process(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_timeout_tells_where_ranks_hang_and_leaves_no_process(ranks: Ranks, tmp_path: Path) -> None:
     file = tmp_path / "pids"
-    with pytest.raises(RanksFailed, match="no result after 5 s; still running: rank 1") as error:
+    with pytest.raises(RanksFailed, match="no result after 5 s; still running: rank 0, 1") as error:
         ranks(stuck_with_children, 2, str(file), timeout=5)
-    assert "in waiting_for_godot" in str(error.value)
+    assert "in waiting_for_godot" in str(error.value) and "selectors.py" not in str(error.value)
     assert error.value.ranks == ()
-    assert alive(map(int, file.read_text().split())) == []
+    assert alive(map(int, file.read_text().split()[1:])) == []
 
 
 def test_a_death_comes_before_the_failures_that_it_causes(ranks: Ranks) -> None:
@@ -125,20 +128,27 @@ def test_a_death_comes_before_the_failures_that_it_causes(ranks: Ranks) -> None:
     assert (str(copy), copy.ranks[0]) == (str(error.value), 1) and isinstance(copy, MegatronRLPatchesError)
 
 
-def test_nothing_outlives_a_caller_that_is_killed(tmp_path: Path) -> None:
-    pid_file, temporary = tmp_path / "pids", tmp_path / "temporary"
+CALLER = f"""
+import pytest
+from {__name__} import spawn_ranks, stuck_with_children
+@pytest.mark.ranks(1, fresh=True)
+def test_stuck(): stuck_with_children("pids")
+if __name__ == "__main__": spawn_ranks(stuck_with_children, 1, "pids")
+"""
+
+
+@pytest.mark.parametrize("end", by_speed(["killed", "pytest killed", "Ctrl-C"], fast=["killed"]))
+def test_nothing_outlives_a_caller_that_is_killed(end: str, tmp_path: Path) -> None:
+    pid_file, temporary, file = tmp_path / "pids", tmp_path / "temporary", tmp_path / "test_file.py"
     temporary.mkdir()
-    code = (
-        "from megatron_rl_patches.testing import spawn_ranks\n"
-        f"from {__name__} import stuck_with_children\n"
-        f"spawn_ranks(stuck_with_children, 1, {str(pid_file)!r})"
-    )
-    environ = {**os.environ, "TMPDIR": str(temporary)}
-    with subprocess.Popen([sys.executable, "-c", code], env=environ) as caller:
-        while len(pids := pid_file.read_text().split() if pid_file.exists() else []) < 3:
+    file.write_text(CALLER)
+    options = [] if end == "killed" else ["-mpytest", "-pno:cacheprovider"]
+    environ = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, *options, file], env=environ, cwd=tmp_path) as caller:
+        while len(pids := pid_file.read_text().split() if pid_file.exists() else []) < 4:
             assert caller.poll() is None
             time.sleep(0.05)
         assert list(temporary.iterdir())
-        caller.kill()
+        caller.send_signal(signal.SIGINT if end == "Ctrl-C" else signal.SIGKILL)
     assert alive(map(int, pids)) == []
     assert list(temporary.iterdir()) == []
