@@ -220,9 +220,9 @@ def _fork(config: pytest.Config, transformer_engine: bool | str, fresh: bool, *r
 def _pickled(name: str, value: Any) -> bytes:
     try:
         return pickle.dumps(value)
-    except Exception as error:
+    except Exception:  # whose message often names another object
         hint = "use it in a test without ranks, or make such a value in the body of the test"
-        raise InvalidInputError(f"{name} belongs to pytest's process: {hint} (pickle: {error})") from None
+        raise InvalidInputError(f"{name} cannot be pickled and belongs to pytest's process: {hint}") from None
 
 
 # --- in the process that forks ranks, and on ranks

@@ -66,7 +66,7 @@ SHOWN = [
     "*line * in test_hangs",
     "*Captured stdout on rank 1 call*",
     "before the end",
-    "'request' belongs to pytest's process: *",
+    "'request' cannot be pickled and belongs to pytest's process: use it *",
     "SKIPPED*test_ranks.py:*could not import 'no_such_module'*",
 ]
 WAYS = {"flat": [], "importlib": ["--import-mode=importlib"], "workers": ["-n2", "--timeout=100"]}
