@@ -41,11 +41,9 @@ class ReentrantTrainOptions:
             named here: decorate it with :func:`megatron_rl_patches.reentry.reentrant_train`.
         warn: warn once of each setting that silently spoils reinforcement learning.
         memory_phases: log a line with the peak memory of scoring, forward, loss and backward, step and save
-            for each rollout, and where one of them raises. Functions that ``reentrant_train`` decorates have
-            lines, too, but blocks ``with reentrant_train(...)`` have none.
+            for each rollout, and where one of them raises; ``with reentrant_train(...)`` logs none.
         verify: at the first guarded ``train()`` wait up to 5 minutes until each rank is there, and compare
-            them with ``verify_ranks()``; if they differ, all stop. Where the patch is not applied, the option
-            has no effect, and ``reentrant_train`` in your own code compares nothing.
+            them with ``verify_ranks()``; if they differ, all stop. It has no effect without the patch.
 
     Raises:
         PatchError: a function is named in another way.
@@ -146,18 +144,16 @@ def reset_peak_memory_stats(call: Call) -> None:
 
 
 def _configured(options: ReentrantTrainOptions) -> tuple[Site, ...]:
-    if options.verify:
-        from ..engine.api import verify_ranks
-        from ..frameworks.training import compare_ranks_at_first_call
-        from ..reentry import guard
+    from ..engine.api import verify_ranks
+    from ..frameworks.training import compare_ranks_at_first_call, memory_phases
+    from ..reentry import guard
 
+    if options.verify:
         guard.before_calls[:] = [partial(compare_ranks_at_first_call, verify_ranks, lambda: _now().verify)]
     paths = [path.split(":") for path in options.train_functions]
     sites = [Site(module, qualname, _TRAIN, parameters=("model",)) for module, qualname in paths]
     if options.memory_phases:
-        from ..reentry import guard
-
-        guard.around_decorated = _measured
+        guard.around_decorated = lambda call: memory_phases(_now(), "other", call.model, call.optimizer)
         for adapter in (memory_stats, reset_peak_memory_stats):
             sites.append(Site("torch.cuda.memory", adapter.__name__, adapter, ("device",)))
         scores = [(module, "forward_only") for module in _MODELS]
@@ -174,13 +170,6 @@ def _now() -> ReentrantTrainOptions:
 
     is_selected = any(s.patch == patch.name and s.state != "reverted" for s in installer.status())
     return installer.options[patch.name] if is_selected else ReentrantTrainOptions()
-
-
-def _measured(call: Any) -> Any:
-    """Return a block that measures the memory of a decorated function."""
-    from ..frameworks.training import memory_phases
-
-    return memory_phases(_now(), "other", call.model, call.optimizer)
 
 
 def _decorated() -> list[SiteStatus]:
