@@ -54,7 +54,7 @@ test-nightly: venv
 OLDEST_CORE := 0.14.0
 NEWEST_CORE := 0.19.2
 RELEASE_TESTS := models release reentry training_warnings expert_norm finite_step router_replay inference_builder \
-    inference_checkpoint scoring scoring_policy loss_func lean_head transformer_engine
+    inference_checkpoint scoring scoring_policy loss_func lean_head transformer_engine optimizer_step self_ratio
 ON_RELEASE = -m pytest $(PARALLEL) --dist=worksteal $(PYTEST_ARGS) $(RELEASE_TESTS:%=tests/real/test_%.py) --megatron-core
 RELEASES ?= $(OLDEST_CORE) $(NEWEST_CORE)
 #: test-releases        real models on the oldest and the newest megatron-core   minutes
