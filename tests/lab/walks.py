@@ -29,7 +29,7 @@ N, HIDDEN, VOCABULARY = 8, 4, 32
 
 
 def calls_of(call: Callable[[], Any]) -> list[tuple[str, str]]:
-    """Return module and function of each call, in order; ``call`` runs twice, and the first is not looked at."""
+    """Return module and function of each call, in order; ``call`` runs twice, and is looked at then."""
     call()
     calls: list[tuple[str, str]] = []
 

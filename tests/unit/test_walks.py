@@ -1,4 +1,4 @@
-"""How often the package's modules call each other in a walk does not grow, nor do all calls of a policy loss."""
+"""How often the package's modules call each other in a walk does not grow, nor do calls of a policy loss."""
 
 import subprocess
 import sys
