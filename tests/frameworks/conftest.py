@@ -20,7 +20,6 @@ def stand_ins_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def has_transformer_engine(request: pytest.FixtureRequest) -> bool:
-    """Return whether the test has these layers."""
     return "layers" in request.fixturenames and request.getfixturevalue("layers") == TRANSFORMER_ENGINE
 
 

@@ -234,7 +234,6 @@ class BridgeJob(Job):
         self.global_state = SimpleNamespace(cfg=cfg, **state)
 
     def pretrain(self, steps: int) -> None:
-        """Setup and training."""
         setup = importlib.import_module("megatron.bridge.training.setup")
         ddp_config = self.model[0].ddp_config
         setup._update_model_config_funcs(self.model, self.config, ddp_config, self.optimizer)

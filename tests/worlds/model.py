@@ -164,7 +164,6 @@ def scores_of(model: Any, batches: Sequence[Any] | None = None) -> list[torch.Te
 
 
 def gradients_of(model: Sequence[Any]) -> torch.Tensor:
-    """Return all gradients of this rank in one vector."""
     return torch.cat([p.main_grad.flatten() for chunk in model for p in chunk.parameters()]).clone()
 
 
