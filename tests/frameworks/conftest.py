@@ -41,7 +41,6 @@ def checkouts(request: pytest.FixtureRequest) -> Checkouts:
 
 @pytest.fixture
 def paths(framework: str, checkouts: Checkouts, request: pytest.FixtureRequest) -> list[str]:
-    """The folders to import the framework of the test from."""
     if framework == "vime" and has_transformer_engine(request):
         pytest.skip("vime's own command line was not tried")
     return checkouts(framework)

@@ -78,8 +78,6 @@ def train_rollout(module: ModuleType, state: Sequence[Any], iterator: Any, steps
 
 
 class Batches(tiny_gpt.SyntheticData):
-    """An endless stream of batches."""
-
     def seek(self, number: int) -> None:
         self._microbatch = number
 
@@ -165,10 +163,6 @@ class Job:
         """After a call that broke off in step ``steps_done``: give it the batches of that step again."""
         self.steps = steps_done
         self.batches.seek(steps_done * MICROBATCHES)
-
-    @property
-    def hooks_on(self) -> bool:
-        return hooks_are_on(self.model)
 
     def checksum(self) -> str:
         return tiny_gpt.checksum(self.model, self.optimizer)
@@ -258,7 +252,6 @@ def provider(pre_process: bool = True, post_process: bool = True, **unused: Any)
 
 
 def global_arguments(**values: Any) -> Arguments:
-    """A fresh process' arguments, installed."""
     args = arguments(**{"load": None, "model_provider": provider, **values})
     global_vars.set_global_variables(args)
     return args

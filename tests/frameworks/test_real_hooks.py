@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,11 +18,10 @@ from tests.frameworks.import_stubs import job_of
 from tests.frameworks.packages import VERL, Packages
 from tests.frameworks.rollouts import FINE, outcome
 from tests.ranks import on_ranks
-from tests.worlds.program import without_ours
+from tests.worlds.program import ROOT, without_ours
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 HOOK = "megatron_rl_patches.hooks.on_megatron_init"
 
 
