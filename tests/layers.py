@@ -30,7 +30,6 @@ def configure(config: pytest.Config) -> None:
 
 
 def chosen() -> str:
-    """Return the layers of tiny models."""
     return os.environ.get(_VARIABLE, "local")
 
 

@@ -221,7 +221,6 @@ class Program:
 
 
 def drawn(seed: int, tp: int = 1) -> Program:
-    """Draw a program for so many ranks."""
     draw = random.Random(seed * 8 + tp)
 
     def which() -> int:
@@ -269,7 +268,6 @@ class _ThreeTimes(torch.autograd.Function):
 
 
 def run_step(step: Step, tensors: list[Tensor], rank: int) -> None:
-    """Do what the step does on a tensor-parallel rank."""
     x, kind, draw = tensors[step.of % len(tensors)], step.kind, random.Random(step.draw)
     if step.alone not in (None, rank):
         tensors.append(x)

@@ -30,8 +30,8 @@ from megatron_rl_patches.engine import settings as settings_module
 from megatron_rl_patches.engine.settings import STRICT_VARIABLE, VARIABLE
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
 from tests.worlds.files import write
+from tests.worlds.program import ROOT
 
-ROOT = Path(__file__).parents[2]
 UNRELATED = "import bystander, decimal"
 FIRES = "import megatron.bystander"
 IMPORTS_MEGATRON = "import megatron.core.distributed.distributed_data_parallel"

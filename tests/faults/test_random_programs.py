@@ -238,14 +238,10 @@ def check_all(
         check(program, group, may_be_refused=False)
 
 
-@on_ranks(1, cpu_backend=False)  # it initializes a group
-def test_on_one_rank() -> None:
-    check_all(1, range(PROGRAMS[1][0]), programs.OPERATIONS, 1, failed_before=True)
-
-
-@on_ranks(2, cpu_backend=False, timeout=180)
-def test_on_two_ranks() -> None:
-    check_all(2, range(PROGRAMS[2][0]), QUICK, 1, failed_before=True)
+@pytest.mark.parametrize(("ranks", "names"), [(1, [*programs.OPERATIONS]), (2, QUICK)], ids=["1", "2"])
+@on_ranks(lambda ranks: ranks, cpu_backend=False, timeout=180)
+def test_programs(ranks: int, names: list[str]) -> None:
+    check_all(ranks, range(PROGRAMS[ranks][0]), names, 1, failed_before=True)
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ def stand_ins_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def has_transformer_engine(request: pytest.FixtureRequest) -> bool:
-    """Return whether the test has these layers."""
     return "layers" in request.fixturenames and request.getfixturevalue("layers") == TRANSFORMER_ENGINE
 
 
@@ -42,7 +41,6 @@ def checkouts(request: pytest.FixtureRequest) -> Checkouts:
 
 @pytest.fixture
 def paths(framework: str, checkouts: Checkouts, request: pytest.FixtureRequest) -> list[str]:
-    """The folders to import the framework of the test from."""
     if framework == "vime" and has_transformer_engine(request):
         pytest.skip("vime's own command line was not tried")
     return checkouts(framework)

@@ -68,7 +68,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def prepare(paths: list[str]) -> None:
-    """Make a framework importable."""
     importlib.import_module("torch._dynamo")  # tensordict imports it, and it fails with a stub of triton.
     # Ahead of an installed megatron-core: a checkout's megatron.training goes with its megatron.core.
     sys.path[:0] = paths

@@ -78,8 +78,6 @@ def train_rollout(module: ModuleType, state: Sequence[Any], iterator: Any, steps
 
 
 class Batches(tiny_gpt.SyntheticData):
-    """An endless stream of batches."""
-
     def seek(self, number: int) -> None:
         self._microbatch = number
 
@@ -166,10 +164,6 @@ class Job:
         self.steps = steps_done
         self.batches.seek(steps_done * MICROBATCHES)
 
-    @property
-    def hooks_on(self) -> bool:
-        return hooks_are_on(self.model)
-
     def checksum(self) -> str:
         return tiny_gpt.checksum(self.model, self.optimizer)
 
@@ -234,7 +228,6 @@ class BridgeJob(Job):
         self.global_state = SimpleNamespace(cfg=cfg, **state)
 
     def pretrain(self, steps: int) -> None:
-        """Setup and training."""
         setup = importlib.import_module("megatron.bridge.training.setup")
         ddp_config = self.model[0].ddp_config
         setup._update_model_config_funcs(self.model, self.config, ddp_config, self.optimizer)
@@ -259,7 +252,6 @@ def provider(pre_process: bool = True, post_process: bool = True, **unused: Any)
 
 
 def global_arguments(**values: Any) -> Arguments:
-    """A fresh process' arguments, installed."""
     args = arguments(**{"load": None, "model_provider": provider, **values})
     global_vars.set_global_variables(args)
     return args

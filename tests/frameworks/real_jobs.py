@@ -107,14 +107,6 @@ class _RolloutJob(_OfCommandLine, jobs.RolloutJob):
         }
 
 
-class RealSlimeJob(_RolloutJob):
-    homes = ("slime.backends.megatron_utils.model",)
-
-
-class RealVimeJob(_RolloutJob):
-    homes = ("vime.backends.megatron_utils.model",)
-
-
 class RealMilesJob(_RolloutJob):
     homes = ("miles.backends.megatron_utils.model",)
 
@@ -279,9 +271,9 @@ def _parse(framework: str) -> Any:
         return home.parse_args()
 
 
+_MODEL = "backends.megatron_utils.model"
 JOBS: dict[str, Any] = {
-    "slime": RealSlimeJob,
-    "vime": RealVimeJob,
+    **{name: type(name, (_RolloutJob,), {"homes": (f"{name}.{_MODEL}",)}) for name in ("slime", "vime")},
     "miles": RealMilesJob,
     "megatron.training": RealMegatronJob,
 }

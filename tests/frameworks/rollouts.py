@@ -87,6 +87,7 @@ def check_rollouts(job_type: Any, framework: str, **options: Any) -> None:
 
     Weights and, where a framework scores, log-probabilities are those of one call that needs no patch.
     """
+    from tests.frameworks.jobs import hooks_are_on
     from tests.references.tiny_gpt import counting_overlap
 
     functions = job_type.functions()
@@ -104,15 +105,15 @@ def check_rollouts(job_type: Any, framework: str, **options: Any) -> None:
 
     job = job_type(**options)
     scores = hasattr(job, "log_probs")
-    assert job.hooks_on
+    assert hooks_are_on(job.model)
     with counting_overlap() as overlap:
         for _ in range(3):
             if scores:
                 job.log_probs()
             job.train(2)
-            assert not job.hooks_on
+            assert not hooks_are_on(job.model)
             job.save()
-            assert not job.hooks_on
+            assert not hooks_are_on(job.model)
     assert job.checksum() == checksum
     assert overlap.param_gathers > 0 and overlap.grad_reduces > 0
     if scores:

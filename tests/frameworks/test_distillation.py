@@ -39,15 +39,6 @@ def _rollout() -> dict[str, Any]:
     }
 
 
-def _arguments() -> argparse.Namespace:
-    """Of slime's command line."""
-    arguments = importlib.import_module("slime.utils.arguments")
-    parser = arguments.get_slime_extra_args_provider()(argparse.ArgumentParser())
-    args = parser.parse_args(["--loss-type", "opd_loss", "--rollout-temperature", str(TEMPERATURE)])
-    arguments.slime_validate_args(args)
-    return args
-
-
 class Student:
     """A job of slime, its actor, and checkpoints of two teachers."""
 
@@ -64,7 +55,11 @@ class Student:
         job: Any = SlimeJob(tp=torch.distributed.get_world_size())
         self.model = importlib.import_module(job.homes[0])
         self.args, self.rollout = job.args, _rollout()
-        vars(self.args).update(vars(_arguments()), forward_step_func=self._forward_step)
+        arguments = importlib.import_module("slime.utils.arguments")
+        parser = arguments.get_slime_extra_args_provider()(argparse.ArgumentParser())
+        words = ["--loss-type", "opd_loss", "--rollout-temperature", str(TEMPERATURE)]
+        arguments.slime_validate_args(args := parser.parse_args(words))
+        vars(self.args).update(vars(args), forward_step_func=self._forward_step)
         self.losses: list[float] = []
         [self.chunk] = job.model
         self.probs = {"actor": self._probabilities()}

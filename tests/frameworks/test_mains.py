@@ -2,23 +2,18 @@
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.frameworks import mains
 from tests.frameworks.checkouts import REPOSITORIES
+from tests.worlds.files import git
 
 MODEL = "slime/backends/megatron_utils/model.py"
 TRAIN = "slime.backends.megatron_utils.model.train"
 
 pytestmark = pytest.mark.slow
-
-
-def git(folder: Path, *command: str) -> str:
-    git = ["git", "-c", "user.name=x", "-c", "user.email=x", "-C", str(folder)]
-    return subprocess.run([*git, *command], check=True, text=True, stdout=subprocess.PIPE).stdout.strip()
 
 
 def commit(folder: Path) -> str:
@@ -33,7 +28,7 @@ def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "upstream"
     for repository in REPOSITORIES.values():
         (folder / repository).mkdir(parents=True)
-        git(folder / repository, "init", "--quiet", "--initial-branch=main")
+        git(folder / repository, "init", "--quiet")
         (folder / repository / "setup.py").write_text(f"# of {repository}")
     pinned = commit(folder / "NVIDIA/Megatron-LM")
     for place in ("THUDM/slime", "Gen-Verse/OpenClaw-RL/slime"):

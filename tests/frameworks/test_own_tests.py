@@ -18,7 +18,7 @@ import pytest
 
 from tests.frameworks.checkouts import Checkouts
 from tests.frameworks.packages import TENSORDICT, Packages
-from tests.worlds.program import without_ours
+from tests.worlds.program import ROOT, without_ours
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -53,9 +53,8 @@ SUITES: dict[str, tuple[list[str], list[str]]] = {
 
 def _run(paths: list[str], arguments: Iterable[str], folder: Path, **variables: str) -> dict[str, Any]:
     record = folder / "outcomes.json"
-    repository = Path(__file__).parents[2]
     environ = without_ours() | {
-        "PYTHONPATH": os.pathsep.join(map(str, (HERE, *paths, repository))),
+        "PYTHONPATH": os.pathsep.join(map(str, (HERE, *paths, ROOT))),
         "PYTHONDONTWRITEBYTECODE": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "OWN_TESTS_OUTCOMES": str(record),

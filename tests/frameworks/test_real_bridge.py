@@ -47,7 +47,8 @@ def test_a_second_setup(bridge: str) -> None:
     config = tiny_gpt.get_model_config(first[0][0])
     assert finish_setup(*first) == FINE
     assert finish_setup(*second).startswith(NO_SYNC)
-    gpt = _provider()
+    mixin = importlib.import_module("megatron.bridge.models.model_provider").ModelProviderMixin
+    gpt = type("Provider", (mixin,), {"provide": lambda *unused, **options: None})()
     gpt.register_pre_wrap_hook(importlib.import_module("megatron_rl_patches.hooks").pre_wrap)
     chunks = [chunk.module for chunk in first[0]]
     assert gpt.pre_wrap_hook(chunks) is chunks
@@ -59,9 +60,3 @@ def test_a_second_setup(bridge: str) -> None:
     config.no_sync_func = nullcontext
     assert finish_setup(*second).startswith(NO_SYNC)
     revert()
-
-
-def _provider() -> Any:
-    """A provider of a model, which calls pre-wrap hooks."""
-    mixin = importlib.import_module("megatron.bridge.models.model_provider").ModelProviderMixin
-    return type("Provider", (mixin,), {"provide": lambda *unused, **options: None})()

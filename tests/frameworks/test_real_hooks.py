@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,13 +16,12 @@ import pytest
 from megatron_rl_patches import status
 from tests.frameworks.import_stubs import job_of
 from tests.frameworks.packages import VERL, Packages
-from tests.frameworks.rollouts import FINE, NO_SYNC, outcome
+from tests.frameworks.rollouts import FINE, outcome
 from tests.ranks import on_ranks
-from tests.worlds.program import without_ours
+from tests.worlds.program import ROOT, without_ours
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 HOOK = "megatron_rl_patches.hooks.on_megatron_init"
 
 
@@ -36,17 +34,12 @@ def test_custom_megatron_init_path(framework: str, paths: list[str]) -> None:
     from megatron.core import parallel_state
     from megatron.training import global_vars
 
-    from tests.frameworks.real_jobs import parse_arguments
+    from tests.frameworks.real_jobs import TinyModel, parse_arguments
 
-    job = job_type()
-    assert outcome(job.train) == FINE
-    assert outcome(job.train).startswith(NO_SYNC)
-    parallel_state.destroy_model_parallel()
-    global_vars.unset_global_variables()
-
+    importlib.import_module(*job_type.homes)  # as actors have before init
     initialize = importlib.import_module(f"{framework}.backends.megatron_utils.initialize")
     flags = {"custom_megatron_init_path": HOOK, "disable_gloo_process_groups": False}
-    args = parse_arguments(framework, job.options, 2, **flags)
+    args = parse_arguments(framework, TinyModel(), 2, **flags)
     global_vars.unset_global_variables()  # init sets them
     # What asks for a tokenizer, for a package that is a stub here, or for an older numpy.
     for name in ("_build_tokenizer", "init_num_microbatches_calculator", "register_hf_config_aliases"):

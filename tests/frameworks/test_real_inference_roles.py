@@ -30,8 +30,7 @@ def test_policy_and_teacher_side_by_side(
 ) -> None:
     """Unpatched, the teacher is built for training."""
     prepare(paths)
-    from tests.frameworks import real_jobs
-    from tests.frameworks.jobs import build_teacher, has_weights
+    from tests.frameworks import jobs, real_jobs
     from tests.references import tiny_gpt
 
     policy, teacher = (
@@ -54,12 +53,12 @@ def test_policy_and_teacher_side_by_side(
     weights = tiny_gpt.checksum(state[0], state[1])
 
     args = real_jobs.role_arguments(framework, {"layers": layers}, load=teacher)
-    chunk = build_teacher(model.initialize_model_and_optimizer, args, TEACHER)
+    chunk = jobs.build_teacher(model.initialize_model_and_optimizer, args, TEACHER)
     assert type(chunk).__name__ == "Float16Module"
     assert tiny_gpt.checksum(state[0], state[1]) == weights
     # Ranks have the same parameters, and their own shards of the optimizer's copies.
     assert len(set(everywhere(tiny_gpt.checksum(state[0], mock.Mock(param_groups=[]))))) == 1
-    assert has_weights(chunk, other.state_dict())
+    assert jobs.has_weights(chunk, other.state_dict())
     arguments = dict.fromkeys(inspect.signature(model.train).parameters) | {"model": [chunk]}
     with pytest.raises(InferenceOnlyError, match=f"^train: the model of role '{TEACHER}'"):
         model.train(**arguments)
@@ -72,8 +71,7 @@ def test_a_mixture_of_experts_as_teacher(
     framework: str, layers: str, tmp_path: Path, paths: list[str]
 ) -> None:
     prepare(paths)
-    from tests.frameworks import real_jobs
-    from tests.frameworks.jobs import build_teacher, has_weights
+    from tests.frameworks import jobs, real_jobs
     from tests.references import tiny_gpt
 
     experts: dict[str, Any] = {"kind": "moe", "ep": 2, "layers": layers}
@@ -82,8 +80,8 @@ def test_a_mixture_of_experts_as_teacher(
     apply("inference-only")
     args = real_jobs.role_arguments(framework, experts, load=teacher)
     [policy], *_ = model.initialize_model_and_optimizer(args, "actor")
-    chunk = build_teacher(model.initialize_model_and_optimizer, args, TEACHER)
-    assert has_weights(chunk, policy.state_dict())
+    chunk = jobs.build_teacher(model.initialize_model_and_optimizer, args, TEACHER)
+    assert jobs.has_weights(chunk, policy.state_dict())
     check_layers([chunk], tiny_gpt.TinyModel(**experts))
     weights = {n: v for n, v in chunk.state_dict().items() if ".experts." in n and "fc1.weight" in n}
     assert len(weights) == 2 * tiny_gpt.LAYERS

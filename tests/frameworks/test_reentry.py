@@ -148,8 +148,6 @@ def test_the_variable_decides_where_it_is_set(value: str, patches: set[str]) -> 
 
     os.environ.pop(VARIABLE, None)
     job = SlimeJob()  # the actor holds copies of train() and save()
-    assert outcome(job.train) == FINE
-    assert outcome(job.train).startswith(NO_SYNC)
     with mock.patch.dict(os.environ, {VARIABLE: value} if value else {}):
         on_megatron_init(job.args)
     job = SlimeJob()

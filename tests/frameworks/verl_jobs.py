@@ -246,7 +246,6 @@ class EngineJob:
         return [*output["loss"], float(norm)]
 
     def update(self, data: Any = None, epochs: int = 1) -> dict[str, Any]:
-        """Return the metrics of an update."""
         data = self.batch() if data is None else data
         size = SAMPLES * parallel_state.get_data_parallel_world_size()
         self.tu.assign_non_tensor(data, mini_batch_size=size, epochs=epochs, seed=0, dataloader_kwargs={})

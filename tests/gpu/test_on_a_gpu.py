@@ -88,15 +88,9 @@ def test_topk_and_log_probs_at_ids() -> None:
     of_responses = [slice(0, ROWS // 8), slice(ROWS // 4, ROWS)]
     for runs in (None, of_responses):
         indices = random_ids(len(selected(logits, runs)), 8)
-        of_ids = measure("at ids", logits, Inputs(indices[:, 0], indices, runs))
-        assert of_ids.value < 5e-6
-        assert of_ids.gradient < ROUNDING
-    found = losses.vocab_parallel_topk(logits, 16)
-    # Many of bfloat16 logits are equal; of these the lowest ids come first.
-    order = logits.cpu().double().sort(dim=1, descending=True, stable=True).indices[:, :16]
-    expected = logits.cpu().double().log_softmax(1).gather(1, order)
-    assert torch.equal(found.indices.cpu(), order)
-    assert relative_error(found.log_probs.cpu(), expected, expected.abs()) < 5e-6
+        for name in ("at ids", "top-k"):  # many of bfloat16 logits are equal
+            worst = measure(name, logits, Inputs(indices[:, 0], indices, runs))
+            assert worst.value < 5e-6 and worst.gradient < ROUNDING, name
 
 
 def weights_and_hidden() -> tuple[Tensor, Tensor]:

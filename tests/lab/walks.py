@@ -11,6 +11,7 @@ the package in between. ``sys.setprofile`` sees the calls of this thread. What s
 import sys
 import warnings
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -27,24 +28,28 @@ PACKAGE = Path(megatron_rl_patches.__file__).parent
 N, HIDDEN, VOCABULARY = 8, 4, 32
 
 
-def stays_of(call: Callable[[], Any]) -> list[str]:
-    """Return the module of each stay, in order; the call runs twice, and the first time is not looked at."""
+def calls_of(call: Callable[[], Any]) -> list[tuple[str, str]]:
+    """Return module and function of each call, in order; ``call`` runs twice, and is looked at then."""
     call()
-    stays: list[str] = []
+    calls: list[tuple[str, str]] = []
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         file = frame.f_code.co_filename
-        if event == "call" and file.startswith(str(PACKAGE)) and not frame.f_code.co_name.startswith("<"):
-            module = str(Path(file).relative_to(PACKAGE))
-            if stays[-1:] != [module] and not module.startswith("testing"):
-                stays.append(module)
+        if event == "call" and file.startswith(str(PACKAGE)):
+            calls.append((str(Path(file).relative_to(PACKAGE)), frame.f_code.co_name))
 
     sys.setprofile(look)
     try:
         call()
     finally:
         sys.setprofile(None)
-    return stays
+    return calls
+
+
+def stays_of(call: Callable[[], Any]) -> list[str]:
+    """Return the module of each stay, in order."""
+    named = (module for module, function in calls_of(call) if not function.startswith("<"))
+    return [module for module, _ in groupby(module for module in named if not module.startswith("testing"))]
 
 
 def _deferred(n: int = N, frozen: bool = False) -> losses.DeferredLogits:

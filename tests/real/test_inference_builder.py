@@ -174,7 +174,6 @@ def refused(
 
 
 def prepared() -> tuple[Callable[..., Any], Any]:
-    """Return a provider and a config."""
     OPTIONS.initialize()
     return OPTIONS.provider, OPTIONS.transformer_config()
 

@@ -104,11 +104,6 @@ def _train(layout: Layout, case: Case, lean: bool, tile_bytes: int = 256) -> Out
         return Outcome(losses, gradients, deferrals.call_count, made.call_count, overlap.param_gathers)
 
 
-def _one_piece(rank: int, size: int, rows: int) -> torch.Tensor:
-    """Return the positions that a rank holds with all-gather context parallelism."""
-    return torch.arange(size * rows).chunk(size)[rank]
-
-
 @pytest.mark.parametrize("name", by_speed(LAYOUTS, FAST, NIGHTLY))
 @on_ranks(lambda name: LAYOUTS[name].ranks, timeout=240)
 def test_trains_as_without(name: str) -> None:
@@ -128,7 +123,8 @@ def check_gradients(name: str, layout: Layout, cases: dict[str, Case]) -> None:
     for key, case in cases.items():
         with ExitStack() as stack:
             for module in (tiny_gpt, attention) if layout.allgather_cp else ():
-                stack.enter_context(mock.patch.object(module, "positions_of", _one_piece))
+                one_piece = lambda rank, size, rows: torch.arange(size * rows).chunk(size)[rank]  # noqa: E731
+                stack.enter_context(mock.patch.object(module, "positions_of", one_piece))
             without, lean = (_train(layout, case, lean) for lean in (False, True))
         first, largest = len(without.losses) // 2, max(map(abs, without.losses), default=0.0)
         for step, allowed in ((slice(first), bound_of_first), (slice(first, None), bound)):

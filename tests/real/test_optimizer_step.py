@@ -13,7 +13,7 @@ from megatron_rl_patches.reentry import OptimizerStep, reentrant_train, training
 from tests.ranks import by_speed, everywhere, on_ranks
 from tests.real import matrix
 from tests.references import tiny_gpt
-from tests.worlds.model import NO_OVERLAP, NOT_DISTRIBUTED, World
+from tests.worlds.model import NO_OVERLAP, NOT_DISTRIBUTED, World, gradients_of
 
 _SIXTEEN_BITS: dict[str, Any] = {"bf16": True, "grad_reduce_in_fp32": False, "tied": True}
 
@@ -64,7 +64,7 @@ class Stepped(World):
             result = self.optimizer.step()
             for chunk in self.model if self.options.overlap_param_gather else ():
                 chunk.start_param_sync(force_sync=True)
-        self.bits.append((losses, result, self.gradients().tolist(), self.checksum()))
+        self.bits.append((losses, result, gradients_of(self.model).tolist(), self.checksum()))
 
 
 def check(**options: Any) -> None:

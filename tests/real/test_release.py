@@ -59,12 +59,7 @@ def release(pytestconfig: pytest.Config) -> str:
     return pytestconfig.getoption("--megatron-core") or metadata.version("megatron-core")
 
 
-@on_ranks(1)
-def test_forked_ranks_import_the_release_of_the_option(release: str) -> None:
-    assert megatron.core.__version__.partition("+")[0] == release
-
-
-@pytest.mark.slow
-@on_ranks(1, env={"FRESH": "1"})
-def test_fresh_ranks_import_it_too(release: str) -> None:
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
+@on_ranks(1, fresh=lambda fresh: fresh)
+def test_ranks_import_the_release_of_the_option(release: str, fresh: bool) -> None:
     assert megatron.core.__version__.partition("+")[0] == release

@@ -50,7 +50,6 @@ LAYOUTS["EP 2"] = {"kind": "moe", "ep": 2}
 
 
 def microbatches() -> list[dict[str, Any]]:
-    """Return microbatches of seven samples."""
     generator = torch.Generator().manual_seed(3)
     sizes = (3, 16), (2, 8), (2, 12)
     wide, narrow, other = (torch.randint(32, size, generator=generator) for size in sizes)
@@ -93,7 +92,6 @@ def is_last_stage() -> bool:
 
 
 def state_of(model: Sequence[Any]) -> tuple[Any, ...]:
-    """Return modes and config of the model, and the random stream."""
     modes = [module.training for chunk in model for module in chunk.modules()]
     return modes, dict(vars(get_model_config(model[0]))), torch.get_rng_state().tolist()
 
@@ -420,8 +418,6 @@ OF_TOPK: list[tuple[dict[str, Any], str]] = [
 
 
 class Unreadable(list[Any]):
-    """Microbatches that cannot be read."""
-
     def __iter__(self) -> Any:
         raise OSError("no such file")
 

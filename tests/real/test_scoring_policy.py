@@ -126,7 +126,6 @@ def microbatch(number: int, width: int = 8) -> dict[str, Any]:
 
 
 def microbatches() -> list[dict[str, Any]]:
-    """Return microbatches of this replica."""
     rank = parallel_state.get_data_parallel_rank()
     return [microbatch(rank), microbatch(10 + rank, 12)]
 

@@ -22,7 +22,6 @@ def frozen() -> Iterator[None]:
 
 @pytest.fixture
 def nothing_reported() -> Iterator[None]:
-    """No training loop has warned yet."""
     from megatron_rl_patches.reentry import training_warnings
 
     training_warnings.messages.clear()

@@ -1,5 +1,6 @@
 """Files that a test writes: frameworks, checkouts, programs."""
 
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,3 +12,12 @@ def write(folder: Path, files: Mapping[str, str]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return folder
+
+
+def git(folder: Path, *command: str) -> str:
+    """Run git in a folder, and return what it prints."""
+    identity = ["-c", "user.name=n", "-c", "user.email=e", "-c", "init.defaultBranch=main"]
+    done = subprocess.run(
+        ["git", *identity, *command], cwd=folder, check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()

@@ -21,7 +21,6 @@ class DistributedDataParallel(MockDDP):
 
 
 def two_models(config: MockConfig | None = None) -> list[Any]:
-    """Return two models of one chunk each that share a config."""
     config = config or MockConfig()
     return [DistributedDataParallel(config) for _ in range(2)]
 

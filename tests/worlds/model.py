@@ -90,9 +90,6 @@ class World:
         """Return all weights of this rank in one vector."""
         return torch.cat([p.detach().flatten() for chunk in self.model for p in chunk.parameters()])
 
-    def gradients(self) -> torch.Tensor:
-        return gradients_of(self.model)
-
     def state(self) -> list[torch.Tensor]:
         """Return copies of the weights, main parameters, moments and step counts of this rank."""
         parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
@@ -167,7 +164,6 @@ def scores_of(model: Any, batches: Sequence[Any] | None = None) -> list[torch.Te
 
 
 def gradients_of(model: Sequence[Any]) -> torch.Tensor:
-    """Return all gradients of this rank in one vector."""
     return torch.cat([p.main_grad.flatten() for chunk in model for p in chunk.parameters()]).clone()
 
 

@@ -37,7 +37,7 @@ CAPABILITY = 90
 
 
 def head(entropy: bool = True) -> None:
-    hidden, weight = layer(torch.bfloat16, HIDDEN, rows=ROWS, vocabulary=VOCABULARY)
+    hidden, weight = layer(torch.bfloat16, HIDDEN, rows=ROWS, columns=VOCABULARY)
     backward(hidden, *scores(losses.deferred_logits(hidden, weight), ids(ROWS), entropy))
 
 
@@ -61,7 +61,7 @@ def at_ids() -> None:
 
 
 def divergence(name: Any) -> None:
-    hidden, weight = layer(torch.bfloat16, HIDDEN, rows=ROWS // 2, vocabulary=VOCABULARY)
+    hidden, weight = layer(torch.bfloat16, HIDDEN, rows=ROWS // 2, columns=VOCABULARY)
     teacher = losses.deferred_logits(hidden.detach(), weight.detach())
     student = losses.deferred_logits(hidden, weight)
     backward(hidden, losses.full_vocabulary_divergence(student, teacher, divergence=name))

@@ -142,7 +142,6 @@ class Recorder(TorchDispatchMode):
             self.waits[f"{operation} in {place}"] += 1
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """Mark a tensor as one in pinned memory."""
         self._pinned.add(tensor.untyped_storage())
         return tensor
 

@@ -1,6 +1,5 @@
 """Source text from folders, wheels, git trees and this environment: the right file, and nothing imported."""
 
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -16,17 +15,12 @@ from pytest_mock import MockerFixture
 
 from megatron_rl_patches.engine.sources import Environment, Source, open_source
 from megatron_rl_patches.errors import MegatronRLPatchesError
-from tests.worlds.files import write
+from tests.worlds.files import git, write
 
 Files = dict[str, str]
 
 EXPLOSIVE = "raise AssertionError('imported')\n"
 FILES: Files = {"framework/__init__.py": "", "framework/sub/model.py": "text = 1\n"}
-
-
-def git(repository: Path, *arguments: str) -> None:
-    identity = ["-c", "user.name=n", "-c", "user.email=e", "-c", "init.defaultBranch=main"]
-    subprocess.run(["git", *identity, *arguments], cwd=repository, check=True, capture_output=True)
 
 
 def as_folder(path: Path, files: Files) -> Source:

@@ -177,7 +177,6 @@ def world(framework: Framework, engine: Engine) -> tuple[Any, Any]:
 
 
 def results(world: tuple[Any, Any]) -> list[Any]:
-    """Return what the target and its copies return."""
     model, actor = world
     return [model.train("m"), actor.train("m"), actor.run("m")]
 

@@ -17,14 +17,12 @@ from torch import Tensor
 
 from megatron_rl_patches import losses
 from megatron_rl_patches.errors import InvalidInputError
+from tests.references import dense
 
 N, V = 4, 7
 
 
-def random(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-
-
+random = partial(dense.random, seed=0, dtype=torch.float32)
 IDS = torch.tensor([[0, 3], [1, 2], [6, 5], [4, 0]])
 LOG_PROBS, TAIL = losses.vocab_parallel_log_probs_at(random(N, V), IDS, with_tail=True)
 TOPK = losses.TopKDistribution(IDS, LOG_PROBS, TAIL)

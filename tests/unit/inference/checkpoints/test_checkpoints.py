@@ -279,7 +279,6 @@ def test_without_a_process_group_the_iteration_of_a_bare_folder_is_read(tmp_path
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """Initialize a process group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

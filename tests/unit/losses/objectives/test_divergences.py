@@ -54,7 +54,6 @@ def at_ids(name: str, student: Tensor, teacher: Tensor, ids: Tensor, old: Tensor
 
 
 def at_topk(name: str, student: Tensor, teacher: Tensor, k: int) -> Tensor:
-    """At the student's top-k."""
     return at_ids(name, student, teacher, losses.vocab_parallel_topk(student, k).indices)
 
 

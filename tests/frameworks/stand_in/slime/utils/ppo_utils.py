@@ -7,30 +7,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
 
-class NaiveEntropy(torch.autograd.Function):
-    """Entropy of logits that are split over the vocabulary; it keeps a softmax."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, group: Any) -> Tensor:
-        top = logits.amax(-1, keepdim=True)
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-        softmax = (logits - top).exp()
-        total = softmax.sum(-1, keepdim=True)
-        dist.all_reduce(total, group=group)
-        softmax /= total
-        mean = (softmax * logits).sum(-1, keepdim=True)
-        dist.all_reduce(mean, group=group)
-        ctx.save_for_backward(logits, softmax, mean)
-        return (top + total.log() - mean).squeeze(-1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        logits, softmax, mean = ctx.saved_tensors
-        return -softmax * (logits - mean) * gradient.unsqueeze(-1), None
+def compute_entropy(logits: Tensor, process_group: Any) -> Tensor:
+    log_p = gather_from_tensor_model_parallel_region(logits, process_group).log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
 
 
 def compute_approx_kl(
@@ -69,5 +52,5 @@ def calculate_log_probs_and_entropy(
     entropy = None
     if with_entropy:
         with nullcontext() if need_entropy_grad else torch.no_grad():
-            entropy = NaiveEntropy.apply(logits.clone(), tp_group)
+            entropy = compute_entropy(logits.clone(), tp_group)
     return compute_log_probs(logits.clone(), tokens, tp_group), entropy

@@ -3,9 +3,7 @@
 from typing import Any
 
 from megatron.training.checkpointing import load_checkpoint as load_checkpoint_megatron
-from megatron.training.checkpointing import save_checkpoint
-
-__all__ = ["load_checkpoint", "save_checkpoint"]
+from megatron.training.checkpointing import save_checkpoint as save_checkpoint
 
 
 def load_checkpoint(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, **options: Any) -> Any:
