@@ -144,15 +144,18 @@ def reset_peak_memory_stats(call: Call) -> None:
 
 
 def _configured(options: ReentrantTrainOptions) -> tuple[Site, ...]:
-    from ..engine.api import verify_ranks
-    from ..frameworks.training import compare_ranks_at_first_call, memory_phases
-    from ..reentry import guard
-
     if options.verify:
+        from ..engine.api import verify_ranks
+        from ..frameworks.training import compare_ranks_at_first_call
+        from ..reentry import guard
+
         guard.before_calls[:] = [partial(compare_ranks_at_first_call, verify_ranks, lambda: _now().verify)]
     paths = [path.split(":") for path in options.train_functions]
     sites = [Site(module, qualname, _TRAIN, parameters=("model",)) for module, qualname in paths]
     if options.memory_phases:
+        from ..frameworks.training import memory_phases
+        from ..reentry import guard
+
         guard.around_decorated = lambda call: memory_phases(_now(), "other", call.model, call.optimizer)
         for adapter in (memory_stats, reset_peak_memory_stats):
             sites.append(Site("torch.cuda.memory", adapter.__name__, adapter, ("device",)))
