@@ -25,15 +25,16 @@ from megatron_rl_patches.common.messages import messages  # noqa: E402
 from megatron_rl_patches.engine import registry  # noqa: E402
 from megatron_rl_patches.engine.patch import Patch  # noqa: E402
 from megatron_rl_patches.engine.settings import parse_selection  # noqa: E402
-from megatron_rl_patches.engine.statuses import SiteStatus, grouped, summary  # noqa: E402
-from tests.frameworks.page import (  # noqa: E402
-    FRAMEWORKS,
+from megatron_rl_patches.engine.statuses import (  # noqa: E402
+    ABSENT,
     NOT_CHECKED,
     NOT_NEEDED,
-    WITHOUT_USE,
-    matrix,
-    runs_on_record,
+    PATCHED,
+    SiteStatus,
+    grouped,
+    summary,
 )
+from tests.frameworks.page import FRAMEWORKS, result, runs_on_record  # noqa: E402
 from tests.frameworks.verdicts import load  # noqa: E402
 from tests.references.pages import fill, places, table  # noqa: E402
 
@@ -70,39 +71,25 @@ def _part(name: str, page: Path) -> str:
 # --- patches by framework
 
 
-def _in_framework(framework: str, patch: str) -> str:
-    """Return in which releases a patch takes effect: of the framework, or of megatron-core under it."""
-    ranges = _ranges()
-    own = ranges.get(framework, {}).get(patch, "")
-    if (framework, patch) in WITHOUT_USE:
-        return NOT_NEEDED
-    if own in ("", NOT_NEEDED) and patch in ranges["megatron-core"]:
-        of_core = ranges["megatron-core"][patch]
-        is_everywhere = of_core.startswith("0.14") and of_core.endswith(_newest())
-        return "all" if is_everywhere else f"megatron-core {of_core}"
-    return own
+_records = cache(load)
 
 
 @cache
-def _ranges() -> dict[str, dict[str, str]]:
-    return matrix(load())
-
-
-def _newest() -> str:
-    return [one.source.split()[1] for one in load() if one.source.startswith("megatron-core ")][-1]
+def _result(framework: str, patch: str) -> tuple[str, str]:
+    return result(_records(), framework, patch)
 
 
 def patches(*names: str) -> str:
-    """Return a table of the patches that take effect under the frameworks of a quickstart."""
+    """Return a table of the patches for the frameworks of a quickstart, each with the word for it and why."""
     rows = []
     for patch in sorted(registry.patches().values(), key=lambda p: (_order(p), p.name)):
-        places: dict[str, list[str]] = {}
+        results: dict[str, list[str]] = {}
         for framework in (SOURCES[name][0] for name in names):
-            places.setdefault(_in_framework(framework, patch.name), []).append(framework)
-        if places.keys() - {""}:
-            texts = [f"{', '.join(of)}: {where}" for where, of in places.items() if where]
-            where = "; ".join(texts) if len(names) > 1 else next(iter(places))
-            rows.append({**_described(patch), "takes effect in": where})
+            word, text = _result(framework, patch.name)
+            results.setdefault(f"{word} ({text})" if text else word, []).append(framework)
+        if results.keys() != {ABSENT}:
+            texts = [f"{', '.join(of)}: {text}" if len(names) > 1 else text for text, of in results.items()]
+            rows.append({**_described(patch), "state": "; ".join(texts)})
     return table(rows)
 
 
@@ -120,8 +107,8 @@ def _described(patch: Patch) -> dict[str, str]:
 
 
 def frameworks() -> str:
-    """Return README's table: which patches take effect under a framework, and whether it was run for real."""
-    runs, known, rows = runs_on_record(), load(), []
+    """Return README's table: the patches of each word in a framework, and whether it was run for real."""
+    runs, known, rows = runs_on_record(), _records(), []
     for framework in (name for name in FRAMEWORKS if name != "megatron-core"):
         name = framework.lower()
         sources = {one.identity for one in known if one.source.lower().startswith(f"{name} ")}
@@ -130,19 +117,15 @@ def frameworks() -> str:
         link = (
             f"[{framework}](quickstart/{_QUICKSTARTS.get(name, name)}.md)" if name in SOURCES else framework
         )
-        rows.append({"framework": link, "patches": _names(framework), "run for real": ran})
+        named = {word: _named(framework, word) for word in (PATCHED, NOT_NEEDED, NOT_CHECKED)}
+        rows.append({"framework": link, **named, "run for real": ran})
     return table(rows)
 
 
-def _names(framework: str) -> str:
-    releases = {patch: _in_framework(framework, patch) for patch in registry.patches()}
-    unchecked = [f"`{patch}`" for patch in releases if releases[patch] == NOT_CHECKED]
-    named = [patch for patch in releases if releases[patch] not in ("", NOT_NEEDED, NOT_CHECKED)]
-    others = [f"`{patch}`" for patch in releases if patch not in named and f"`{patch}`" not in unchecked]
-    listed = ", ".join(f"`{patch}`" for patch in named)
-    text = f"all but {', '.join(others)}" if len(others) <= 3 else listed
-    text = text if others else "all"
-    return text + (f"; not checked: {', '.join(unchecked)}" if unchecked else "")
+def _named(framework: str, word: str) -> str:
+    """Return the names of the patches that have the word in the framework."""
+    names = [f"`{patch}`" for patch in registry.patches() if _result(framework, patch)[0] == word]
+    return "all" if len(names) == len(registry.patches()) else ", ".join(names)
 
 
 # --- the log line
@@ -150,7 +133,7 @@ def _names(framework: str) -> str:
 
 def log_line(name: str, value: str) -> str:
     """Return the line that rank 0 logs, broken to fit on a page."""
-    known = {one.source: one for one in load()}
+    known = {one.source: one for one in _records()}
     recorded = [grouped(known[source].judged()) for source in SOURCES[name][1:]]
     statuses: list[SiteStatus] = []
     for patch in parse_selection(value)[0]:

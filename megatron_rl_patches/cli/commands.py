@@ -63,9 +63,8 @@ def doctor(
 
     Exit code 0: everything that is selected can take effect, or nothing is selected.
 
-    Exit code 1: something cannot. A function of an installed framework is missing, drifted, in conflict or
-    cannot be checked; the variable is set, but the startup file does not fire; a variable has a bad value; or
-    wrapt is absent or out of range.
+    Exit code 1: something cannot. A function is missing, drifted, in conflict or failed; the startup file
+    does not fire; a variable has a bad value; or wrapt is absent or out of range.
     """
     # A program finds what is in its own folder, where most people call this command, too.
     with replaced(sys, path=[*sys.path, ""]):
@@ -91,7 +90,7 @@ def check(
 
     Exit code 0: everything fits or needs no patch.
 
-    Exit code 1: a function is missing, drifted, or cannot be checked. Patches outside of the default set
+    Exit code 1: a function is missing, drifted, or failed. Patches outside of the default set
     count where the variable selects them.
 
     Exit code 2: a source cannot be read, or there is no framework in any of them, or in this environment.

@@ -16,15 +16,14 @@ from rich.text import Text
 
 from ..doctor import OUT_OF_REACH, Diagnosis
 from ..engine import registry
-from ..engine.patch import Patch
 from ..engine.settings import VARIABLE
-from ..engine.statuses import Fault, SiteStatus, aligned, overview
+from ..engine.statuses import ABSENT, NOT_NEEDED, PATCHED, Fault, SiteStatus, aligned, overview
 
 #: The color of a state wherever it stands in a table.
 STYLES = {
-    r"\b(\d+ fit|\d* ?fits)\b": "green",
-    r"\d* ?not needed|\(not selected\)": "dim",
-    rf"\d* ?\b({'|'.join(get_args(Fault))})\b": "bold red",
+    rf"(\d+ )?\b{PATCHED}\b": "green",
+    rf"(\d+ )?\b({NOT_NEEDED}|{ABSENT})\b|\(if selected by .*\)": "dim",
+    rf"(\d+ )?\b({'|'.join(get_args(Fault))})\b": "bold red",
 }
 
 
@@ -77,20 +76,17 @@ def show_json(value: Any) -> None:
 def show_diagnosis(diagnosis: Diagnosis, screen: Screen) -> None:
     """Print what `doctor` found out, on one screen."""
     selected = diagnosis.selected
-    left_out = [patch for patch in registry.patches().values() if selected and patch.name not in selected]
+    left_out = (patch for name, patch in registry.patches().items() if name not in selected)
     _show_components(diagnosis, screen)
     screen.line()
-    _show_selected(diagnosis, left_out, screen)
+    _show_selected(diagnosis, screen)
     screen.line()
-    rows, idle = overview(diagnosis.sites, [patch.name for patch in left_out])
-    screen.table(rows)
-    if idle:
-        screen.line(idle, "dim")
+    screen.table(overview(diagnosis.sites, {p.name: registry.SELECTS[p.selected_by] for p in left_out}))
     for site in diagnosis.sites:
         if site.is_fault and site.patch not in selected and not site.because_of:
             screen.line(str(site), "bold red")
-    if any(site.patch in selected and site.state == "not needed" for site in diagnosis.sites):
-        screen.line("why a function needs no patch: megatron-rl-patches check", "dim")
+    if any(site.patch in selected and site.state == NOT_NEEDED for site in diagnosis.sites):
+        screen.line("why a patch is not needed: megatron-rl-patches check", "dim")
     for note in diagnosis.notes:
         screen.line(note)
     if selected and not diagnosis.startup.fires and not diagnosis.hook:
@@ -128,7 +124,7 @@ def _show_components(diagnosis: Diagnosis, screen: Screen) -> None:
         screen.line(f"absent: {', '.join(absent)}", "dim")
 
 
-def _show_selected(diagnosis: Diagnosis, left_out: Sequence[Patch], screen: Screen) -> None:
+def _show_selected(diagnosis: Diagnosis, screen: Screen) -> None:
     for name, value in diagnosis.variables.items():
         if name != VARIABLE:
             screen.line(f"{name}={value}")
@@ -138,11 +134,6 @@ def _show_selected(diagnosis: Diagnosis, left_out: Sequence[Patch], screen: Scre
         screen.line(f"The command names {hook}, which applies what the variable selects, by default 1.")
     if names:
         screen.line(f"{value} selects {', '.join(sorted(names))}")
-        others = [f"{patch.name} ({registry.SELECTS[patch.selected_by]} selects it)" for patch in left_out]
-        if others:
-            screen.line(f"not selected: {', '.join(others)}", "dim")
-    elif variable:
-        screen.line(f"{value}: nothing is selected")
     else:
         screen.line(f"{value}: nothing is selected; this line selects the default set:")
         screen.to_copy(f"export {VARIABLE}=1")
@@ -167,7 +158,7 @@ def show_judged(judged: Judged, screen: Screen) -> None:
     for framework, columns in _by_framework(judged):
         screen.line(framework)
         rows = zip(*columns.values(), strict=True)
-        states = [(row[0].patch, *(status.state for status in row), row[0].target) for row in rows]
+        states = [(row[0].patch, *(status.word for status in row), row[0].target) for row in rows]
         screen.table([("patch", *columns, "function"), *states])
         for status, sources in _verdicts(columns).items():
             if status.state != "fits":
@@ -181,10 +172,11 @@ def page_of(judged: Judged) -> str:
     for framework, columns in _by_framework(judged):
         rows = [("patch", "function", "result", "in"), ("---",) * 4]
         for status, sources in _verdicts(columns).items():
-            state = f"**{status.state}**" if status.is_fault else status.state
-            verdict = f"{state}: {status.reason}" if status.reason else state
+            word = f"**{status.word}**" if status.is_fault else status.word
             where = "all" if sources == [*columns] else ", ".join(sources)
-            rows.append((status.patch, f"`{status.target}`", verdict, where))
+            rows.append(
+                (status.patch, f"`{status.target}`", f"{word}: {status.reason}".removesuffix(": "), where)
+            )
         lines = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
         parts.append(f"## {framework}\n\nAll: {', '.join(columns)}.\n\n{''.join(lines)}")
     return "\n".join(parts)
@@ -192,7 +184,7 @@ def page_of(judged: Judged) -> str:
 
 def _by_framework(judged: Judged) -> Iterator[tuple[str, Judged]]:
     """Yield each framework that is in a source, and its sites in the sources that contain it."""
-    present = {source: [s for s in judged[source] if s.state != "absent"] for source in judged}
+    present = {source: [s for s in judged[source] if s.state != ABSENT] for source in judged}
     for framework in sorted({status.framework for statuses in present.values() for status in statuses}):
         columns = {source: [s for s in present[source] if s.framework == framework] for source in present}
         yield framework, {source: statuses for source, statuses in columns.items() if statuses}

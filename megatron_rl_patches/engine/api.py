@@ -149,7 +149,7 @@ def verify_ranks(group: Any = None) -> None:
     from ..common.agreement import gathered, world
 
     sites = installer.installer.status()  # decorated functions are deleted at another time on each rank
-    own = {f"{s.patch}: {s.target}": f"{s.state} (code {s.fingerprint or 'unknown'})" for s in sites}
+    own = {f"{s.patch}: {s.target}": f"{s.word} (code {s.fingerprint or 'unknown'})" for s in sites}
     by_rank = dict(gathered((dist.get_rank(), own), group or world()))
     differences = []
     for target in sorted(set().union(*by_rank.values())):

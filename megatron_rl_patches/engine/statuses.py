@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -28,18 +28,19 @@ _NEVER_IMPORTED = Message(
 
 #: States in which a patch that was asked for is not in place, and should be.
 Fault = Literal["missing", "drifted", "conflict", "failed"]
-_FAULTS = get_args(Fault)
 State = Literal[Fault, "fits", "absent", "applied", "waiting", "not needed", "lost", "reverted"]
+
+#: What tables of commands and pages say of a patch in a framework: these, or a state of its functions.
+PATCHED, NOT_NEEDED, NOT_CHECKED, ABSENT = "patched", "not needed", "not checked", "absent"
 
 
 @dataclass(frozen=True)
 class SiteStatus:
     """The state of one function that a patch is for, and why it is in that state.
 
-    ``docs/how-it-works.md`` lists the states in a running process. By its source alone it is ``fits``
-    (the patch has work to do, and can), ``absent`` (there is no such framework), ``not needed`` or a fault.
-    ``detail`` says what an applied patch has done in this process, such as steps that were skipped. A
-    function that fits by itself, and has the state of another one that does not, names it in ``because_of``.
+    ``docs/how-it-works.md`` explains the states. By its source alone it is ``fits``, ``absent``, ``not
+    needed`` or a fault. ``detail`` says what an applied patch has done in this process. A function that fits
+    by itself, and has the state of another one that does not, names it in ``because_of``.
     """
 
     patch: str
@@ -53,11 +54,16 @@ class SiteStatus:
 
     @property
     def is_fault(self) -> bool:
-        return self.state in _FAULTS
+        return self.state in get_args(Fault)
+
+    @property
+    def word(self) -> str:
+        """What tables say of the state: ``patched`` for ``fits`` and ``applied``, the state for others."""
+        return PATCHED if self.state in ("fits", "applied") else self.state
 
     def __str__(self) -> str:
         detail = f"; {self.detail}" if self.detail else ""
-        return f"{self.patch}: {self.target}: {self.state}: {self.reason}{detail}"
+        return f"{self.patch}: {self.target}: {self.word}: {self.reason}{detail}"
 
 
 def status_of(site: Site, state: State, reason: str, fingerprint: str = "") -> SiteStatus:
@@ -68,10 +74,9 @@ class Statuses(list[SiteStatus]):
     """States of patched functions, printed as :func:`overview`, with faults and details below."""
 
     def __str__(self) -> str:
-        rows, idle = overview(self)
-        lines = ["  ".join(cells).rstrip() for cells in aligned(rows)]
-        lines += [idle, *(str(site) for site in self if site.is_fault or site.state == "lost" or site.detail)]
-        return "\n".join(filter(None, lines)) or "no patch is selected"
+        lines = ["  ".join(cells).rstrip() for cells in aligned(overview(self))]
+        lines += [str(site) for site in self if site.is_fault or site.state == "lost" or site.detail]
+        return "\n".join(lines) if self else "no patch is selected"
 
     __repr__ = __str__
 
@@ -84,22 +89,20 @@ def grouped(statuses: Iterable[SiteStatus]) -> dict[str, dict[str, list[SiteStat
     return groups
 
 
-def overview(
-    statuses: Sequence[SiteStatus], left_out: Container[str] = ()
-) -> tuple[list[tuple[str, str, str]], str]:
-    """Return a header, a row for each patch and framework that is present, and a line with the other patches.
+def overview(statuses: Sequence[SiteStatus], selects: Mapping[str, str] = {}) -> list[tuple[str, str, str]]:
+    """Return a header, a row for each patch and framework that is present, and one for each other patch.
 
-    A row counts the sites in each state, such as ``3 applied, 1 not needed``; ``left_out`` are not selected.
+    A row counts functions, such as ``3 patched, 1 not needed``. ``selects`` is what would select others.
     """
-    present = grouped(status for status in statuses if status.state != "absent")
-    rows = [("patch", "framework", "patched functions")] * bool(present)
+    present = grouped(status for status in statuses if status.state != ABSENT)
+    rows = [("patch", "framework", "functions")]
     for patch, frameworks in present.items():
         for framework, sites in frameworks.items():
-            counts = Counter(sorted((site.state for site in sites), key="fits".__ne__))
-            states = (f"{n} {'fit' if state == 'fits' and n > 1 else state}" for state, n in counts.items())
-            rows.append((patch, framework, ", ".join(states) + " (not selected)" * (patch in left_out)))
-    idle = ", ".join(patch for patch in grouped(statuses) if patch not in present)
-    return rows, idle and f"without a framework: {idle}"
+            words = Counter(sorted((site.word for site in sites), key=PATCHED.__ne__))
+            counts = ", ".join(f"{n} {word}" for word, n in words.items())
+            condition = f" (if selected by {selects[patch]})" if patch in selects else ""
+            rows.append((patch, framework, counts + condition))
+    return rows + [(patch, "-", ABSENT) for patch in grouped(statuses) if patch not in present]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -4,12 +4,13 @@ import html
 import re
 import runpy
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from megatron_rl_patches.cli.screens import page_of
 from megatron_rl_patches.common import messages
-from megatron_rl_patches.engine import registry
+from megatron_rl_patches.engine import registry, statuses
 from megatron_rl_patches.engine.settings import VARIABLE
 from tests.docs import pages
 from tests.docs.pages import ROOT
@@ -55,12 +56,41 @@ def test_before_and_after_are_of_the_demo(page: str) -> None:
     assert error and error in " ".join(recorded.split())
 
 
+NOT_PATCHED = (statuses.NOT_NEEDED, statuses.NOT_CHECKED)
 WRITTEN: dict[str, Any] = runpy.run_path(str(DOCS / "written.py"))
 
 
 def test_what_code_and_records_write_is_up_to_date() -> None:
     """Tables of frameworks and patches, log lines, messages, and what several pages share."""
     assert [str(page) for page, _ in WRITTEN["stale"]()] == [], "run: make pages"
+
+
+def _rows(page: str, table: str) -> list[dict[str, str]]:
+    text = re.split(rf"<!-- \w+: {table}\b.*-->\n", (ROOT / page).read_text("utf-8"))[1].partition("<!--")[0]
+    head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in text.strip().splitlines())
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+@pytest.mark.parametrize("name", ["AReaL", "NeMo-RL", "verl", "vime"])
+def test_a_framework_reads_alike_on_all_pages(name: str) -> None:
+    (row,) = (row for row in _rows("docs/compatibility.md", "matrix") if row.pop("framework") == name)
+    present = {p: cell if cell in NOT_PATCHED else "patched" for p, cell in row.items() if cell != "absent"}
+    (row,) = (r for r in _rows("README.md", "frameworks") if re.match(rf"\[?{name}\b", r["framework"]))
+    named = {patch: word for word in ("patched", *NOT_PATCHED) for patch in re.findall("`(.+?)`", row[word])}
+    assert named == present and {*NOT_PATCHED} & {*present.values()}
+    for page in re.findall(r"docs/quickstart/[\w-]+\.md", row["framework"]):
+        state = rf"(?:^|\b{name}\b[\w, -]*: )(patched|{'|'.join(NOT_PATCHED)}) \(\w"  # and releases, or why
+        rows = _rows(page, "patches")
+        assert {row["patch"].split("`")[1]: re.findall(state, row["state"])[0] for row in rows} == present
+
+
+def test_commands_have_the_words_of_the_pages() -> None:
+    section = (DOCS / "how-it-works.md").read_text("utf-8").partition("## States\n")[2].partition("\n## ")[0]
+    words = set(re.findall(r"^\| `([\w ]+)` \|", section, re.MULTILINE)) - {statuses.NOT_CHECKED}
+    every = [statuses.SiteStatus(state, "verl", "f", state, "why") for state in get_args(statuses.State)]
+    assert {counts.removeprefix("1 ") for _, _, counts in statuses.overview(every)[1:]} == words
+    of_check = re.findall(r"\| `f` \| \W*([\w ]*\w)", page_of({"a source": every}))
+    assert {*of_check, "absent"} == words
 
 
 def test_every_message_has_three_sentences_and_no_other_code_logs() -> None:

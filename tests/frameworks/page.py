@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from megatron_rl_patches.engine import registry
+from megatron_rl_patches.engine.statuses import ABSENT, NOT_CHECKED, NOT_NEEDED, PATCHED
 from tests.frameworks import verdicts
 from tests.frameworks.checkouts import REPOSITORIES
 from tests.frameworks.verdicts import Known
@@ -26,12 +27,14 @@ FRAMEWORKS = (
     *("NeMo-RL", "AReaL"),
 )
 _LAYERS = {"local": "local", "transformer_engine": "TransformerEngine's"}
-NOT_NEEDED, NOT_CHECKED = "not needed", "not checked"
-#: Patches of megatron-core from which a framework gains nothing, and why.
+CORE = "megatron-core"
+#: Patches from which a framework gains nothing, also if they are in place in megatron-core, and why.
 WITHOUT_USE = {
     ("verl", "inference-only"): "it builds references without DDP itself",
     ("NeMo-RL", "lean-head"): "it takes hidden states from the model, and computes in chunks itself",
+    ("NeMo-RL", "lean-loss"): "it computes log-probs in chunks itself",
     ("AReaL", "lean-head"): "its own functions read the values of the logits, which are materialized then",
+    ("AReaL", "lean-loss"): "it computes log-probs in chunks itself",
     ("AReaL", "reentrant-train"): "it sets up the model's functions once, and never switches the hooks off",
 }
 
@@ -59,24 +62,30 @@ def runs_on_record() -> list[Run]:
 # --- which patch fits which framework
 
 
-def matrix(table: Sequence[Known]) -> dict[str, dict[str, str]]:
-    """Return framework -> patch -> the range of releases on record in which the patch fits.
+def result(table: Sequence[Known], framework: str, patch: str) -> tuple[str, str]:
+    """Return the word of all tables for a patch in a framework, and the releases or the reason.
 
-    A range is ``v0.2.2 to main``, ``up to v0.2.3`` or one release. Where a patch fits in none, it is
-    ``not needed``, ``not checked``, or the state of the code that it does not fit. A framework lacks the
-    patches that have no function in it.
+    Releases are ``v0.2.2 to main``, ``up to v0.2.3`` or one, or those of megatron-core under the framework.
     """
-    ranges: dict[str, dict[str, str]] = {}
-    for framework in FRAMEWORKS:
-        releases = _releases(table, framework)
-        of_patches = ranges[framework] = {}
-        for patch in registry.patches():
-            states = {release: _state(one, patch) for release, one in releases.items()}
-            if fitting := [release for release, state in states.items() if state == "fits"]:
-                of_patches[patch] = _range(fitting, list(releases))
-            elif found := [state for state in states.values() if state]:
-                of_patches[patch] = found[-1]
-    return ranges
+    if why := WITHOUT_USE.get((framework, patch)):
+        return NOT_NEEDED, why
+    word, text = _of_its_own(table, framework, patch)
+    of_core, releases = _of_its_own(table, CORE, patch)
+    if word in (ABSENT, NOT_NEEDED) and framework != CORE and of_core == PATCHED:
+        return PATCHED, f"{CORE} {releases}"
+    return word, text
+
+
+def _of_its_own(table: Sequence[Known], framework: str, patch: str) -> tuple[str, str]:
+    releases = _releases(table, framework)
+    words = {release: _word(one, patch) for release, one in releases.items()}
+    if patched := [release for release, word in words.items() if word == PATCHED]:
+        return PATCHED, _range(patched, list(releases))
+    word, last = next(
+        ((words[r], releases[r]) for r in reversed(words) if words[r] != ABSENT), (ABSENT, None)
+    )
+    newer = "the patch is newer than the record"
+    return word, newer if word == NOT_CHECKED else _reason(last, patch) if last else ""
 
 
 def _releases(table: Sequence[Known], framework: str) -> dict[str, Known]:
@@ -95,13 +104,13 @@ def _split(one: Known) -> tuple[str, str]:
     return next(framework for framework in FRAMEWORKS if framework.lower() == name.lower()), release
 
 
-def _state(one: Known, patch: str) -> str:
-    """Return the state of a patch in a source; empty if it has no function there."""
+def _word(one: Known, patch: str) -> str:
+    """Return the word for a patch in a source: a fault of one function is one of all."""
     if patch in one.not_judged():
         return NOT_CHECKED
     statuses = [status for status in one.judged() if status.patch == patch]
-    states = [status.state for status in statuses if status.is_fault] or [s.state for s in statuses]
-    return "fits" if "fits" in states else next(iter(states), "")
+    words = [status.word for status in statuses if status.is_fault] or [s.word for s in statuses]
+    return PATCHED if PATCHED in words else next(iter(words), ABSENT)
 
 
 def _range(fitting: Sequence[str], releases: Sequence[str]) -> str:
@@ -113,15 +122,12 @@ def _range(fitting: Sequence[str], releases: Sequence[str]) -> str:
 
 
 def _matrix_rows(table: Sequence[Known]) -> Iterator[dict[str, str]]:
-    of_core = {
-        name
-        for name, patch in registry.patches().items()
-        if any(s.framework == "megatron.core" for s in patch.sites)
-    }
-    for framework, of_patches in matrix(table).items():
-        missing = {patch: "core" if patch in of_core else "–" for patch in registry.patches()}
-        without_use = {patch: NOT_NEEDED for name, patch in WITHOUT_USE if name == framework}
-        yield {"framework": framework, **missing, **of_patches, **without_use}
+    for framework in FRAMEWORKS:
+        row = {"framework": framework}
+        for patch in registry.patches():
+            word, text = result(table, framework, patch)
+            row[patch] = word if word != PATCHED else "core" if text.startswith(CORE) else text
+        yield row
 
 
 # --- the tables
@@ -160,10 +166,12 @@ def _left_alone(table: Sequence[Known]) -> Iterator[dict[str, str]]:
     for framework in FRAMEWORKS:
         for release, one in _releases(table, framework).items():
             for patch in registry.patches():
-                if _state(one, patch) not in ("", "fits", NOT_CHECKED) and (why := _reason(one, patch)):
+                word, why = _word(one, patch), _reason(one, patch)
+                if why and word not in (ABSENT, PATCHED, NOT_CHECKED):
+                    why = why if word == NOT_NEEDED else f"**{word}**: {why}"
                     places.setdefault((patch, why), {}).setdefault(framework, []).append(release)
     for (framework, patch), why in WITHOUT_USE.items():
-        places[patch, why] = {framework: list(_releases(table, framework))}
+        places.setdefault((patch, why), {})[framework] = list(_releases(table, framework))
     for (patch, why), of_frameworks in sorted(places.items()):
         where = [f"{name} {_range(of, list(_releases(table, name)))}" for name, of in of_frameworks.items()]
         yield {"patch": patch, "in": "; ".join(where), "why": why}
@@ -173,7 +181,7 @@ def _reason(one: Known, patch: str) -> str:
     """Return what the code says that keeps the patch from it; nothing where there is no such code."""
     statuses = [status for status in one.judged() if status.patch == patch and status.state != "fits"]
     if faults := [status for status in statuses if status.is_fault]:
-        return f"**{faults[0].state}**: {faults[0].reason}"
+        return faults[0].reason
     no_reasons = ("it only helps", "no source of module", "this release has it in", "its workers have no")
     reasons = (s.reason for s in statuses if " does not contain " not in s.reason)
     return next((reason for reason in reasons if not reason.startswith(no_reasons)), "")

@@ -33,7 +33,7 @@ def patches() -> tuple[list[mrp.SiteStatus], dict[str, str], str]:
         names: tuple[str, str, str] = site.patch, site.framework, site.target
         print(*names, site.state, site.reason)
     with mrp.applied(settings=settings) as sites:
-        print([site.is_fault for site in sites])
+        print([(site.is_fault, site.word) for site in sites])
     try:
         mrp.verify_ranks(dist.group.WORLD)
     except mrp.PatchError as error:

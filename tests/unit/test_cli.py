@@ -84,7 +84,7 @@ def test_tables_for_people_and_for_a_page(tmp_path: Path, monkeypatch: MonkeyPat
     assert invoke("check", *sources, code=1).stdout.splitlines() == [
         "mrp_framework",
         "patch       framework 1  framework 2  function",
-        f"test-patch  fits         drifted      {TARGET}",
+        f"test-patch  patched      drifted      {TARGET}",
         f"framework 2: test-patch: {TARGET}: drifted: it no longer takes model",
         "",
     ]
@@ -100,15 +100,15 @@ All: framework 1, framework 2.
 
 | patch | function | result | in |
 | --- | --- | --- | --- |
-| test-patch | `{TARGET}` | fits | framework 1 |
+| test-patch | `{TARGET}` | patched | framework 1 |
 | test-patch | `{TARGET}` | **drifted**: it no longer takes model | framework 2 |
 """
     )
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert "\x1b[32mfits" in invoke("check", places[0]).stdout
+    assert "\x1b[32mpatched" in invoke("check", places[0]).stdout
     monkeypatch.setenv("COLUMNS", str(len(TARGET) + 15))
     shown = re.sub(r"\x1b\[\d*m", "", invoke("check", places[0]).stdout)
-    assert f"\ntest-patch  fits\n  {TARGET}\n" in shown
+    assert f"\ntest-patch  patched\n  {TARGET}\n" in shown
 
 
 def test_check_as_json(tmp_path: Path) -> None:

@@ -308,11 +308,11 @@ def test_states_print_as_a_table(framework: Framework, engine: Engine) -> None:
     engine["nowhere"] = patch_of("no_such_framework", "train", name="nowhere")
     assert package.model
     apply()
-    header, *rows, idle, fault = str(status()).splitlines()
-    assert header.split() == ["patch", "framework", "patched", "functions"]
-    counted = [["tagging", package.name, "2 applied"], ["other", package.name, "1 missing"]]
+    header, *rows, fault = str(status()).splitlines()
+    assert header.split() == ["patch", "framework", "functions"]
+    counted = [["tagging", package.name, "2 patched"], ["other", package.name, "1 missing"]]
+    counted += [["nowhere", "-", "absent"]]
     assert [row.split(maxsplit=2) for row in rows] == counted
-    assert idle == "without a framework: nowhere"
     assert "does not define run" in fault
     revert()
     assert [(site.patch, site.state) for site in status()] == [("tagging", "reverted")] * 2
