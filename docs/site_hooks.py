@@ -26,6 +26,7 @@ SEARCH_BOOSTS = {
         ("benchmarks/", "compatibility.md", "fault-campaign.md", "frameworks.md", "models.md"), 0.3
     ),
     "development/": 0.3,
+    **dict.fromkeys(("changelog.md", "code-of-conduct.md", "contributing.md"), 0.3),
 }
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 #: Files beside pyproject.toml that are pages of the site, too.
