@@ -238,7 +238,7 @@ pages: venv
 	$(BIN)/python docs/written.py
 	$(BIN)/python -m tests.frameworks.verdicts
 
-#: docs                 build the site                                           10 seconds
+#: docs                 build the site; PUBLISH=1 refuses what is not to be      10 seconds
 docs: $(INSTALLED)-docs
 	$(BIN)/mkdocs build --strict
 

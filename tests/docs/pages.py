@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
 
 def paths() -> list[Path]:
-    outside = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+    outside = [ROOT / name for name in ("README.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")]
     return [*outside, *sorted((ROOT / "docs").rglob("*.md"))]
 
 

@@ -195,7 +195,7 @@ def _check_call(command: str, arguments: list[str]) -> None:
 def _check_pip(arguments: list[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     # Checkouts, and what is installed in place of dependencies and is among them.
-    checkouts = {"git+REPOSITORY@COMMIT", ".", *(f".[{extra}]" for extra in project["optional-dependencies"])}
+    checkouts = {"git+file:///my/clone@COMMIT", ".", *(f".[{e}]" for e in project["optional-dependencies"])}
     names = [a for a in arguments if not a.startswith("-") and a not in ("pip", "install")]
     assert "install" in arguments and names
     assert [name for name in names if name not in (*checkouts, *project["dependencies"])] == []

@@ -14,16 +14,21 @@ from tests.docs.pages import ROOT
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site without a warning."""
+def _build(folder: Path, **variables: str) -> tuple[int, str]:
+    """Build the site, and refuse warnings."""
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")
-    folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
-    options = {"env": {**os.environ, "NO_MKDOCS_2_WARNING": "1"}, "text": True, "capture_output": True}
-    process = subprocess.run(command, cwd=ROOT, timeout=200, **options)
-    assert process.returncode == 0, process.stdout + process.stderr
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"} | variables
+    process = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=200)
+    return process.returncode, process.stdout + process.stderr
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    code, printed = _build(folder)
+    assert code == 0, printed
     return folder
 
 
@@ -37,11 +42,17 @@ def test_the_api_has_every_public_name_by_its_public_path(site: Path) -> None:
 
 
 def test_no_page_loads_something_from_elsewhere(site: Path) -> None:
-    first = (site / "index.html").read_text("utf-8")
-    assert "/megatron_rl_patches" in first and "git+REPOSITORY" not in first  # the address of the project
     loads = re.compile(r"""<(?:script|img|link rel="stylesheet")\b[^>]*\b(?:src|href)="https?://""")
     for page in sorted(set(site.rglob("*.html")) - {site / "404.html"}):
-        assert not loads.search(page.read_text("utf-8")), page
+        assert not loads.search(text := page.read_text("utf-8")), page
+        assert not re.search(r"\bOWNER\b|\+REPOSITORY", text), page
+
+
+def test_a_site_without_an_address_is_not_published(tmp_path: Path) -> None:
+    is_refused = "/OWNER/" in (ROOT / "pyproject.toml").read_text("utf-8")
+    for variable in ("PUBLISH", "MIKE_DOCS_VERSION"):
+        code, printed = _build(tmp_path, **{variable: "0.2"})
+        assert (code != 0) == ("cannot be published" in printed) == is_refused
 
 
 def test_what_markdown_does_not_have(site: Path) -> None:

@@ -19,14 +19,14 @@ def objections(root: Path, environment: Mapping[str, str]) -> list[str]:
         environment: GitHub's variables, which name the tag in a run that a tag started.
     """
     [version] = re.findall(r'^__version__ = "(.+)"$', _text(root, "megatron_rl_patches/__init__.py"), re.M)
-    urls = _text(root, "pyproject.toml").partition("[project.urls]")[2]
+    project = _text(root, "pyproject.toml")
     released = re.search(rf"^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$", _text(root, "CHANGELOG.md"), re.M)
     cited = f"\nversion: {version}\n" in _text(root, "CITATION.cff")
     tag = environment.get("GITHUB_REF_NAME") if environment.get("GITHUB_REF_TYPE") == "tag" else None
-    owner = "put the owner of the repository in the place of OWNER in [project.urls]"
+    owner = "put the owner of the repository in the place of OWNER, and delete the classifier Private"
     to_do = {
-        f"pyproject.toml: {owner}": re.search(r"\bOWNER\b", urls),
-        f"CHANGELOG.md: has no version {version}: make changelog RELEASE=1 writes it": not released,
+        f"pyproject.toml: {owner}": re.search(r"/OWNER\b|\"Private ::", project),
+        f"CHANGELOG.md: has no '## {version} - DATE': date it, or make changelog RELEASE=1": not released,
         f"CITATION.cff: set version: {version}": not cited,
         f"the tag {tag} is not v{version}, the version in megatron_rl_patches/__init__.py": tag
         and tag != f"v{version}",

@@ -20,6 +20,7 @@ FILES = ("pyproject.toml", "CHANGELOG.md", "CITATION.cff", "megatron_rl_patches/
         ("", "", "", TAG),
         ("", "", "", {"GITHUB_REF_TYPE": "branch", "GITHUB_REF_NAME": "main"}),
         ("pyproject.toml", r"github\.com/[\w-]+", "github.com/OWNER", {}),
+        ("pyproject.toml", r'"Typing :: Typed"', '"Private :: Do Not Upload"', {}),
         ("CHANGELOG.md", r"^(## \S+) - 2026-12-01", r"\1 - unreleased", {}),
         ("CITATION.cff", "^version: .*", "version: 0.0.1", {}),
         ("the tag v9", "", "", TAG | {"GITHUB_REF_NAME": "v9"}),
@@ -32,7 +33,7 @@ def test_what_is_left_to_do_is_named(tmp_path, file, pattern, text, environment)
         shutil.copy(ROOT / name, tmp_path / name)
     with (tmp_path / "CHANGELOG.md").open("a") as log:
         log.write(f"\n## {__version__} - 2026-12-01\n")
-    for name, old, new in (("pyproject.toml", r"\bOWNER\b", "somebody"), (file, pattern, text)):
+    for name, old, new in (("pyproject.toml", r'\bOWNER\b|"Private.*', "somebody"), (file, pattern, text)):
         if old:
             before = (tmp_path / name).read_text()
             (tmp_path / name).write_text(re.sub(old, new, before, flags=re.MULTILINE))
