@@ -1,10 +1,11 @@
-"""Draws the plots of the pages, two of them from records of benchmarks: ``python -m docs.plots``."""
+"""Draws the plots of the pages, from records of benchmarks and from estimates: ``python -m docs.plots``."""
 
 from __future__ import annotations
 
 import io
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,14 +13,19 @@ from unittest import mock
 import matplotlib
 from matplotlib.figure import Figure
 
-from megatron_rl_patches.inference import estimate_memory
+from megatron_rl_patches.inference import OptimizerSettings, estimate_memory
+from megatron_rl_patches.inference.memory import estimate as estimates
 from megatron_rl_patches.inference.memory import report
 from megatron_rl_patches.inference.memory.huggingface import fields_from_hf_config
+from megatron_rl_patches.inference.memory.parameters import count_parameters
+from tests.references.heads import ALL_KEPT, DEFERRED, NOT_IN_PLACE, QUARTER, STOCK
 from tests.references.hugging_face import GEMMA_3_27B
 
 DOCS = Path(__file__).parent
 #: Inches: a page on a phone is hardly wider, so nothing shrinks there.
 WIDTH = 5.4
+#: Of the first two plots, in which letters are larger for a phone.
+OPENING_WIDTH = 4.4
 STYLE: dict[Any, Any] = {
     "axes.facecolor": "none",
     "axes.prop_cycle": "cycler('color', ['4c8fd0', 'e8833a', '3fa66b', 'd9534f', '9a7bc4', '8f7a6c'])",
@@ -39,10 +45,10 @@ MODES = ("log-probs", "+ entropy", "+ entropy with gradient")
 MINIMAL = "minimal, compiled"
 
 
-def new_figure(height: float) -> Any:
+def new_figure(height: float, width: float = WIDTH) -> Any:
     """Return a figure of the width of a page, in the style of the pages."""
     matplotlib.rcParams.update(STYLE)
-    return Figure(figsize=(WIDTH, height), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def save(figure: Any, path: Path) -> None:
@@ -70,6 +76,99 @@ def estimate() -> Any:
     # Bars fill a narrow plot, and leave no room for a legend.
     axes.get_legend().remove()
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    return figure
+
+
+@cache
+def teacher_memory() -> list[tuple[str, dict[str, float]]]:
+    """Return how a teacher of 27B can be built, and its memory by what it holds, in GB of 10^9 bytes."""
+    fields, sharded = fields_from_hf_config(GEMMA_3_27B), OptimizerSettings(use_distributed_optimizer=True)
+    # Megatron builds the model once.
+    with mock.patch.object(estimates, "count_parameters", return_value=count_parameters(fields, "bf16")):
+        [alone] = estimate_memory(fields, dtype="bf16").stages
+        [of_eight] = estimate_memory(fields, dtype="bf16", data_parallel_size=8, optimizer=sharded).stages
+    with_buffers = estimates.Memory(alone.training.parameters, alone.training.gradients)
+    built = {
+        "built for training (OpenClaw-RL)": alone.training,
+        "built for training, distributed optimizer, 8 replicas": of_eight.training,
+        "built with DDP, without optimizer (AReaL)": with_buffers,
+        "inference-only": alone.inference_only,
+    }
+    parts = {"weights": "parameters", "gradient buffers": "gradients", "main parameters": "main_parameters"}
+    return [
+        (
+            name,
+            {part: getattr(memory, key) / 1e9 for part, key in parts.items()}
+            | {"Adam's moments": (memory.exp_avg + memory.exp_avg_sq) / 1e9},
+        )
+        for name, memory in built.items()
+    ]
+
+
+def teacher() -> Any:
+    """Draw a bar for each way to build a teacher."""
+    memory, figure = teacher_memory(), new_figure(3.7, OPENING_WIDTH)
+    axes = figure.subplots()
+    for place, (name, parts) in enumerate(memory):
+        axes.text(0, place - 0.3, name, va="bottom", weight="bold" if name == "inference-only" else "normal")
+        left, total = 0.0, sum(parts.values())
+        for index, (part, size) in enumerate(parts.items()):
+            label = part if place == 0 else None
+            axes.barh(place, size, 0.42, left, color=f"C{(2, 0, 4, 1)[index]}", label=label)
+            left += size
+        axes.text(total + 6, place, f"{total:.1f} GB", va="center")
+    most = sum(memory[0][1].values())
+    axes.set(xlim=(0, 1.24 * most), ylim=(len(memory) - 0.65, -0.75), xticks=[], yticks=[])
+    axes.spines[["bottom", "left"]].set_visible(False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2)
+    figure.suptitle("Memory of a teacher with 27B parameters", x=0.01, ha="left")
+    return figure
+
+
+def head_peaks() -> dict[str, dict[int, float]]:
+    """Return the peak in GiB of output layer and loss of 8,192 tokens by head and vocabulary."""
+    counted, peaks = record("head_counted"), dict[str, dict[int, float]]()
+    for row in counted["heads"] + counted["stock"]:
+        rows, _, vocabulary = map(int, re.findall(r"\d+(?=[],])", row["set-up"]))
+        if rows == 8192:
+            size = float(row["beyond gradients"].split()[0])
+            peaks.setdefault(row["head"], {})[vocabulary] = size
+    return {head: dict(sorted(sizes.items())) for head, sizes in peaks.items()}
+
+
+def head() -> Any:
+    """Draw the peaks of stock code and of both patches; tiles that forward keeps are a band."""
+    peaks, figure, shown = head_peaks(), new_figure(3.7, OPENING_WIDTH), 151_936
+    axes = figure.subplots()
+    for name, label, style in (
+        (STOCK, "stock code of slime", "C3o-"),
+        (NOT_IN_PLACE, "lean-loss", "C1o-"),
+        (DEFERRED, "lean-head", "C0o-"),
+        (DEFERRED + QUARTER, "lean-head, ¼ of the rows", "C2o--"),
+    ):
+        axes.plot([*peaks[name]], [*peaks[name].values()], style, label=label, markersize=4)
+    most, least = peaks[ALL_KEPT], peaks[DEFERRED]
+    axes.fill_between(
+        [*most],
+        [*most.values()],
+        [*least.values()],
+        color="C0",
+        alpha=0.3,
+        linewidth=0,
+        label="lean-head, tiles kept",
+    )
+    texts = {f"{shown:,} ids": max(peaks[STOCK].values())}
+    texts |= {f"{peaks[name][shown]:.1f}": peaks[name][shown] for name in (STOCK, NOT_IN_PLACE)}
+    texts[f"{least[shown]:.1f} to {most[shown]:.1f}"] = most[shown]
+    axes.axvline(shown, color="black", linestyle=":", linewidth=0.8)
+    for text, height in texts.items():
+        axes.annotate(text, (shown, height), (-4, 4), ha="right", textcoords="offset points")
+    axes.set(xlim=(0, None), ylim=(0, None), xlabel="vocabulary", xticks=[0, 65536, 131072, 196608, 262144])
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(axis="y", alpha=0.3)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=2)
+    figure.suptitle("Peak of output layer and loss, GiB", x=0.01, ha="left")
     return figure
 
 
@@ -118,7 +217,13 @@ def bias() -> Any:
 
 
 if __name__ == "__main__":
-    plots = {"estimate_27b": estimate, "loss_memory_and_time": losses, "distillation_bias": bias}
+    plots = {
+        "teacher_memory": teacher,
+        "head_by_vocabulary": head,
+        "estimate_27b": estimate,
+        "loss_memory_and_time": losses,
+        "distillation_bias": bias,
+    }
     for name, draw in plots.items():
         file = DOCS / "images" / f"{name}.svg"
         save(draw(), file)

@@ -6,7 +6,7 @@ RECORD so that uninstalling removes them.  Their module, `_megatron_rl_patches_s
 of the repository, where a checkout on `PYTHONPATH` needs it: the package imports it.
 
 The package index shows the README of the wheel, without the files that the README links to.  So these links
-become links into the repository.
+become links into the repository, and pictures are loaded from there.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def links_into_the_repository(metadata: str) -> str:
     assert repository and version
 
     def link(relative: re.Match[str]) -> str:
-        kind = "tree" if (ROOT / relative[1]).is_dir() else "blob"
+        is_folder, is_picture = (ROOT / relative[1]).is_dir(), relative[1].endswith(".svg")
+        kind = "tree" if is_folder else "raw" if is_picture else "blob"
         return f"]({repository[1]}/{kind}/v{version[1]}/{relative[1]})"
 
     return re.sub(r"\]\((?!https?:|#)([^)\s]+)\)", link, metadata)

@@ -72,10 +72,14 @@ def test_the_links_of_the_readme_work_on_the_index(metadata):
     assert "git clone" in text and "REPOSITORY" not in text
     links = set(re.findall(r"\]\(([^)]+)\)", text))
     assert all(link.startswith("https://") for link in links)
-    into_the_tree = re.escape(f"{repository}/") + rf"(?:tree|blob)/v{re.escape(__version__)}/([^#]+)(?:#.*)?"
+    version = re.escape(f"v{__version__}")
+    into_the_tree = re.escape(f"{repository}/") + rf"(?:tree|blob|raw)/{version}/([^#]+)(?:#.*)?"
     files = [file[1] for link in links if (file := re.fullmatch(into_the_tree, link))]
     assert len(files) > 20
     assert [file for file in files if not (ROOT / file).exists()] == []
+    pictures = re.findall(r"!\[[^]]{60,}\]\(([^)]+)\)", text)
+    plots = ("teacher_memory.svg", "head_by_vocabulary.svg")
+    assert pictures == [f"{repository}/raw/v{__version__}/docs/images/{name}" for name in plots]
 
 
 def test_command_of_the_wheel(with_torch):

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 
 BASE, DEFERRED = "logits materialized, `lean-loss`", "deferred"
-ALL_KEPT, STOCK = "deferred, all kept", "stock code (slime)"
+NOT_IN_PLACE, ALL_KEPT, STOCK = f"{BASE}, not in place", "deferred, all kept", "stock code (slime)"
+#: Follows the name of a head whose loss reads every fourth row.
+QUARTER = ", a quarter of the rows"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ multiprocessors do not share its tiles of 128 x 256 evenly; half of reading and 
 """
 
 import json
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -20,8 +21,8 @@ import torch
 from tests.lab.kernels.machine_code import DIGESTS, MOST, TORCH, WRITES_LOGITS, Kernel
 from tests.lab.kernels.sources import MULTIPROCESSORS
 from tests.lab.rehearsal import stand_ins
-from tests.lab.rehearsal.stand_ins import COUNTED, PAGE
-from tests.references.heads import DEFERRED
+from tests.lab.rehearsal.stand_ins import COUNTED, NAMES, PAGE
+from tests.references.heads import ALL_KEPT, DEFERRED, NOT_IN_PLACE
 from tests.references.pages import fill, join, table
 
 RECORD = PAGE.with_name("head_kernels.json")
@@ -29,7 +30,15 @@ RECORD = PAGE.with_name("head_kernels.json")
 SMS, CLOCK, ISSUED = MULTIPROCESSORS[90], 1.6e9, 0.8
 BYTES_PER_SECOND, SECONDS_OF_SMALL_KERNEL = 3.0e12, 2.5e-6
 RATES = (798e12, 763e12, 728e12, 680e12)  # products, per second
-HIDDEN, VOCABULARY = 4096, 131_072
+#: The case whose kernels a head runs, and the bytes of a logit that statistics, gradient, conversions move.
+PASSES = {
+    NOT_IN_PLACE: ("materialized, float32", 4, 8, 12),
+    **dict.fromkeys((DEFERRED, ALL_KEPT), ("head", 2, 4, 0)),
+}
+PREDICTED = (
+    *(("[8192, 4096] × 151936, bfloat16", head) for head in PASSES),
+    *((f"[{n}, 4096] × 131072, bfloat16", DEFERRED) for n in (8192, 4096)),
+)
 
 
 def compile_case(case: str, *options: str) -> dict[str, Any]:
@@ -77,32 +86,37 @@ def measured() -> dict[str, Any]:
     return {"torch": torch.__version__, "kernels": rows}
 
 
-def predicted(counted: dict[str, Any], statistics: float, gradient: float) -> list[dict[str, str]]:
+def predicted(counted: dict[str, Any], kernels: Iterable[dict[str, str]]) -> list[dict[str, str]]:
     """Return the milliseconds of forward and backward of log-probs and entropies, in bfloat16."""
+    on_h100 = {(row["case"], row["function"]): float(row["sm_90"]) for row in kernels}
     rows = []
-    for row in counted["heads"]:
-        n = int(row["set-up"].partition("[")[2].partition(",")[0])
-        if row["head"] == DEFERRED and row["set-up"] == f"[{n}, {HIDDEN}] × {VOCABULARY}, bfloat16":
-            times = [1e3 * _seconds(row, n, rate, statistics, gradient) for rate in RATES]
-            rows.append(
-                {"rows": f"{n:,}", "products": f"{row['products']} of tiles", "peak": row["beyond gradients"]}
-                | {f"{rate / 1e12:.0f} TFLOP/s": f"{ms:.1f}" for rate, ms in zip(RATES, times, strict=True)}
-            )
+    for setup, head in PREDICTED:
+        [row] = (row for row in counted["heads"] if (row["set-up"], row["head"]) == (setup, head))
+        times = [1e3 * _seconds(row, rate, on_h100) for rate in RATES]
+        rows.append(
+            {"set-up": setup, "head": NAMES[head]}
+            | {"products": row["products"], "peak": row["beyond gradients"]}
+            | {f"{rate / 1e12:.0f} TFLOP/s": f"{ms:.1f}" for rate, ms in zip(RATES, times, strict=True)}
+        )
     return rows
 
 
-def _seconds(row: dict[str, Any], n: int, rate: float, statistics: float, gradient: float) -> float:
-    logits = n * VOCABULARY
-    tiles = (int(row["products"]) + 1) // 4  # backward computes all but the last one again, for two products
-    columns = VOCABULARY // tiles
-    product, even = 2 * logits * HIDDEN / rate, _balance(8192, 8192)  # the shape whose rate was measured
+def _seconds(row: dict[str, Any], rate: float, instructions: dict[tuple[str, str], float]) -> float:
+    n, hidden, vocabulary = map(int, re.findall(r"\d+(?=[],])", row["set-up"]))
+    logits, is_again = n * vocabulary, row["head"] == DEFERRED
+    # Backward computes all tiles but the last one again; a tile takes three products besides.
+    tiles = (int(row["products"]) + is_again) // (3 + is_again)
+    columns = vocabulary // tiles
+    product, even = 2 * logits * hidden / rate, _balance(8192, 8192)  # the shape whose rate was measured
     # How often all logits are computed, and the gradients of hidden states and weight.
-    shapes = (2 - 1 / tiles, n, columns), (1, n, HIDDEN), (1, columns, HIDDEN)
+    shapes = (1 + is_again * (1 - 1 / tiles), n, columns), (1, n, hidden), (1, columns, hidden)
     products = sum(number * product / min(1.0, _balance(*shape) / even) for number, *shape in shapes)
-    sums = tiles * n * HIDDEN * 4 / BYTES_PER_SECOND
+    sums = tiles * n * hidden * 4 / BYTES_PER_SECOND
     small = int(row["small operations"]) * SECONDS_OF_SMALL_KERNEL
-    passes = _pass(logits, 2, statistics) + _pass(logits, 4, gradient)
-    return products + sums + passes + small
+    case, *moved, converted = PASSES[row["head"]]
+    functions = zip(moved, ("block_statistics", "block_gradient"), strict=True)
+    passes = sum(_pass(logits, size, instructions[case, name]) for size, name in functions)
+    return products + sums + passes + small + _pass(logits, converted, 0)
 
 
 def _pass(logits: int, bytes_of_each: int, instructions: float) -> float:
@@ -117,10 +131,9 @@ def _balance(rows: int, columns: int) -> float:
 
 
 def text(record: dict[str, Any], counted: dict[str, Any], page: str) -> str:
-    of_head = {row["function"]: row for row in record["kernels"] if row["case"] == "head"}
-    numbers = [float(of_head[name]["sm_90"]) for name in ("block_statistics", "block_gradient")]
     kernels = join(f"Compiled by torch {record['torch']}:", table(record["kernels"]))
-    return fill(page, {"kernels": kernels, "predicted": table(predicted(counted, *numbers))}, kind="compiled")
+    times = table(predicted(counted, record["kernels"]))
+    return fill(page, {"kernels": kernels, "predicted": times}, kind="compiled")
 
 
 if __name__ == "__main__":

@@ -26,12 +26,13 @@ from megatron_rl_patches.common.devices import on_device
 from megatron_rl_patches.losses.vocab.divergences import DIVERGENCES
 from megatron_rl_patches.losses.vocab.output_layer import add_product
 from tests.lab.rehearsal.recorder import Recorder, recording
-from tests.references.heads import ALL_KEPT, BASE, DEFERRED, STOCK, Setup
+from tests.references.heads import ALL_KEPT, BASE, DEFERRED, NOT_IN_PLACE, QUARTER, STOCK, Setup
 
 SETUPS = (
     Setup(8192, 4096, 151936, torch.bfloat16),
     Setup(8192, 4096, 131072, torch.bfloat16),
     Setup(4096, 4096, 131072, torch.bfloat16),
+    *(Setup(8192, 4096, size, torch.bfloat16) for size in (32768, 65536, 98304, 196608, 262144)),
 )
 
 ROWS, HIDDEN, VOCABULARY = 1024, 512, 32768
@@ -59,14 +60,14 @@ def stock(logits: Tensor, _: Tensor, rows: Any = slice(None), **__: Any) -> list
 PLAIN_OPERATORS, A_QUARTER = f"{DEFERRED}, plain operators", {"rows": slice(0, None, 4)}
 HEADS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = {
     BASE: (materialized, {"inplace_backward": True}),
-    f"{BASE}, not in place": (materialized, {}),
-    f"{BASE}, not in place, a quarter of the rows": (materialized, A_QUARTER),
+    NOT_IN_PLACE: (materialized, {}),
+    f"{NOT_IN_PLACE}{QUARTER}": (materialized, A_QUARTER),
     DEFERRED: (losses.deferred_logits, {}),
-    f"{DEFERRED}, a quarter of the rows": (losses.deferred_logits, A_QUARTER),
+    f"{DEFERRED}{QUARTER}": (losses.deferred_logits, A_QUARTER),
     PLAIN_OPERATORS: (losses.deferred_logits, {"fused": False}),
     ALL_KEPT: (keeping_all, {}),
     STOCK: (materialized, {}),
-    f"{STOCK}, a quarter of the rows": (materialized, A_QUARTER),
+    f"{STOCK}{QUARTER}": (materialized, A_QUARTER),
 }
 
 

@@ -11,18 +11,26 @@ import re
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.references.heads import ALL_KEPT, BASE, DEFERRED
+from tests.references.heads import ALL_KEPT, BASE, DEFERRED, NOT_IN_PLACE, STOCK
 from tests.references.pages import fill, table
 
 PAGE = Path(__file__).parents[3] / "docs" / "benchmarks" / "head.md"
 COUNTED = PAGE.with_name("head_counted.json")
 #: What the page shows: columns, and keys of a head's record.
 COLUMNS = {"peak": "beyond gradients", "with inputs and gradients": "with inputs and gradients"}
+NAMES = {
+    STOCK: "stock code (slime)",
+    NOT_IN_PLACE: "`lean-loss`",
+    BASE: "`lean-loss`, in place (verl)",
+    DEFERRED: "`lean-head`, no tiles kept",
+    ALL_KEPT: "`lean-head`, all kept",
+}
 
 # What torch reads after the call: an output parameter, by its position, and its value.
 _RUNTIME_OUTPUTS = {
@@ -78,12 +86,13 @@ def rehearsed(part: str) -> Any:
 def texts(counted: dict[str, list[dict[str, str]]], page: str) -> dict[Path, str]:
     """Return the file and the page with what is counted; where stock code is not there, its old numbers."""
     counted = json.loads(COUNTED.read_text("utf-8")) | counted
-    names = {BASE: "`lean-loss`", DEFERRED: "`lean-head`, no tiles kept", ALL_KEPT: "`lean-head`, all kept"}
+    published = [*dict.fromkeys(row["set-up"] for row in counted["heads"])][:3]
     rows = [
-        {"set-up": row["set-up"], "patch": names[row["head"]], "products": row["products"]}
+        {"set-up": setup, "head": name, "products": row["products"]}
         | {column: f"{row[key].replace(', ', ' (')} ×)" for column, key in COLUMNS.items()}
-        for row in counted["heads"]
-        if row["head"] in names
+        for setup, (head, name) in product(published, NAMES.items())
+        for row in counted["heads"] + counted["stock"]
+        if (row["set-up"], row["head"]) == (setup, head)
     ]
     return {
         COUNTED: json.dumps(counted, indent=1, ensure_ascii=False) + "\n",

@@ -13,14 +13,11 @@ from megatron_rl_patches.inference import estimate_memory
 from megatron_rl_patches.inference.memory import estimate
 from megatron_rl_patches.losses import deferred_logits, vocab_parallel_log_probs_and_entropy
 from megatron_rl_patches.losses.vocab import output_layer
-from tests.references.heads import BASE, DEFERRED, STOCK
+from tests.references.heads import DEFERRED, NOT_IN_PLACE, QUARTER, STOCK
 from tests.references.live_bytes import live_bytes
 
 RECORDS = Path(__file__).parents[4] / "docs" / "benchmarks"
-QUARTER, WAYS = (
-    ", a quarter of the rows",
-    {STOCK: "stock", f"{BASE}, not in place": "lean-loss", DEFERRED: "lean-head"},
-)
+WAYS = {STOCK: "stock", NOT_IN_PLACE: "lean-loss", DEFERRED: "lean-head"}
 MEASURED, COUNTED = (json.loads((RECORDS / name).read_text()) for name in ("head.json", "head_counted.json"))
 RUNS = [row for row in COUNTED["heads"] + COUNTED["stock"] if row["head"].removesuffix(QUARTER) in WAYS]
 RUNS += [row for row in MEASURED["heads"] if row["head"] == STOCK]
