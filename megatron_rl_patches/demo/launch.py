@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import sys
 import textwrap
 import time
@@ -71,20 +70,17 @@ def run_demo(*, rollouts: int, ranks: int, seed: int) -> int:
     except RanksFailed as root_cause:
         print(f"{root_cause}\nthe demo failed: see the root cause above", file=sys.stderr)
         return 1
-    _say(f"Time           {time.monotonic() - started:.0f} seconds in all\n\n{_NEXT}")
+    print(f"Time           {time.monotonic() - started:.0f} seconds in all\n\n{_NEXT}")
     return 0
 
 
 def _say(text: str) -> None:
     for line in text.splitlines():
-        print(textwrap.fill(line, 80, break_on_hyphens=False, break_long_words=False), flush=True)
+        print(textwrap.fill(line, 78, break_on_hyphens=False), flush=True)
 
 
-def _run(rollouts: int, seed: int, start: Callable[[], None]) -> None:
-    """Run the program on this rank until it fails, then again with the patches; report on rank 0.
-
-    ``start`` is not called: the program initializes ``torch.distributed`` itself.
-    """
+def _run(rollouts: int, seed: int, _: Callable[[], None]) -> None:
+    """Run the program on this rank until it fails, then again with the patches; report on rank 0."""
     import torch.distributed
 
     # Otherwise every rank prints warnings of Megatron and torch about optional packages and deprecated names.
@@ -93,7 +89,7 @@ def _run(rollouts: int, seed: int, start: Callable[[], None]) -> None:
     # A GPU of its own for this rank, or the CPU if there is not one for each.
     has_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     with torch.cuda.device(int(os.environ["LOCAL_RANK"])) if has_gpu else cpu_backend():
-        torch.distributed.init_process_group("nccl", timeout=timedelta(seconds=60))
+        torch.distributed.init_process_group("nccl", timeout=timedelta(seconds=60))  # start() knows no GPU
         import megatron.core
 
         from ..inference.memory.estimate import loss_memory
@@ -101,7 +97,7 @@ def _run(rollouts: int, seed: int, start: Callable[[], None]) -> None:
 
         say = _say if is_rank_0() else lambda text: None
         versions = f"megatron-core {megatron.core.__version__}, torch {torch.__version__}"
-        say(f"{versions}, Python {platform.python_version()}; {torch.distributed.get_backend()}, seed {seed}")
+        say(f"{versions}, Python {sys.version.split()[0]}; {torch.distributed.get_backend()}, seed {seed}")
         say("\nWithout patches, a GPT learns to sort digits, with one train() per rollout:")
         before: list[Any] = []
         try:

@@ -29,8 +29,7 @@ from ..losses import PolicyBatch, PolicyOptions, SequenceLayout, make_loss_func,
 DIGITS = 3
 PROMPT = DIGITS + 1
 LENGTH = PROMPT + DIGITS
-ASCENDING, DESCENDING = 10, 11
-VOCABULARY = 12
+ASCENDING, DESCENDING, VOCABULARY = 10, 11, 12  # after ten digits
 
 # Numbers per rank and rollout.
 _PROMPTS, _ANSWERS_PER_PROMPT = 64, 8
@@ -50,8 +49,8 @@ class Rollout(NamedTuple):
     kl: float
 
     def __str__(self) -> str:
-        kl = max(0.0, self.kl)  # the estimate of a divergence next to zero may be negative
-        return f"reward {self.reward:.3f}  exact match {self.exact_match:.3f}  KL {kl:.3f}"
+        # The estimate of a divergence next to zero may be negative.
+        return f"reward {self.reward:.3f}  exact match {self.exact_match:.3f}  KL {max(0.0, self.kl):.3f}"
 
 
 class Program:
@@ -95,12 +94,13 @@ class Program:
             for group in self.optimizer.param_groups:
                 group["lr"] = _LEARNING_RATE * (1 - number / count)
             order = torch.randperm(len(tokens_bs), generator=self.generator, device=self.device)
-            microbatches = (
-                {name: values[index] for name, values in batch.items()}
-                for index in order.chunk(_STEPS * _MICROBATCHES)
-            )
-            sizes = {"num_microbatches": _MICROBATCHES, "seq_length": LENGTH}
-            sizes["micro_batch_size"] = len(order) // (_STEPS * _MICROBATCHES)
+            chunks = order.chunk(_STEPS * _MICROBATCHES)
+            microbatches = ({name: values[chunk] for name, values in batch.items()} for chunk in chunks)
+            sizes = {
+                "num_microbatches": _MICROBATCHES,
+                "micro_batch_size": len(chunks[0]),
+                "seq_length": LENGTH,
+            }
             train(self.policy, self.optimizer, _forward_step, microbatches, _STEPS, **sizes)
 
     def memory(self) -> list[int]:
@@ -109,8 +109,7 @@ class Program:
         states = [state for optimizer in optimizers for state in optimizer.optimizer.state.values()]
         moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
         policy = [*chunk.parameters(), *(buffer.grad_data for buffer in chunk.buffers), *moments]
-        models = (policy, self.reference[0].parameters())
-        return [sum(tensor.nbytes for tensor in tensors) for tensors in models]
+        return [sum(t.nbytes for t in tensors) for tensors in (policy, self.reference[0].parameters())]
 
     @torch.no_grad()
     def _answers(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,12 +137,7 @@ class Program:
 
 
 def train(
-    model: list[DDP],
-    optimizer: Any,
-    forward_step: Any,
-    data_iterator: Iterator[Any],
-    steps: int,
-    **sizes: int,
+    model: list[DDP], optimizer: Any, forward_step: Any, data_iterator: Any, steps: int, **sizes: int
 ) -> None:
     """Train on one rollout, as Megatron-LM and frameworks do; the sizes are those of Megatron's schedule."""
     [chunk] = model

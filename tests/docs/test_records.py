@@ -47,7 +47,7 @@ def _has(text: str, number: str) -> bool:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_before_and_after_are_of_the_demo(page: str) -> None:
-    shown = [block.code for block in pages.blocks(page=page) if "megatron-rl-patches demo" in block.code]
+    shown = [block.code for block in pages.blocks(page=page) if "\nrollout  " in block.code]
     recorded = (DOCS / "demo.md").read_text("utf-8")
     rollouts = re.findall("^rollout.*$", "".join(shown), re.MULTILINE)
     assert len(rollouts) > 2 and all(f"\n{line}" in recorded for line in rollouts)

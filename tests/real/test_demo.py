@@ -27,7 +27,7 @@ def test_the_program_fails_in_the_second_train_and_has_the_same_numbers_with_pat
     from megatron_rl_patches.demo import program
 
     before: list[program.Rollout] = []
-    with mock.patch.multiple(program, _PROMPTS=16, _STEPS=2):
+    with mock.patch.multiple(program, _PROMPTS=8, _STEPS=1):
         with pytest.raises(AssertionError, match=launch._UPSTREAM_ERROR):
             before.extend(program.Program(seed=0).learn(2))
         with applied(settings=Settings(train_functions=(launch._TRAIN_FUNCTION,))):
