@@ -23,7 +23,7 @@ help:
 #: venv                 the environment .venv, with this tree and all tools      minutes: downloads torch
 venv: $(INSTALLED)-$(EXTRAS)
 
-#: demo                 reinforcement learning on real Megatron-core             about a minute
+#: demo                 train on real Megatron-core, without and with patches    less than a minute
 demo: $(INSTALLED)-none
 	$(BIN)/megatron-rl-patches demo $(DEMO_ARGS)
 

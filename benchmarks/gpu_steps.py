@@ -7,6 +7,7 @@ dry: everything is small.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -166,12 +167,12 @@ def tests(save: Save) -> None:
 
 def demo(save: Save) -> None:
     """Run the demo on one rank, which has the GPU."""
-    command = ["megatron_rl_patches", "demo", "--ranks", "1", "--rollouts", "1" if DRY else "12"]
+    command = ["megatron_rl_patches", "demo", "--ranks", "1", "--rollouts", "2" if DRY else "12"]
     result = StepResult()
     if _run_and_save([sys.executable, "-m", *command], "demo", result, save):
         raise RuntimeError("the demo failed")
     output = result.texts.pop("demo")
-    *_, last_rollout, _, _, seconds = output.splitlines()
+    last_rollout, seconds = re.findall(r"^(?:rollout|Time) .*", output, re.MULTILINE)[-2:]
     backend = "nccl" if ON_GPU else "gloo"
     if f"; {backend}, seed" not in output:
         raise RuntimeError(f"the demo did not run on {backend}:\n{output}")

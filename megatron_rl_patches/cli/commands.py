@@ -125,21 +125,17 @@ app.command()(estimate)
 
 @app.command()
 def demo(
-    rollouts: Annotated[int, typer.Option(min=1, help="How often to sample, score and train.")] = 40,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Processes: 2, or 1 without patches.")] = None,
+    rollouts: Annotated[int, typer.Option(min=2, help="How often to sample, score and train.")] = 30,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
     seed: Annotated[int, typer.Option(help="Of the weights and of the sampling.")] = 0,
-    without_patches: Annotated[
-        bool, typer.Option("--without-patches", help="Show upstream's error.")
-    ] = False,
 ) -> None:
-    """Train a small GPT with real Megatron-core, on a checkable task.
+    """Train a small GPT with real Megatron-core, without the patches until it fails, then with them.
 
     One train() call per rollout. Needs torch and megatron-core, and no GPU.
     """
     from ..demo import run_demo
 
-    ranks = ranks or (1 if without_patches else 2)
-    raise typer.Exit(run_demo(rollouts=rollouts, ranks=ranks, seed=seed, without_patches=without_patches))
+    raise typer.Exit(run_demo(rollouts=rollouts, ranks=ranks, seed=seed))
 
 
 def _complain(message: str) -> None:

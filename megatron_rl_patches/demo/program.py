@@ -9,7 +9,7 @@ was before training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +29,7 @@ from ..losses import PolicyBatch, PolicyOptions, SequenceLayout, make_loss_func,
 DIGITS = 3
 PROMPT = DIGITS + 1
 LENGTH = PROMPT + DIGITS
-ASCENDING, DESCENDING = 10, 11
-VOCABULARY = 12
+ASCENDING, DESCENDING, VOCABULARY = 10, 11, 12  # after ten digits
 
 # Numbers per rank and rollout.
 _PROMPTS, _ANSWERS_PER_PROMPT = 64, 8
@@ -50,8 +49,8 @@ class Rollout(NamedTuple):
     kl: float
 
     def __str__(self) -> str:
-        kl = max(0.0, self.kl)  # the estimate of a divergence next to zero may be negative
-        return f"reward {self.reward:.3f}  exact match {self.exact_match:.3f}  KL {kl:.3f}"
+        # The estimate of a divergence next to zero may be negative.
+        return f"reward {self.reward:.3f}  exact match {self.exact_match:.3f}  KL {max(0.0, self.kl):.3f}"
 
 
 class Program:
@@ -59,17 +58,12 @@ class Program:
 
     def __init__(self, seed: int) -> None:
         """Initialize Megatron's process groups and build the models. ``torch.distributed`` is initialized."""
+        parallel_state.destroy_model_parallel()  # of another program in this process
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         torch.manual_seed(seed)
-        config = TransformerConfig(
-            num_layers=2,
-            hidden_size=64,
-            num_attention_heads=4,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            calculate_per_token_loss=True,
-        )
+        options = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "calculate_per_token_loss": True}
+        config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, **options)
         gather = {"use_distributed_optimizer": True, "overlap_param_gather": True}
         ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=_BUCKET, **gather)
         self.policy = [DDP(config, ddp_config, _provide(config).cuda())]
@@ -82,7 +76,7 @@ class Program:
         self.generator = torch.Generator(self.device).manual_seed(seed + 1000 * torch.distributed.get_rank())
 
     def learn(self, count: int) -> Iterator[Rollout]:
-        """Sample, score and train ``count`` times."""
+        """Sample, score and train ``count`` times; yield the results before training on them."""
         for number in range(count):
             tokens_bs, old_log_probs_bd = self._answers()
             right_bd = (tokens_bs[:, PROMPT:] == _solved(tokens_bs[:, :PROMPT])).float()
@@ -93,39 +87,29 @@ class Program:
                 "old_log_probs": old_log_probs_bd,
                 "ref_log_probs": self._reference_log_probs(tokens_bs),
             }
-            for group in self.optimizer.param_groups:
-                group["lr"] = _LEARNING_RATE * (1 - number / count)
-            order = torch.randperm(len(tokens_bs), generator=self.generator, device=self.device)
-            microbatches = (
-                {name: values[index] for name, values in batch.items()}
-                for index in order.chunk(_STEPS * _MICROBATCHES)
-            )
-            train(
-                self.policy,
-                self.optimizer,
-                _forward_step,
-                microbatches,
-                _STEPS,
-                num_microbatches=_MICROBATCHES,
-                micro_batch_size=_PROMPTS * _ANSWERS_PER_PROMPT // (_STEPS * _MICROBATCHES),
-                seq_length=LENGTH,
-            )
             kl_bd = batch["old_log_probs"] - batch["ref_log_probs"]
             means = torch.stack([right_bd.mean(), right_bd.all(1).float().mean(), kl_bd.mean()])
             torch.distributed.all_reduce(means)
             yield Rollout(*(means / torch.distributed.get_world_size()).tolist())
+            for group in self.optimizer.param_groups:
+                group["lr"] = _LEARNING_RATE * (1 - number / count)
+            order = torch.randperm(len(tokens_bs), generator=self.generator, device=self.device)
+            chunks = order.chunk(_STEPS * _MICROBATCHES)
+            microbatches = ({name: values[chunk] for name, values in batch.items()} for chunk in chunks)
+            sizes = {
+                "num_microbatches": _MICROBATCHES,
+                "micro_batch_size": len(chunks[0]),
+                "seq_length": LENGTH,
+            }
+            train(self.policy, self.optimizer, _forward_step, microbatches, _STEPS, **sizes)
 
-    def memory(self) -> str:
-        """Say what policy and reference hold on this rank after training."""
+    def memory(self) -> list[int]:
+        """Return the bytes on this rank of the policy with its training state, and of the reference."""
         chunk, optimizers = self.policy[0], getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         states = [state for optimizer in optimizers for state in optimizer.optimizer.state.values()]
-        policy = {
-            "parameters": chunk.parameters(),
-            "gradients": (buffer.grad_data for buffer in chunk.buffers),
-            "Adam's moments": (state[name] for state in states for name in ("exp_avg", "exp_avg_sq")),
-        }
-        reference = {"parameters": self.reference[0].parameters()}
-        return f"policy: {_kilobytes(policy)}\nreference: {_kilobytes(reference)}"
+        moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+        policy = [*chunk.parameters(), *(buffer.grad_data for buffer in chunk.buffers), *moments]
+        return [sum(t.nbytes for t in tensors) for tensors in (policy, self.reference[0].parameters())]
 
     @torch.no_grad()
     def _answers(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,12 +137,7 @@ class Program:
 
 
 def train(
-    model: list[DDP],
-    optimizer: Any,
-    forward_step: Callable[..., Any],
-    data_iterator: Iterator[Any],
-    steps: int,
-    **sizes: int,
+    model: list[DDP], optimizer: Any, forward_step: Any, data_iterator: Any, steps: int, **sizes: int
 ) -> None:
     """Train on one rollout, as Megatron-LM and frameworks do; the sizes are those of Megatron's schedule."""
     [chunk] = model
@@ -209,9 +188,3 @@ def _forward_step(data_iterator: Iterator[Any], chunk: torch.nn.Module) -> tuple
     policy_batch = PolicyBatch(list(batch["advantages"]), list(masks), **log_probs)
     loss_func = make_loss_func(list(tokens_bs), layout, policy_batch, _OPTIONS, with_entropy=False)
     return chunk(tokens_bs, _positions(tokens_bs), attention_mask=None), loss_func
-
-
-def _kilobytes(tensors: Mapping[str, Iterable[torch.Tensor]]) -> str:
-    sizes = {name: sum(tensor.nbytes for tensor in several) / 1000 for name, several in tensors.items()}
-    parts = ", ".join(f"{name} {size:.0f}" for name, size in sizes.items())
-    return f"{sum(sizes.values()):.0f} kB on a rank ({parts})"

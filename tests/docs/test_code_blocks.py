@@ -36,10 +36,9 @@ ELSEWHERE = {
         '[project.entry-points."megatron_rl_patches.patches"]',
     ): "as in examples/third_party_patch, which runs",
     **dict.fromkeys(((page, LOG) for page in LOGS), "test_records.py"),
-    ("docs/demo.md", "starting 2 ranks with"): A_RECORD,
-    ("docs/demo.md", "starting 1 rank with"): A_RECORD,
+    ("docs/demo.md", "starting 2 ranks;"): A_RECORD,
     ("README.md", DEMO): "test_records.py",
-    ("docs/index.md", DEMO): "test_records.py",
+    **dict.fromkeys((("docs/index.md", DEMO), ("docs/index.md", "The same program")), "test_records.py"),
     ("docs/quickstart/megatron-bridge.md", "from megatron_rl_patches import hooks"): "the package is in no "
     "environment of these tests; tests/frameworks/test_real_bridge.py calls it",
     ("docs/losses.md", "forward                "): "a drawing",

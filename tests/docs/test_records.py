@@ -50,7 +50,7 @@ def test_plots_of_the_first_pages_are_of_the_records(draw: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_before_and_after_are_of_the_demo(page: str) -> None:
-    shown = [block.code for block in pages.blocks(page=page) if "megatron-rl-patches demo" in block.code]
+    shown = [block.code for block in pages.blocks(page=page) if "\nrollout  " in block.code]
     recorded = (DOCS / "demo.md").read_text("utf-8")
     rollouts = re.findall("^rollout.*$", "".join(shown), re.MULTILINE)
     assert len(rollouts) > 2 and all(f"\n{line}" in recorded for line in rollouts)

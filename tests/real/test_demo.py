@@ -1,7 +1,4 @@
-"""The demo, as users run it: real megatron-core in processes of their own, patches by variable alone.
-
-These need the package to be installed (an editable install will do): the startup file must fire.
-"""
+"""The demo, as users run it: real megatron-core in processes of their own, without and with patches."""
 
 import ast
 import re
@@ -10,12 +7,11 @@ from unittest import mock
 
 import pytest
 
-from megatron_rl_patches import MegatronRLPatchesError, Settings, applied
+from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.demo import launch, run_demo
-from megatron_rl_patches.doctor import Startup
+from megatron_rl_patches.inference import estimate_memory
+from tests.docs.pages import ROOT
 from tests.ranks import on_ranks
-
-UPSTREAM = "AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None"
 
 
 def run(capture: pytest.CaptureFixture[str], code: int = 0, **options: int) -> tuple[str, str]:
@@ -27,69 +23,70 @@ def run(capture: pytest.CaptureFixture[str], code: int = 0, **options: int) -> t
 
 
 @on_ranks(1)
-def test_the_program_runs() -> None:
-    with applied(settings=Settings(train_functions=(launch._TRAIN_FUNCTION,))):
-        from megatron_rl_patches.demo import program
+def test_the_program_fails_in_the_second_train_and_has_the_same_numbers_with_patches() -> None:
+    from megatron_rl_patches.demo import program
 
-        with mock.patch.multiple(program, _PROMPTS=16, _STEPS=2):
+    before: list[program.Rollout] = []
+    with mock.patch.multiple(program, _PROMPTS=8, _STEPS=1):
+        with pytest.raises(AssertionError, match=launch._UPSTREAM_ERROR):
+            before.extend(program.Program(seed=0).learn(2))
+        with applied(settings=Settings(train_functions=(launch._TRAIN_FUNCTION,))):
             first, second = program.Program(seed=0).learn(2)
-        assert first.kl == pytest.approx(0.0, abs=1e-6)
-        assert second.kl > 1e-4
-        assert 0 < first.reward < 0.2
+    assert before == [first, second]
+    assert first.kl == pytest.approx(0.0, abs=1e-6)
+    assert second.kl > 1e-4
+    assert 0 < first.reward < 0.2
 
 
 @pytest.mark.slow
-def test_the_reward_rises_over_repeated_calls_of_train(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_says_what_fails_and_learns(capfd: pytest.CaptureFixture[str]) -> None:
     out, err = run(capfd, rollouts=14, ranks=2)
-    rewards = [float(reward) for reward in re.findall(r"^rollout +\d+  reward (\S+)", out, re.MULTILINE)]
-    assert len(rewards) == 14
+    assert err == ""
+    assert all(len(line) <= 80 for line in out.splitlines())
+    without, patched = out.split("\n\n")[1:3]
+    *_, second, failure = without.splitlines()
+    assert second.startswith("rollout   2  reward")
+    assert failure == f"rollout   2  train() raises AssertionError: … {launch._UPSTREAM_ERROR}"
+    assert f"\n{second}\n" in patched
+    assert re.search(
+        r"^megatron_rl_patches \S+ in megatron, megatron_rl_patches: .*reentrant-train, ",
+        patched,
+        re.M | re.S,
+    )
+    rewards = [float(reward) for reward in re.findall(r"^rollout +\d+  reward (\S+)", patched, re.M)]
     # By chance 1/12.
     assert 0.05 < rewards[0] < 0.14
-    assert min(rewards[-3:]) > 2 * max(rewards[:2])
+    assert min(rewards[-2:]) > 2 * max(rewards[:2])
 
-    # Before it is silent, it says why.
-    before, _, rest = out.partition("importing torch and megatron-core")
-    assert before == "starting 2 ranks with MEGATRON_RL_PATCHES=1\n"
-    assert "; gloo, seed 0\n" in rest and "first rollout …\nrollout   1" in rest
+    assert "\nFixed by       reentrant-train\nSame numbers   yes, " in out
     # The reference takes its parameters and nothing else; each rank has half of Adam's two moments.
-    line = r"policy: (\d+) kB .*parameters (\d+),.* moments (\d+)\)\nreference: (\d+) kB"
-    total, parameters, moments, reference = map(int, re.findall(line, out)[0])
-    assert parameters == reference == pytest.approx(moments, rel=0.01)
-    assert total == pytest.approx(3 * reference, rel=0.01)
-
-    assert "14 rollouts, one train() call each" in out.splitlines()[-1]
-    in_place = r"^megatron_rl_patches \S+ in megatron, megatron_rl_patches: .*reentrant-train, "
-    assert re.search(in_place, err, re.MULTILINE)
-    assert "Warning" not in err
+    [(reference, policy)] = re.findall(r"Reference +(\d+) kB .*\n.* take (\d+) kB", out)
+    assert int(policy) == pytest.approx(3 * int(reference), rel=0.01)
+    fields = {**launch._SIZES, "num_layers": 1, "num_attention_heads": 32}
+    gigabytes = [f"{size / 1e9:.1f}" for size in (estimate_memory(fields, tokens=8192).loss or {}).values()]
+    assert re.findall(r"Logits, loss +(\S+) GB .*, (\S+) with lean-loss, (\S+) with lean-head", out) == [
+        tuple(gigabytes)
+    ]
 
 
-@pytest.mark.slow
-def test_without_patches_the_second_train_fails(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The explanation stands alone and last; a run that does not fail is a failure."""
-    out, err = run(capfd, without_patches=True)
-    failed = rf"^rollout   1  reward .*\n.*program.py, line \d+, in train\n{UPSTREAM}"
-    assert re.search(failed, out, re.MULTILINE)
-    assert out.endswith(f"\n{launch._EXPLANATION}\n")
-    assert err == ""
-    monkeypatch.setattr(launch, "results_of", lambda *args: [None])
-    out, err = run(capfd, code=1, without_patches=True)
-    assert "did not appear" in err and launch._EXPLANATION not in out
+def test_the_commands_that_come_next_stand_on_the_quickstarts() -> None:
+    quickstarts = "".join(page.read_text("utf-8") for page in (ROOT / "docs" / "quickstart").glob("*.md"))
+    commands = [line.strip() for line in launch._NEXT.splitlines() if line.startswith(" ")]
+    assert len(commands) == 7
+    assert [command for command in commands if command not in quickstarts] == []
+
+
+def test_the_plot_has_one_column_or_several_for_each_reward() -> None:
+    rows = launch._plot([0.0, 0.1, 0.5, 1.0]).splitlines()[2:]
+    assert [row[5::18] for row in rows] == ["   █", "   █", "  ▄█", "  ██", " ▄██"]
+    assert max(map(len, launch._plot([0.5] * 1000).splitlines())) <= 77
 
 
 @pytest.mark.slow
-def test_a_failing_rank_surfaces(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_TRAIN_FUNCTION", "megatron_rl_patches.demo.program:another")
-    _, err = run(capfd, code=1)
-    assert UPSTREAM in err
+def test_a_failing_rank_surfaces(capfd: pytest.CaptureFixture[str]) -> None:
+    _, err = run(capfd, code=1, seed=2**80)
+    assert "Program(seed)" in err
     assert err.endswith("see the root cause above\n")
-
-
-def test_a_variable_without_effect_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "examine_startup", lambda environ: Startup(None, False, "not installed"))
-    with pytest.raises(MegatronRLPatchesError, match="no effect in this environment: not installed"):
-        run_demo(rollouts=2, ranks=1, seed=0)
 
 
 def test_the_program_knows_nothing_of_the_patches() -> None:

@@ -142,9 +142,10 @@ def test_demo_is_handed_its_options(monkeypatch: MonkeyPatch) -> None:
     module = types.ModuleType("megatron_rl_patches.demo")
     module.run_demo = lambda **options: given.update(options) or 3  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    for options, ranks in (((), 2), (("--without-patches",), 1), (("--without-patches", "--ranks", 3), 3)):
+    for options, ranks in (((), 2), (("--ranks", 3), 3)):
         invoke("demo", "--rollouts", 2, *options, code=3)
-        assert given == {"rollouts": 2, "ranks": ranks, "seed": 0, "without_patches": bool(options)}
+        assert given == {"rollouts": 2, "ranks": ranks, "seed": 0}
+    invoke("demo", "--rollouts", 1, code=2)
 
 
 @pytest.mark.parametrize(("command", "option"), [("check", "--markdown"), ("estimate", "--plot")])

@@ -175,11 +175,11 @@ def estimate_memory(
         training = sum((_in_training(chunk, replicas, optimizer) for chunk in chunks.training), Memory())
         dense, expert = (sum(p.numel for p in parameters if p.expert is kind) for kind in (False, True))
         stages.append(StageEstimate(dense, expert, training, Memory(parameters=weights), training + pool))
-    loss = None if tokens is None else _loss_memory(tokens, response_share, sizes, dtype)
+    loss = None if tokens is None else loss_memory(tokens, response_share, sizes, dtype)
     return MemoryEstimate(tuple(stages), teachers, loss)
 
 
-def _loss_memory(tokens: int, share: float, fields: _Fields, dtype: str) -> dict[str, int]:
+def loss_memory(tokens: int, share: float, fields: _Fields, dtype: str) -> dict[str, int]:
     from ...losses.vocab.output_layer import bytes_of_tile
 
     if "hidden_size" not in fields:

@@ -25,7 +25,7 @@ WITHIN = 0.02
 
 
 def estimated(tokens: int, hidden: int, vocabulary: int, dtype: str, share: float = 1.0) -> dict[str, int]:
-    return estimate._loss_memory(tokens, share, {"hidden_size": hidden, "vocab_size": vocabulary}, dtype)
+    return estimate.loss_memory(tokens, share, {"hidden_size": hidden, "vocab_size": vocabulary}, dtype)
 
 
 @pytest.mark.parametrize(
