@@ -18,7 +18,7 @@ from .sources import Environment
 from .statuses import Statuses
 
 _BAD_VALUES = Message(
-    "variables with bad values: {problems}",
+    "some variables have bad values: {problems}",
     "An unknown patch is not in place, and an option with a bad value keeps its default.",
     "megatron-rl-patches doctor prints what to write; MEGATRON_RL_PATCHES_STRICT=1 makes this an error.",
 )
