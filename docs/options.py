@@ -17,7 +17,7 @@ PAGE = Path(__file__).with_name("options.md")
 
 
 def _head() -> str:
-    return f"""# Options
+    return f"""# Options: every variable and setting
 
 <!-- `make pages` writes this page from what the patches declare. Do not edit it. -->
 

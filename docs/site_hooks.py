@@ -21,6 +21,7 @@ SEARCH_BOOSTS = {
     "faq.md": 4,
     "install.md": 2,
     "patches/": 3,
+    "production.md": 4,
     "quickstart/": 3,
     **dict.fromkeys(
         ("benchmarks/", "compatibility.md", "fault-campaign.md", "frameworks.md", "models.md"), 0.3

@@ -10,7 +10,7 @@ from typing import Any
 
 #: All of them are logged here, so that one line silences or redirects them.
 log = logging.getLogger("megatron_rl_patches")
-#: Every message of the modules that are imported; the FAQ lists them.
+#: Every message of the modules that are imported; docs/messages.md lists them.
 messages: list[Message] = []
 
 

@@ -18,7 +18,7 @@ from .sources import Environment
 from .statuses import Statuses
 
 _BAD_VALUES = Message(
-    "variables with bad values: {problems}",
+    "some variables have bad values: {problems}",
     "An unknown patch is not in place, and an option with a bad value keeps its default.",
     "megatron-rl-patches doctor prints what to write; MEGATRON_RL_PATCHES_STRICT=1 makes this an error.",
 )
@@ -27,18 +27,18 @@ _BAD_VALUES = Message(
 def apply(
     *names: str, exclude: Collection[str] = (), settings: Settings | None = None, strict: bool | None = None
 ) -> Statuses:
-    """Put patches in place, by default the repairs. May be called before or after the frameworks are
+    """Put patches in place, by default the repairs. You can call it before or after the frameworks are
     imported, any number of times, from any thread.
 
-    Patches that are named must fit every framework that is present; those of a set that do not fit are
-    skipped with a warning unless ``strict``.
+    Patches that are named must fit every framework that is present. A patch of a set that does not fit is
+    skipped with a warning, unless ``strict`` is true.
 
     Args:
-        names: of patches, see ``available()``, or of a set: ``default``, the repairs, is what a call
-            without names means; ``all`` adds the patches that are not proven enough for it. To name patches
-            and a set, call ``apply()`` twice.
-        exclude: names to leave out.
-        settings: defaults to those that a patch is in place with, or ``Settings.from_environment()``.
+        names: names of patches, see ``available()``, or of one set. Without names it is ``default``, the set
+            of repairs; ``all`` adds the patches that are not proven enough for that. To name patches and a
+            set, call ``apply()`` twice.
+        exclude: names of patches to leave out.
+        settings: options; by default ``Settings.from_environment()``, but a patch in place keeps its own.
         strict: overrides ``settings.strict``.
 
     Returns:
@@ -106,7 +106,7 @@ def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def revert(*names: str) -> None:
-    """Take patches away (all when no name is given): the original objects are back, remaining copies inert.
+    """Put the original objects back, by default for all patches; a copy of a wrapper does nothing then.
 
     Raises:
         PatchError: unknown name.
@@ -117,7 +117,7 @@ def revert(*names: str) -> None:
 def status() -> Statuses:
     """Return the state of every function of the patches selected so far, read from the live objects.
 
-    Printed it is a table of patches and frameworks; the list has one :class:`.SiteStatus` for each function,
+    ``print`` shows a table of patches and frameworks; the list has a :class:`.SiteStatus` of each function,
     also for those that :func:`~megatron_rl_patches.reentry.reentrant_train` decorates.
     """
     decorated = [status for patch in registry.patches().values() for status in patch.decorated()]
@@ -139,8 +139,8 @@ def verify_ranks(group: Any = None) -> None:
         group: a ``torch.distributed`` process group; default: all ranks.
 
     Raises:
-        PatchError: no process group is initialized; or ranks differ, and then on every rank of the group
-            alike, with the functions, their states and the ranks, those that few ranks have first.
+        PatchError: no process group is initialized; or ranks differ. Then every rank of the group raises it,
+            with the functions, their states and the ranks; states that few ranks have come first.
     """
     import torch.distributed as dist
 

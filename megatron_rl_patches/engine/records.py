@@ -82,7 +82,7 @@ class Record:
             return status_of(site, "lost", self._reason_lost(), status.fingerprint)
         if status.state == "applied":
             if module := self._code_on_top():
-                reason = f"{status.reason}, under code of {module}; in force only if that calls what it wraps"
+                reason = f"{status.reason}, under code of {module}, which must call the patched function"
                 status = replace(status, reason=reason)
             try:
                 with third_party("its function `detail`"):
@@ -166,7 +166,7 @@ class Record:
         beneath = {id(each) for each in functions[1:] if getattr(each, "__name__", "") == name}
         modules = dict.fromkeys(module.__name__ for module, _ in _holders(beneath)) if beneath else {}
         if others := [module for module in modules if module != self.site.module]:
-            reason += f", but not in {', '.join(others)}, with a function that another package has replaced"
+            reason += f", but these modules keep a function that was replaced before: {', '.join(others)}"
         self.status = replace(self.status, reason=reason)
 
     def _code_on_top(self) -> str:
@@ -194,7 +194,7 @@ class Record:
         if self.wrapper is not None and owner is not self.wrapper.owner:
             return f"{self.site.module} was imported anew; call apply() again"
         home = f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', '?')}"
-        return f"overwritten by {home}; in force only if that calls what it replaced"
+        return f"overwritten by {home}; the patch works only if that calls the patched function"
 
 
 def current(records: Iterable[Record]) -> list[SiteStatus]:

@@ -21,9 +21,9 @@ _SKIPPED = Message(
     "-{patch} to MEGATRON_RL_PATCHES.",
 )
 _NEVER_IMPORTED = Message(
-    "these were never imported by this process, so nothing was patched there: {functions}",
+    "this process has never imported these functions, so they are not patched: {functions}",
     "This is harmless in a process that does not train.",
-    "If this one trains with another function than these, name it in MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS.",
+    "If it trains with a function of another name, write that into MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS.",
 )
 
 #: States in which a patch that was asked for is not in place, and should be.

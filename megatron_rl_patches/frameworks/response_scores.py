@@ -26,8 +26,8 @@ from .log_probs import log_probs_and_entropy
 from .microbatch_layout import Groups, groups_of, layout_of
 
 _OTHER_SCORES = Message(
-    "lean-loss leaves {function} alone, since on a small microbatch at temperature {temperature:g} it "
-    "computes something else",
+    "lean-loss does not replace {function}, whose results on a small microbatch at temperature "
+    "{temperature:g} are not those of lean-loss",
     "The framework's own function runs, and no memory is saved.",
     "Set another temperature if it is 0. If you changed that function, ignore this; else report it.",
 )

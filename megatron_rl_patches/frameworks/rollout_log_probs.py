@@ -25,7 +25,7 @@ _TRUNCATED = Message(
     "{name}top_p={top_p}, {name}top_k={top_k}: rollouts sample from a part of the vocabulary, and the "
     "trainer's log-probs are of the whole vocabulary",
     "Where that part has probability S, they are too low by -log S (0.22 for 0.8), so the loss is biased.",
-    "Sample with top_p=1 and top_k=-1, but for evaluation, or in a release whose trainer gets a mask.",
+    "Sample rollouts with top_p=1 and top_k=-1, or use a release whose trainer gets a mask.",
 )
 #: Data of a rollout that say from which ids each token was sampled: of slime from v0.3.1 on, and of miles.
 _MASKS = ("rollout_top_p_token_ids", "rollout_sampling_mask_ids")

@@ -61,7 +61,7 @@ def compare_ranks_at_first_call(compare: Callable[[], None], is_wanted: Callable
                 store.wait(keys, PATIENCE)
             except RuntimeError:
                 missing = listed([rank for rank, key in enumerate(keys) if not store.check([key])])
-                problem = f"rank {missing} has begun no guarded train() with verify switched on: do so there"
+                problem = f"rank {missing} called no patched train() with verify: set its variables there"
                 raise PatchError(problem) from None
             try:
                 compare()

@@ -36,9 +36,9 @@ from .distillation_loss import LARGEST_SUM, with_tail
 from .verl_losses import tensor_parallel_group
 
 _NEGATIVE_SUM = Message(
-    "{name} with its tail is {loss:.4g} nats per token; verl's own, the sum over the top-k, is never less "
-    "than zero and would be {truncated:.4g}",
-    "In verl, {share:.0f}% of the tokens have a negative sum and so no gradient; here they have one.",
+    "{name} counts the tail and is {loss:.4g} nats per token; without the patch verl sums over the top-k "
+    "only, replaces negative sums by zero, and gets {truncated:.4g}",
+    "Without the patch {share:.0f}% of the tokens have a negative sum, so they have no gradient.",
     "Do not compare this loss with runs without the patch.",
 )
 #: verl's own name, and what the others begin with.

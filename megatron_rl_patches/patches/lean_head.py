@@ -26,8 +26,8 @@ class LeanHeadOptions:
     Attributes:
         lean_head_tile_bytes: the memory of the logits of one tile; 0: 64 MiB on a CPU; 512 MiB on a GPU, and
             1 GiB where all logits take 2 GiB or more.
-        lean_head_keep_bytes: the most memory for logits that each call of a loss keeps, so that backward
-            does not compute them again.
+        lean_head_keep_bytes: the most memory that each call of a loss may take to keep logits, so that
+            backward does not compute them again.
 
     Raises:
         PatchError: a number is negative.

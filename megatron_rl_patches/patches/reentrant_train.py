@@ -41,7 +41,7 @@ class ReentrantTrainOptions:
             named here: decorate it with :func:`megatron_rl_patches.reentry.reentrant_train`.
         warn: warn once of each setting that silently spoils reinforcement learning.
         memory_phases: log a line with the peak memory of scoring, forward, loss and backward, step and save
-            for each rollout, and where one of them raises; ``with reentrant_train(...)`` logs none.
+            for each rollout, and one where a phase raises; ``with reentrant_train(...)`` logs none.
         verify: at the first guarded ``train()`` wait up to 5 minutes until each rank is there, and compare
             them with ``verify_ranks()``; if they differ, all stop. It has no effect without the patch.
 

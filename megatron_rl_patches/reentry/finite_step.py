@@ -29,7 +29,7 @@ _SKIPPED = Message(
     "Look at the parameters that the ranks name, and at the data of this step.",
 )
 _BAD_GRADIENTS = Message(
-    "parameters with gradients that are not finite here: {names}",
+    "on this rank, gradients of these parameters are not finite: {names}",
     "This step is skipped.",
     "Look at the losses and the data of this rank.",
 )

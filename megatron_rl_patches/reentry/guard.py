@@ -26,7 +26,7 @@ _CLEAN_UP_FAILED = Message(
     "Find the cause in that exception, and restart the process.",
 )
 _NOT_INSTALLED = Message(
-    "a re-entrant train() did not install no_sync_func, which was set at entry",
+    "config.no_sync_func was set before train(); the guard cleared it, and train() did not set it again",
     "Gradients were reduced after every microbatch, which is slow and may make them wrong.",
     "Set it inside train(), as Megatron's own train() does, or use reentrant_train(..., installs=False).",
 )

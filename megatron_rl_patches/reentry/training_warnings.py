@@ -36,15 +36,15 @@ _DROPOUT = Message(
     "Megatron's default is 0.1: set --{argument} 0 (config.{name}=0).",
 )
 _MAIN_PARAMETERS = Message(
-    "main parameters of the optimizer are not the weights of the model, rounded: weights were loaded or "
-    "changed without the optimizer",
+    "the optimizer's main parameters differ from the model's weights by more than rounding: something has "
+    "loaded or changed weights without the optimizer",
     "The next step puts the old weights back, and training goes on from them.",
     "Call optimizer.reload_model_params() after weights are loaded, or load them before the optimizer is "
     "built. With optimizer_cpu_offload and without use_precision_aware_optimizer, only the latter helps.",
 )
 _REDUCED_TOO_EARLY = Message(
     "overlap_grad_reduce=True: a forward pass has begun while gradients of the same step were being reduced",
-    "Gradients of later microbatches are not reduced, or only in part, and ranks may step apart.",
+    "Gradients of later microbatches are not reduced, or only in part, and weights of ranks may differ.",
     "Run all microbatches of a step in one call of Megatron's schedule, or its calls through "
     "megatron_rl_patches.reentry.OptimizerStep, or switch overlap_grad_reduce off. "
     "A loop without Megatron's schedule runs all microbatches but the last one under no_sync().",
@@ -55,7 +55,7 @@ _MTP_WITHOUT_MASK = Message(
     "Pass loss_mask, which is 1 for tokens that count, to the forward pass of the model.",
 )
 _CHECK_FAILED = Message(
-    "a check of training failed: {error}",
+    "a check of the settings of training raised an error: {error}",
     "This is harmless: training goes on without this check.",
     "Ignore it.",
     logging.DEBUG,

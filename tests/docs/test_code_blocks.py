@@ -21,7 +21,7 @@ from tests.docs.test_examples import run
 from tests.ranks import on_ranks
 from tests.worlds.files import write
 
-LANGUAGES = {"bash", "console", "python", "text", "toml"}
+LANGUAGES = {"bash", "console", "dockerfile", "python", "text", "toml"}
 
 ADDING, DEMO = "docs/adding-a-patch.md", "$ megatron-rl-patches demo"
 A_RECORD = "the output of a run of half a minute or more; tests/real/test_demo.py runs the command"
@@ -31,10 +31,7 @@ LOGS = [block.page for block in pages.blocks("text") if block.head.startswith(LO
 ELSEWHERE = {
     (ADDING, "# tests/unit/patches/test_quiet_eval.py"): "test_examples.py",
     (ADDING, "# my_package/quiet_eval.py"): "test_examples.py",
-    (
-        ADDING,
-        '[project.entry-points."megatron_rl_patches.patches"]',
-    ): "as in examples/third_party_patch, which runs",
+    (ADDING, '[project.entry-points."megatron_rl_patches.patches"]'): "examples/third_party_patch runs",
     **dict.fromkeys(((page, LOG) for page in LOGS), "test_records.py"),
     ("docs/demo.md", "starting 2 ranks;"): A_RECORD,
     ("README.md", DEMO): "test_records.py",

@@ -31,7 +31,7 @@ from tests.worlds.program import without_ours
 tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
 
 STAND_IN_MEGATRON = ROOT / "tests" / "packaging" / "stand_in"
-RECORDED = ("make", "pip", "pre-commit", "pytest", "ray", "torchrun", "uv")
+RECORDED = ("docker", "make", "pip", "pre-commit", "pytest", "ray", "torchrun", "uv")
 #: Training scripts of frameworks, which import Megatron and print the patches in place.
 PROGRAMS = (
     *("train.py", "train_async.py", "train_rl.py", "scripts/run_qwen3_dense.py", "examples/run_grpo.py"),
@@ -159,6 +159,14 @@ def test_console(page: str, sandbox: Sandbox) -> None:
             command, _, shown = session.partition("\n")
             printed = " ".join(_printed(sandbox, command).split())
             assert re.search(_pattern(shown), printed), f"{shown}\n--- is not what is printed:\n{printed}"
+    sandbox.check_calls()
+
+
+def test_dockerfile(sandbox: Sandbox) -> None:
+    """Its commands run here, where pip is a stand-in and doctor is not."""
+    [block] = pages.blocks("dockerfile")
+    code = block.code.replace("\\\n", "").replace("/opt/megatron_rl_patches", ".")
+    sandbox.run("\n".join(re.findall(r"^RUN (.+)$", code, re.MULTILINE)))
     sandbox.check_calls()
 
 

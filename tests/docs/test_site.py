@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +57,7 @@ def test_a_site_without_an_address_is_not_published(tmp_path: Path) -> None:
 
 
 def test_what_markdown_does_not_have(site: Path) -> None:
-    """Equations are MathML, a group of sections becomes tabs, and search prefers what helps."""
+    """Equations are MathML, and a group of sections becomes tabs."""
     for page in ("losses", "distillation"):
         text = (site / page / "index.html").read_text("utf-8")
         assert re.search('<(?:div|span) class="equation"><math', text) and "arithmatex" not in text
@@ -64,4 +65,19 @@ def test_what_markdown_does_not_have(site: Path) -> None:
     labels = re.findall(r'<label for="([\w-]+)">', page)
     assert labels == ["slime", "vime", "openclaw-rl", "miles"]
     assert page.count('<div class="tabbed-block">') == len(labels) and "&lt;!-- tabs" not in page
-    assert '"boost"' in (site / "search" / "search_index.json").read_text("utf-8")
+
+
+#: What people search for, and the page that must come first.
+FIRST = {
+    **dict.fromkeys(("OOM", "out of memory", "disable", "switch off", "wandb"), "faq/"),
+    **dict.fromkeys(("Docker", "uninstall", "multi-node", "production", "rollback"), "production/"),
+    **{name: f"quickstart/{name}/" for name in ("slime", "verl")},
+}
+
+
+def test_a_search_lists_the_page_that_helps_first(site: Path) -> None:
+    """Node.js runs the search that the site runs in a browser."""
+    node = shutil.which("node") or pytest.skip("no Node.js on this machine")
+    command = [node, Path(__file__).with_name("search.js"), site, *FIRST]
+    found = subprocess.run(command, text=True, capture_output=True, timeout=60, check=True).stdout
+    assert dict(zip(FIRST, found.split(), strict=True)) == FIRST

@@ -267,10 +267,10 @@ def test_a_fork_gets_what_it_computes() -> None:
         for key in ("log_probs", "entropy", "gradient"):
             assert distance(result[key], expected[key], 1.0) < BFLOAT16, (name, key)
         assert len(calls) == 2  # it was tried, and then its own code has run
-        assert "alone, since on a small microbatch at temperature 1 it" in str(log.call_args_list), name
+        assert "on a small microbatch at temperature 1 are not" in str(log.call_args_list), name
     with forked(patched=True), mock.patch.object(logger, "log") as log:
         LossJob("slime", rollout_temperature=0.0).result(backward=False)
-        assert "on a small microbatch at temperature 0 it" in str(log.call_args_list)
+        assert "on a small microbatch at temperature 0 are not" in str(log.call_args_list)
 
 
 @on_ranks(1)

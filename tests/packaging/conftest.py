@@ -151,6 +151,8 @@ def installed(
     environment.pip("install", "--quiet", "wrapt>=1.16,<3")
     environment.install(*source)
     yield environment
+    environment.pip("uninstall", "--quiet", "--yes", "megatron-rl-patches")
+    assert [*environment.site_packages.glob("*megatron_rl_patches*")] == []  # startup files, too
     shutil.rmtree(environment.path)
 
 

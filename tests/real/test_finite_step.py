@@ -121,7 +121,7 @@ def test_what_is_said_on_which_rank_and_no_further_collective(bf16: bool) -> Non
         assert norm != norm and len(patched) <= len(unpatched)
         first = [line for line in lines if "skipped:" in line]
         assert len(first) == (dist.get_rank() == 0) and all("is nan" in line for line in first)
-        [named] = [line for line in lines if "not finite here" in line]
+        [named] = [line for line in lines if "are not finite: " in line]
         assert "embedding.word_embeddings.weight. " in named  # reduced on both ranks
         before = world.state()
         with pytest.raises(NonFiniteGradients, match="2 steps in a row"):

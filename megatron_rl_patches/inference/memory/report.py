@@ -184,7 +184,7 @@ def memory_report(*, pool: TeacherPool | None = None, optimizer: Any = None) -> 
 
 _PEAKS = Message(
     "peak memory by phase until {end}, in GiB: {report}",
-    "It is what torch had allocated on a CUDA device, or host memory (rss) where phases end.",
+    "On a CUDA device it is what torch had allocated; rss is host memory where a phase ends.",
     "Lower the largest one; memory_phases=0 ends these lines, and logs=False those of your own block.",
 )
 _open: list[MemoryPhases] = []  # the blocks that are open in this process

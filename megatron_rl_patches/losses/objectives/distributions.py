@@ -103,7 +103,7 @@ class TopKDistribution(Distribution):
             ids are the whole vocabulary.
         temperature: what the logits were divided by; ``None`` if it is not known. Distributions of different
             temperatures are neither joined, mixed nor compared, and a loss at another one refuses them.
-        vocab_size: of how many token ids the probabilities are; ``None`` if it is not known. The same holds.
+        vocab_size: of how many token ids the probabilities are; ``None`` if unknown. They must agree, too.
     """
 
     indices: Tensor

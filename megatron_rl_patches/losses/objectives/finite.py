@@ -100,7 +100,7 @@ def estimate_kl(log_ratio: Tensor, estimator: KlEstimator) -> Tensor:
     ==========  ====================  ====================================================================
 
     Below ``d = -20`` k3 goes on as its tangent, with the gradient ``1 - e**20``. So neither value nor
-    gradient overflows (but in float16), and descent always moves p towards q, however far apart they are.
+    gradient overflows (except in float16), and descent moves p towards q, however far apart they are.
 
     ``log_ratio`` is ``d`` of tokens drawn from p; the estimates have its shape and floating dtype. Another
     estimator raises :class:`InvalidInputError`.

@@ -61,7 +61,7 @@ def deferred_logits(
 ) -> DeferredLogits:
     """Return the logits ``hidden @ weight.T + bias`` without computing them.
 
-    Functions of :mod:`megatron_rl_patches.losses` that take logits compute these in tiles that they forget;
+    Functions of :mod:`megatron_rl_patches.losses` that take logits compute one tile at a time and keep none;
     see :class:`DeferredLogits` for what other code sees.
 
     Args:
@@ -75,8 +75,8 @@ def deferred_logits(
         sequence_parallel: the first dimension of ``hidden`` is split over ``tp_group``: it is gathered here,
             and its gradient is reduce-scattered.
         tile_bytes: how much memory the logits of one tile take. Default: 64 MiB on a CPU; 512 MiB on a GPU,
-            and 1 GiB where all logits take 2 GiB or more. On each device, the last tile of the latest forward
-            stays in memory until its backward, or until other logits are read.
+            and 1 GiB where all logits take 2 GiB or more. On each device, the last tile of a forward
+            stays in memory until its backward, or until a loss reads other logits.
         keep_bytes: how much more memory the forward of each loss may fill with logits, which its backward
             then need not compute again: with all of them it multiplies three times instead of four.
         logit_dtype: ``torch.float32``: the logits of 16-bit ``hidden`` and ``weight`` are not rounded, but

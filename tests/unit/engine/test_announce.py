@@ -150,7 +150,7 @@ def test_what_is_said_of_used_frameworks(monkeypatch: MonkeyPatch, caplog: LogCa
     # Patched modules that never came.
     functions = [("used", "train"), ("unused", "go"), ("used", "save")]
     [line] = said(Announcer().at_exit, *(site("one", root, "waiting", name) for root, name in functions))
-    assert "nothing was patched there: used.train, used.save. " in line
+    assert "so they are not patched: used.train, used.save. " in line
     # Other ranks are silent.
     monkeypatch.setattr(statuses, "is_rank_0", lambda: False)
     assert said(Announcer().warn, site("one", "used", "missing")) == []

@@ -188,7 +188,7 @@ def test_every_state_has_its_words_and_its_code(tagged: Framework) -> None:
     module.train = lambda model: ("third", layer(model))
     for _ in range(2):
         overwritten = f"overwritten by {__name__}.{module.train.__qualname__}"
-        assert seen() == ("lost", f"{overwritten}; in force only if that calls what it replaced")
+        assert seen() == ("lost", f"{overwritten}; the patch works only if that calls the patched function")
         assert module.train("m") == ("third", ("patched", PLAIN))
         apply()
     module.train = 1

@@ -201,7 +201,7 @@ def test_liger_before(world: tuple[Any, Any]) -> None:
     del liger  # or it counts as a copy
     apply()
     assert results(world) == [("patched", "replaced"), PLAIN, PLAIN]  # Liger has no copies, so nobody has
-    reason = f"in place, but not in {actor.__name__}, with a function that another package has replaced"
+    reason = f"in place, but these modules keep a function that was replaced before: {actor.__name__}"
     assert target() == ("applied", reason)
     revert()
     assert results(world) == ["replaced", PLAIN, PLAIN]
@@ -234,7 +234,7 @@ def test_mindspeed_replaces_after(world: tuple[Any, Any]) -> None:
     for _ in range(2):
         # A copy under another name is one that MindSpeed does not look for.
         assert results(world) == ["replaced", "replaced", PATCHED]
-        only_if = "in force only if that calls what it replaced"
+        only_if = "the patch works only if that calls the patched function"
         assert target() == ("lost", f"overwritten by {REPLACING}; {only_if}")
         apply()
     revert()
@@ -258,7 +258,7 @@ def test_mindspeed_wraps(world: tuple[Any, Any]) -> None:
         assert results(world) == [("theirs", PATCHED), ("theirs", PATCHED), PATCHED]
         assert model.Trainer().step("x") == ("theirs", ("patched", ("step", "x")))
         assert [site.state for site in status()] == ["applied"] * 2
-        under = f", under code of {__name__}; in force only if that calls what it wraps"
+        under = f", under code of {__name__}, which must call the patched function"
         assert all(site.reason.endswith(under) for site in status())
         revert()
         assert results(world) == [("theirs", PLAIN), ("theirs", PLAIN), PLAIN]

@@ -259,7 +259,7 @@ def test_ranks_that_agree_and_ranks_that_differ(ranks: Any) -> None:
     """The latter are named on every rank, and those that do not come on the others."""
     [absent, message], [other], last = ranks(_verify, 3, timeout=60)
     assert last == [absent, message] and other == message
-    assert absent == "rank 1 has begun no guarded train() with verify switched on: do so there"
+    assert absent == "rank 1 called no patched train() with verify: set its variables there"
     by_rank = r"absent \(code \w+\) on rank 1; not selected on rank 0, 2"
     assert re.search(rf"scheduler-resume: [\w.]+: {by_rank}$", message, re.MULTILINE)
     assert "reentrant-train" not in message  # also not a function that is decorated on some ranks

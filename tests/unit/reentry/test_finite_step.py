@@ -75,7 +75,7 @@ def test_names_are_those_of_bad_gradients(optimizer: Optimizer, caplog: LogCaptu
     finite_step.step(optimizer)
     skipped, named = caplog.messages
     assert "step 1 skipped: the norm of its gradients is nan" in skipped
-    assert f"not finite here: {name.removeprefix('module.')}. " in named
+    assert f"are not finite: {name.removeprefix('module.')}. " in named
     finite_step.history_of(optimizer).chunks = [object()]  # looking fails, and the step goes on
     assert not finite_step.step(optimizer)[0]
     assert "unknown, as looking for them raised AttributeError" in caplog.messages[-1]
