@@ -57,6 +57,8 @@ def test_links_of_pages_outside_the_site_lead_somewhere() -> None:
     """Links within the site are checked when it is built."""
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 140
     assert len(re.findall(r"\S*[^\W_]\S*", (ROOT / "docs/production.md").read_text("utf-8"))) <= 900  # words
+    words = (re.findall(r"\S*\w\S*", page.read_text("utf-8")) for page in (ROOT / "docs").rglob("*.md"))
+    assert sum(map(len, words)) <= 38_000, "cut what repeats another page"
     for page in (path for path in pages.paths() if path.parent == ROOT):
         link = r"\]\((?!https?:)([^)#]+)(?:#([^)]+))?\)"
         for target, anchor in re.findall(link, page.read_text("utf-8")):
