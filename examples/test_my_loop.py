@@ -6,7 +6,6 @@
 `set_up` and `train` stand for your own module. The rest is what you would write in its tests.
 """
 
-import own_loop
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel as DDP
@@ -100,6 +99,8 @@ def test_after_an_exception_the_next_rollout_trains(model):
 def test_own_loop_learns_on_real_ranks(tiny_model):
     tiny, rank = tiny_model("dense"), torch.distributed.get_rank()
     model, optimizer = tiny.build()
+    import own_loop  # the example beside this file
+
     loop = reentrant_train(own_loop.train)
     losses = [loop(model, optimizer, own_loop.generate(tiny, 10 * n + rank)) for n in range(3)]
     assert losses[2] < losses[0]

@@ -166,7 +166,7 @@ class SelfRatio:
         logits = max((attribute_of(chunk, "vocab_size", 0) for chunk in chunks), default=0)
         padding = math.log(logits / self.vocab_size) if logits and self.vocab_size else math.inf
         replays = self.replays_routes or most("moe_enable_routing_replay", "enable_routing_replay")
-        topk = max([most("dsa_indexer_topk"), *(getattr(module, "index_topk", 0) for module in training)])
+        topk = max([most("dsa_indexer_topk"), *(getattr(each, "index_topk", 0) or 0 for each in training)])
 
         same, size, squared = self.limit / 1000, mean["size"], mean["gap_squared"]
         low, high, tokens = min(by_sample["low"]), max(by_sample["high"]), max(sum(by_sample["tokens"]), 1)

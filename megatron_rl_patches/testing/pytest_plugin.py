@@ -184,37 +184,41 @@ def _run(
         item.repr_failure = lambda excinfo: longrepr  # type: ignore[method-assign]
         if hasattr(longrepr, "addsection"):
             longrepr.addsection(f"ranks {outcome.failed} of {count} failed, in this order", "")
+            texts = {rank: str(sent[rank]) for rank in outcome.failed[1:] if rank in sent}
+            for rank, text in (texts | outcome.died | outcome.stacks).items():
+                longrepr.addsection(f"rank {rank}", text)
         raise sent[first].raised()
     results_of(outcome, timeout)
 
 
 def _fork(config: pytest.Config, transformer_engine: bool | str, fresh: bool, *run: Any) -> Any:
-    """Call ``run_on_ranks`` in a process that has the variables and the path of this one.
-
-    It is kept for the next tests, unless ``fresh``: such a process has imported no more than this plugin.
-    """
+    """Call ``run_on_ranks`` in a process that is like this one; if ``fresh``, it has imported nothing."""
     _, count, timeout, env = run
     check_arguments(count, timeout, env)
     variables = [(name, x) for name, x in {**os.environ, **env}.items() if not name.startswith("PYTEST_")]
     key = transformer_engine, fresh and object(), *sys.path, *sorted(variables)
-    servers = config.stash[_servers]
-    if (server := servers.pop(key, None)) is None:
+    servers, request = config.stash[_servers], (os.getcwd(), run)
+    if (server := servers.pop(key, None)) is None:  # another thread may use it now
         modules = [] if fresh else [*config.getini("ranks_preload"), *_MODULES]
         work = _OnRank(config, modules, transformer_engine).serve
         server = RankPool(1, work, SpawnContext(), {"OMP_NUM_THREADS": "1", **env, **_WITHOUT})
         config.add_cleanup(server.close)
         server.start()
-    servers[key] = server
-    for old in [*servers][:-3]:  # the latest is the last, and each has some hundred MB
-        servers.pop(old).close()
     try:
-        server.ranks[0].pipe.send((os.getcwd(), run))
-        return server.ranks[0].pipe.recv()
+        server.ranks[0].pipe.send(request)
+        result = server.ranks[0].pipe.recv()
     except BaseException as error:
-        servers.pop(key).close()
+        server.close()
         if isinstance(error, EOFError | OSError):
             raise RanksFailed("the process that forks ranks has died; its messages are on stderr") from error
         raise
+    unused = [server]
+    if not fresh:  # the latest three are kept, each of which has some hundred MB
+        unused = [servers.pop(name) for name in [key, *[*servers][:-2]] if name in servers]
+        servers[key] = server
+    for old in unused:
+        old.close()
+    return result
 
 
 def _pickled(name: str, value: Any) -> bytes:
@@ -257,9 +261,9 @@ class _OnRank:
 
     def __init__(self, config: pytest.Config, modules: list[str], transformer_engine: bool | str) -> None:
         self.modules, self.transformer_engine = modules, transformer_engine
-        self.options = {name: config.getoption(name) for name in _OPTIONS}
+        self.options = {name: config.getoption(name) for name in _OPTIONS if hasattr(config.option, name)}
         self.command = [f"-c{os.devnull}", f"--rootdir={config.rootpath}", "--noconftest", "-s"]
-        self.command += [f"-pno:{name}" for name in ("terminal", "faulthandler", "cacheprovider")]
+        self.command += [f"-pno:{x}" for x in ("terminal", "debugging", "faulthandler", "cacheprovider")]
         self.command += [f"-W{text}" for text in config.getoption("pythonwarnings") or ()]
         for name in _INI:
             with suppress(ValueError):  # a release of pytest does not have the setting
@@ -285,8 +289,6 @@ class _OnRank:
                 for name in self.modules:
                     with suppress(ImportError):
                         import_module(name)
-        if sys.dont_write_bytecode:  # or else each rank would rewrite the asserts of its test again
-            sys.dont_write_bytecode, sys.pycache_prefix = False, str(self.folder)
         warnings.filters[:] = self.filters  # type: ignore[index]  # pytest sets its own around each test
         gc.freeze()  # what is imported is no garbage: collections in forks take a fraction of the time
         with suppress(EOFError, OSError):
@@ -303,7 +305,7 @@ class _OnRank:
 
     def _run(self, session: pytest.Session, job: SimpleNamespace, start: Callable[[], None]) -> Any:
         """Run a test. What it prints is in files, also if the rank dies."""
-        captured = self.options["capture"] != "no"
+        captured = self.options.get("capture") != "no"
         for descriptor, stream in enumerate([sys.stdout, sys.stderr] if captured else [], 1):
             file = f"{self.output}/{stream.name.strip('<>')} on rank {os.environ['RANK']}"
             os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), descriptor)

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 # Processes inherit ``os.environ``, and only one thread at a time may change it for them.
 _environ_lock = threading.Lock()
-_Work = Callable[[connection.Connection, Path], None]
 # Other ranks may go on for so long after the first failure, so that those that fail alike are reported, too.
 _GRACE_SECONDS = 2.0
 #: What a rank may send when all ranks are ready to work.
@@ -142,7 +141,7 @@ class RankPool:
     """
 
     size: int
-    work: _Work
+    work: Callable[[connection.Connection, Path], None]
     context: SpawnContext | ForkContext
     env: Mapping[str, str] = field(default_factory=dict)
     parent: str | None = None
@@ -208,7 +207,7 @@ class RankPool:
             self.ranks.append(_Rank(number, process, ours, stack_file))
 
 
-def _serve(pipe: connection.Connection, stack_file: Path, work: _Work) -> None:
+def _serve(pipe: connection.Connection, stack_file: Path, work: Any) -> None:
     if _environ_lock.locked():  # in a fork, by the thread that has made it
         _environ_lock.release()
     os.setpgid(0, 0)

@@ -54,7 +54,6 @@ def spawn_ranks(
         function: a picklable function, and so are its arguments and results. As with any spawned process, a
             script that calls this needs ``if __name__ == "__main__":``.
         world_size: how many ranks to start.
-        args: positional arguments of the function, as ``kwargs`` are its keyword arguments.
         timeout: seconds from when all ranks have started; a collective does not give up earlier.
         env: environment variables, set from the start of the interpreter, besides those inherited.
 
