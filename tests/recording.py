@@ -19,6 +19,7 @@ from typing import Any, TypedDict
 import pytest
 
 from tests import layers
+from tests.worlds.files import git
 
 
 class Run(TypedDict):
@@ -76,16 +77,13 @@ def commit_of(folder: str) -> str:
     Raises:
         pytest.UsageError: files were changed after the checkout.
     """
-    if changes := _git(folder, "status", "--porcelain", "--", "."):
+    try:
+        changes, commit = git(folder, "status", "--porcelain", "--", "."), git(folder, "rev-parse", "HEAD")
+    except subprocess.CalledProcessError as error:
+        raise pytest.UsageError(f"--record identifies a checkout by its commit: {error.stderr}") from None
+    if changes:
         raise pytest.UsageError(f"{folder} is not what its commit says:\n{changes}")
-    return _git(folder, "rev-parse", "HEAD")
-
-
-def _git(folder: str, *arguments: str) -> str:
-    process = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, check=False)
-    if process.returncode:
-        raise pytest.UsageError(f"--record identifies a checkout by its commit: {process.stderr.strip()}")
-    return process.stdout.strip()
+    return commit
 
 
 def note_differences(name: str, differences: Sequence[float]) -> None:

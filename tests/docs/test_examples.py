@@ -121,10 +121,6 @@ TEST = "tests/unit/patches/test_quiet_eval.py"
 OURS = "my_package/quiet_eval.py"
 
 
-def _replace(file: Path, old: str, new: str) -> None:
-    file.write_text(file.read_text().replace(old, new))
-
-
 @pytest.mark.slow
 def test_the_example_is_a_patch_of_this_repository(tmp_path: Path) -> None:
     """In a copy with the files of the page."""
@@ -133,10 +129,10 @@ def test_the_example_is_a_patch_of_this_repository(tmp_path: Path) -> None:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     startup = Path(shutil.copy(ROOT / "_megatron_rl_patches_startup.py", tmp_path))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    write(tmp_path, {TEST: FILES[TEST], PATCH: FILES[OURS]})
-    _replace(tmp_path / PATCH, "from megatron_rl_patches import Patch", "from ..engine.patch import Patch")
+    ours = FILES[OURS].replace("from megatron_rl_patches import Patch", "from ..engine.patch import Patch")
+    write(tmp_path, {TEST: FILES[TEST], PATCH: ours})
     files = (TEST, "tests/unit/test_every_patch.py", "tests/unit/test_architecture.py")
-    _replace(startup, '_ROOTS = ("megatron", ', '_ROOTS = ("megatron", "framework", ')
+    startup.write_text(startup.read_text().replace('("megatron", ', '("megatron", "framework", '))
     cases = ("-k", "quiet or evaluate or root or arrows")
     output = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, *cases, cwd=tmp_path)
     assert re.search(r"^\d+ passed", output, re.MULTILINE), output

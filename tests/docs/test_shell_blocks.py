@@ -25,7 +25,7 @@ from megatron_rl_patches.engine.settings import VARIABLE, Settings, parse_select
 from tests.docs import pages
 from tests.docs.pages import ROOT
 from tests.references.hugging_face import GEMMA_3_27B
-from tests.worlds.files import write
+from tests.worlds.files import git, write
 from tests.worlds.program import without_ours
 
 tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
@@ -122,10 +122,9 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
         shutil.copytree(ROOT / "tests/frameworks/stand_in/slime", folder / place / "slime")
     loss = folder / "slime/slime/backends/megatron_utils/loss.py"
     loss.write_text(loss.read_text().replace("checkpoint(function, args, batch, logits)", CHECKPOINT))
-    git = ["git", "-C", folder / "slime", "-c", "user.name=x", "-c", "user.email=x"]
-    for command in ("init -q -b main", "add .", "commit -q -m x", "tag v0.3.0"):
-        subprocess.run([*git, *command.split()], check=True)
-    subprocess.run([*git, "update-ref", "refs/remotes/origin/main", "HEAD"], check=True)
+    branch = "update-ref refs/remotes/origin/main HEAD"
+    for command in ("init -q", "add .", "commit -q -m x", "tag v0.3.0", branch):
+        git(folder / "slime", *command.split())
     return Sandbox(folder)
 
 

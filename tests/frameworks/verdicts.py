@@ -23,6 +23,7 @@ from megatron_rl_patches.engine.sources import open_source
 from megatron_rl_patches.engine.statuses import SiteStatus
 from tests.frameworks.checkouts import repositories
 from tests.frameworks.packages import Packages, built_on
+from tests.worlds.files import git
 
 TABLE = Path(__file__).with_name("verdicts.json")
 
@@ -92,8 +93,8 @@ def judge_release(release: str, packages: Packages) -> Known:
 
 
 def judge_commit(source: str, repository: str, revision: str) -> Known:
-    commit = _git(repository, "rev-parse", "--verify", f"{revision}^{{commit}}")
-    date = _git(repository, "log", "-1", "--format=%cs", commit)
+    commit = git(repository, "rev-parse", "--verify", f"{revision}^{{commit}}")
+    date = git(repository, "log", "-1", "--format=%cs", commit)
     return Known(source, commit, date, judge(f"{repository}@{commit}"))
 
 
@@ -108,11 +109,6 @@ def judged_anew(known: Known, packages: Packages, repositories: Sequence[str]) -
 def has_commit(repository: str, commit: str) -> bool:
     command = ["git", "-C", repository, "cat-file", "-e", f"{commit}^{{commit}}"]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-
-def _git(repository: str, *arguments: str) -> str:
-    command = ["git", "-C", repository, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main(sources: Sequence[str]) -> None:

@@ -395,6 +395,8 @@ class DistillationJob(EngineJob):
         words = distillation(loss_mode=loss_mode, topk=topk, use_task_rewards=policy)
         super().__init__(*words, packed=packed, **sizes)
         self.table, self.topk, self.policy, self.packed, self.old = table, topk, policy, packed, old
+        self.flags = {"calculate_entropy": policy, "distillation_only": not policy}
+        self.flags["distillation_use_topk"] = True
 
     def batch(self) -> Any:
         """A batch with what verl's teacher server says of it."""
@@ -407,12 +409,7 @@ class DistillationJob(EngineJob):
             log_probs = torch.cat([log_probs, buckets(self.old[tokens.values()], ids)], 1)
         for name, values in (("teacher_logprobs", log_probs.float()), ("teacher_ids", ids.int())):
             data[name] = torch.nested.nested_tensor_from_jagged(values, offsets=tokens.offsets())
-        self.tu.assign_non_tensor(
-            data,
-            calculate_entropy=self.policy,
-            distillation_use_topk=True,
-            distillation_only=not self.policy,
-        )
+        self.tu.assign_non_tensor(data, **self.flags)
         return data
 
     def of_logits(self, is_deferred: bool = False) -> dict[str, Any]:
@@ -436,9 +433,7 @@ class DistillationJob(EngineJob):
                 logits,
                 cut.roll(-1, 1),
                 torch.full(cut.shape, TEMPERATURE),
-                calculate_entropy=self.policy,
-                distillation_use_topk=True,
-                distillation_only=not self.policy,
+                **self.flags,
                 logits_processor_func=self.loss,
                 batch=data,
                 data_format=way,

@@ -2,7 +2,6 @@
 
 import ast
 import os
-import subprocess
 import sys
 from contextlib import nullcontext
 from importlib import import_module
@@ -16,6 +15,7 @@ from megatron_rl_patches.errors import MegatronRLPatchesError
 from megatron_rl_patches.testing import cpu_backend
 from megatron_rl_patches.testing.transformer_engine import base, refusals
 from megatron_rl_patches.testing.transformer_engine.refusals import RefusedInput
+from tests.worlds.files import git
 
 #: Release that the stand-in stands for -> where it is in a checkout of TransformerEngine.
 RELEASES = {"2.9.0": "v2.9", "2.13.0": "v2.13", "2.20.0.dev0": "HEAD"}
@@ -159,8 +159,7 @@ def test_constructors_have_the_options_of_the_real_ones(te: Any, owner: str) -> 
 def test_options_are_those_in_the_sources(te: Any, owner: str) -> None:
     file, sizes, _ = CLASSES[owner]
     path = f"{RELEASES[refusals.current]}:transformer_engine/pytorch/{file}.py"
-    git = ["git", "-C", os.environ["TRANSFORMER_ENGINE_DIR"], "show", path]
-    tree = ast.parse(subprocess.run(git, capture_output=True, text=True, check=True).stdout)
+    tree = ast.parse(git(os.environ["TRANSFORMER_ENGINE_DIR"], "show", path))
     (definition,) = (x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == owner)
     (init,) = (x for x in definition.body if isinstance(x, ast.FunctionDef) and x.name == "__init__")
     names = {argument.arg for argument in (*init.args.args[1:], *init.args.kwonlyargs)}

@@ -14,7 +14,7 @@ def write(folder: Path, files: Mapping[str, str]) -> Path:
     return folder
 
 
-def git(folder: Path, *command: str) -> str:
+def git(folder: Path | str, *command: str) -> str:
     """Run git in a folder, and return what it prints."""
     identity = ["-c", "user.name=n", "-c", "user.email=e", "-c", "init.defaultBranch=main"]
     done = subprocess.run(

@@ -8,6 +8,7 @@ what is counted into the page of the head.
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.references.heads import ALL_KEPT, BASE, DEFERRED, NOT_IN_PLACE, STOCK
@@ -72,7 +74,11 @@ def run(module: str, *arguments: str, stdin: str | None = None, **variables: str
 
 
 def run_with_libraries(module: str, *arguments: str, **variables: str) -> str:
-    """Run a module in the same way, with the libraries."""
+    """Run a module in the same way, with the libraries, or skip the test where they do not help."""
+    if torch.version.cuda is None:
+        pytest.skip("torch is not built with CUDA")
+    if torch.cuda.is_available() or not shutil.which("cc"):
+        pytest.skip("there is a GPU, or no C compiler")
     with tempfile.TemporaryDirectory() as folder:
         with_libraries = _environment(Path(torch.__file__).parent / "lib", Path(folder))
         return run(module, *arguments, **{**with_libraries, **variables})

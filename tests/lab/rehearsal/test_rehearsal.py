@@ -1,13 +1,11 @@
 """The rehearsal on fake CUDA tensors: it needs a torch that is built with CUDA, no GPU and no driver."""
 
 import re
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_rl_patches.losses.vocab import output_layer
 from tests.lab.rehearsal import stand_ins
@@ -44,13 +42,7 @@ WAITS: dict[str, dict[str, int]] = {
 }
 
 
-@cache
-def rehearsed(part: str) -> Any:
-    if torch.version.cuda is None:
-        pytest.skip("torch is not built with CUDA")
-    if torch.cuda.is_available() or not shutil.which("cc"):
-        pytest.skip("there is a GPU, or no C compiler")
-    return stand_ins.rehearsed(part)
+rehearsed = cache(stand_ins.rehearsed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -157,6 +157,7 @@ def _attributes() -> list[Any]:
 _REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
 _INDEX = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
 _MEMORY_FORMATS = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+_CHANNELS_LAST = b"cbuiltins\ngetattr\n(" + _MEMORY_FORMATS + b"VTORCH_CHANNELS_LAST\ntR"
 _ENTRY = b"(Va\nNdb"  # BUILD with {"a": None}
 _STORAGE = b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nK\x01tQ"  # by its persistent id
 
@@ -164,10 +165,6 @@ _STORAGE = b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nK\x01tQ"  # by its persi
 def _attribute(name: str) -> bytes:
     """BUILD with ``(None, {name: None})``, which sets the attribute."""
     return f"(N(V{name}\nNdtb".encode()
-
-
-def _named(attribute: str) -> bytes:
-    return b"cbuiltins\ngetattr\n(" + _MEMORY_FORMATS + f"V{attribute}\ntR".encode()
 
 
 HOSTILE: dict[str, tuple[Callable[[bytes, Path], None], bytes]] = {
@@ -178,7 +175,7 @@ HOSTILE: dict[str, tuple[Callable[[bytes, Path], None], bytes]] = {
     "attribute of a function's result": (read_shard, _REBUILD + b"(tR" + _attribute("__class__")),
     "storage of the file": (read_shard, _STORAGE + _ENTRY),
     "member of an enum": (read_index, _MEMORY_FORMATS + b"(K\x00tR" + _attribute("_value_")),
-    "member of an enum, by its name": (read_index, _named("TORCH_CHANNELS_LAST") + _ENTRY),
+    "member of an enum, by its name": (read_index, _CHANNELS_LAST + _ENTRY),
     "new member of an enum": (read_index, b"\x80\x02" + _MEMORY_FORMATS + b"K\x00\x85\x81" + _ENTRY),
     "items of a class": (read_index, _INDEX + b"Va\nNs(Va\nNu"),
     "items of a function's result": (read_shard, b"\x80\x04" + _REBUILD + b"(tRVa\nNs(Va\nNuNa(NNe(N\x90"),
