@@ -41,7 +41,7 @@ time is predicted, not measured: {loss.ms} ms on an H100 at 763 TFLOP/s
 
 {least.ratio:.2f} to {most.ratio:.2f} × the logits instead of {stock.ratio:.2f} ×, with lean-head This peak
 is counted in the same way. It is {least.ratio:.2f} × if forward keeps no tile for backward, and
-{most.ratio:.2f} × if it keeps all. Predicted are {least.ms} and {most.ms} ms
+{most.ratio:.2f} × if it keeps all. Its predicted times are {least.ms} and {most.ms} ms
 
 up to {products} matrix products of the output layer in place of {of_all}
 
