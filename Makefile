@@ -6,6 +6,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 # Two tests at a time: most use one core, or wait for ranks to start.
 PARALLEL ?= --numprocesses=2
+PUBLISH ?=
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
