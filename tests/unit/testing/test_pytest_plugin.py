@@ -119,7 +119,7 @@ def test_who_does_not_use_it(pytester: pytest.Pytester, monkeypatch: pytest.Monk
     write(pytester.path, {f"wheel-1.dist-info/{name}": text for name, text in files.items()})
     pytester.makepyfile(QUIET, empty="")
     monkeypatch.setenv("PYTHONPATH", str(pytester.path))
-    run = ["--strict-markers", "-Werror", "-pno:xdist"]
+    run = ["--strict-markers", "-Werror", "-pno:xdist", "-pno:asyncio"]
     for before in ("", ", megatron_rl_patches, _megatron_rl_patches_startup"):
         code = f"import sys{before}, pytest; sys.exit(pytest.main({run}))"
         assert pytester.run(sys.executable, "-c", code).ret == 0
