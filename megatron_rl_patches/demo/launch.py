@@ -1,6 +1,6 @@
 """Start the ranks of the demo, run the program on each without and with the patches, and sum up.
 
-What a rank needs is imported there: this process need not load torch.
+Ranks import torch and Megatron themselves, so that this process loads neither.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..testing.ranks import RanksFailed, results_of, run_on_ranks
 _TRAIN_FUNCTION = "megatron_rl_patches.demo.program:train"
 _UPSTREAM_ERROR = "config.no_sync_func must be None"
 _PATIENCE_SECONDS = 7 * 24 * 3600.0
-_SIZES = {"hidden_size": 4096, "vocab_size": 151_936}
+_TOKENS, _SIZES = 8192, {"hidden_size": 4096, "vocab_size": 151_936}
 _SUMMARY = """
 What failed    the second train(): the first left no_sync_func on the config
 Fixed by       {fixed_by}
@@ -36,8 +36,8 @@ Same numbers   {same}, in rollouts 1 and 2, without and with patches
 Reference      {reference} kB on a rank; built like the policy, as frameworks do
                without inference-only, it would take {policy} kB
 Logits, loss   {loss[0]} GB as they are, {loss[1]} with lean-loss, {loss[2]} with lean-head:
-               the peak on a GPU, estimated for 8192 tokens, a hidden size of
-               4096 and a vocabulary of 151936, in bfloat16"""
+               the peak on a GPU, estimated for {tokens} tokens, a hidden size of
+               {hidden_size} and a vocabulary of {vocab_size}, in bfloat16"""
 _NEXT = """Next, in your own job. slime:
   python3 train.py ${MODEL_ARGS[@]} \\
    --train-env-vars '{"MEGATRON_RL_PATCHES": "reentrant-train"}'
@@ -115,9 +115,10 @@ def _run(rollouts: int, seed: int, _: Callable[[], None]) -> None:
         say(_plot([rollout.reward for rollout in after]))
         policy, reference = (size // 1000 for size in program.memory())
         [fixed_by] = [status.patch for status in statuses if status.target == f"{train.__module__}.train"]
-        loss = [f"{size / 1e9:.1f}" for size in loss_memory(8192, 1.0, _SIZES, "bf16").values()]
+        loss = [f"{size / 1e9:.1f}" for size in loss_memory(_TOKENS, 1.0, _SIZES, "bf16").values()]
         same = "yes" if before == after[:2] else "no"
-        say(_SUMMARY.format(fixed_by=fixed_by, same=same, reference=reference, policy=policy, loss=loss))
+        sizes = {"tokens": _TOKENS, **_SIZES, "reference": reference, "policy": policy}
+        say(_SUMMARY.format(fixed_by=fixed_by, same=same, loss=loss, **sizes))
         torch.distributed.destroy_process_group()
 
 

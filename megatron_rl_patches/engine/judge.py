@@ -12,7 +12,7 @@ from ..errors import PatchError
 from .patch import Patch, Site, third_party
 from .settings import Settings
 from .sources import Source
-from .statuses import SiteStatus, State, status_of
+from .statuses import PATCHED, SiteStatus, State, status_of
 from .target_source import TargetSource, from_source, layers, resolve, runs_when_called
 
 _REPLACED = (
@@ -125,7 +125,7 @@ def all_or_nothing(statuses: Mapping[Site, SiteStatus]) -> dict[Site, SiteStatus
     others = {
         site: replace(status, state=fault.state, reason=reason, fingerprint="", because_of=fault.target)
         for site, status in statuses.items()
-        if status.state in ("fits", "applied")
+        if status.word == PATCHED
     }
     return {**statuses, **others}
 
