@@ -93,9 +93,9 @@ def on_page_content(content: str, **kwargs: Any) -> str:
 
 def repository() -> str:
     """Return the address of the repository, or nothing as long as pyproject.toml has OWNER in it."""
-    found = _REPOSITORY.search(PROJECT.read_text("utf-8"))
-    assert found
-    return "" if "/OWNER/" in found[1] else found[1]
+    match = _REPOSITORY.search(PROJECT.read_text("utf-8"))
+    assert match
+    return "" if "/OWNER/" in match[1] else match[1]
 
 
 def _tabs(group: re.Match[str]) -> str:

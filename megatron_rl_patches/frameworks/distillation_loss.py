@@ -74,7 +74,7 @@ def opd_loss(
     if local.old is None and options.measure.needs_old:
         raise InvalidInputError(
             f"opd_divergence is {options.divergence!r}, which needs {OLD} in the batch: apply "
-            "the patch distillation, which puts it there, or choose another divergence"
+            "the patch distillation, which adds it, or choose another divergence"
         )
     check_fit(local, options)
     index = torch.arange(len(layout.response_rows), device=logits.device)

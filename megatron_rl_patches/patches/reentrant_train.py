@@ -42,8 +42,8 @@ class ReentrantTrainOptions:
         warn: warn once of each setting that silently spoils reinforcement learning.
         memory_phases: log a line with the peak memory of scoring, forward, loss and backward, step and save
             for each rollout, and one where a phase raises; ``with reentrant_train(...)`` logs none.
-        verify: at the first guarded ``train()`` wait up to 5 minutes until each rank is there, and compare
-            them with ``verify_ranks()``; if they differ, all stop. It has no effect without the patch.
+        verify: at the first guarded ``train()`` wait up to 5 minutes until each rank has begun it, and
+            compare them with ``verify_ranks()``; all stop if they differ. Without the patch it does nothing.
 
     Raises:
         PatchError: a function is named in another way.

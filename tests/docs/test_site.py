@@ -79,5 +79,5 @@ def test_a_search_lists_the_page_that_helps_first(site: Path) -> None:
     """Node.js runs the search that the site runs in a browser."""
     node = shutil.which("node") or pytest.skip("no Node.js on this machine")
     command = [node, Path(__file__).with_name("search.js"), site, *FIRST]
-    found = subprocess.run(command, text=True, capture_output=True, timeout=60, check=True).stdout
-    assert dict(zip(FIRST, found.split(), strict=True)) == FIRST
+    output = subprocess.run(command, text=True, capture_output=True, timeout=60, check=True).stdout
+    assert dict(zip(FIRST, output.split(), strict=True)) == FIRST

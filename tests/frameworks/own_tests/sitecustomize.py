@@ -14,7 +14,7 @@ _spec = importlib.util.spec_from_file_location("_stubs", Path(__file__).parents[
 assert _spec is not None and _spec.loader is not None
 _import_stubs = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_import_stubs)
-# torch asks whether triton is there, and then for all that is in it.
+# torch asks whether triton is installed, and then for its attributes.
 _import_stubs.install(_import_stubs.PACKAGES.replace("triton", ""))
 
 import torch.testing  # noqa: E402

@@ -90,7 +90,7 @@ def rehearsed(part: str) -> Any:
 
 
 def texts(counted: dict[str, list[dict[str, str]]], page: str) -> dict[Path, str]:
-    """Return the file and the page with what is counted; where stock code is not there, its old numbers."""
+    """Return the file and the page with what is counted; of stock code without a checkout, old numbers."""
     counted = json.loads(COUNTED.read_text("utf-8")) | counted
     published = [*dict.fromkeys(row["set-up"] for row in counted["heads"])][:3]
     rows = [

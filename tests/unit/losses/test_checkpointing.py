@@ -30,8 +30,8 @@ def test_loss_and_gradient_are_those_of_the_plain_call_and_nothing_is_kept() -> 
     logits, targets = torch.randn(6, 13, generator=torch.Generator().manual_seed(0)), torch.arange(6)
     expected = loss_and_grad(cross_entropy, logits, targets)
     for options in ({}, {"early_stop": False, "preserve_rng_state": True}, {"early_stop": True}):
-        found = loss_and_grad(checkpointed(cross_entropy, **options), logits, targets)
-        assert all(map(torch.equal, expected, found)), options
+        result = loss_and_grad(checkpointed(cross_entropy, **options), logits, targets)
+        assert all(map(torch.equal, expected, result)), options
     logits.requires_grad_()
     saved: list[int] = []
 
